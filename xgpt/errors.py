@@ -1,0 +1,48 @@
+"""The exception tree. Each class carries the exit code that the command line returns for it.
+
+    XgptError (4: a defect of ours)
+    ├── InfeasibleError (1: nothing meets the bound)
+    ├── InputError      (2: the user's input: field, value, what is accepted)
+    └── MachineError    (3: this machine cannot do it: devices, memory, port)
+"""
+
+
+class XgptError(Exception):
+    """Base of every error that this product raises on purpose."""
+
+    exit_code = 4
+
+
+class InfeasibleError(XgptError):
+    """No schedule meets the constraint.
+
+    Args:
+        message: one line, naming the constraint that binds.
+        nearest_bound_s: the smallest latency bound that some schedule meets; None when no bound helps.
+        binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, nearest_bound_s: float | None, binding: str) -> None:
+        super().__init__(message)
+        self.nearest_bound_s = nearest_bound_s
+        self.binding = binding
+
+
+class InputError(XgptError):
+    """A value that a user gave is not accepted. The message names the field, the value and the way out."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, accepted: str) -> None:
+        super().__init__(f"{field}: {value!r} is not accepted; {accepted}")
+        self.field = field
+        self.value = value
+        self.accepted = accepted
+
+
+class MachineError(XgptError):
+    """The machine at hand lacks what the plan needs."""
+
+    exit_code = 3

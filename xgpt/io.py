@@ -1,0 +1,139 @@
+"""Files in and out: configs by name or path, JSON and YAML into schema types, atomic writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from xgpt.errors import InputError, MachineError
+
+T = TypeVar("T", bound=BaseModel)
+ConfigKind = Literal["models", "clusters", "workloads"]
+
+
+def configs_dir() -> Path:
+    """The shipped configs: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def cache_dir() -> Path:
+    """Where profiles are cached: XDG_CACHE_HOME/xgpt, or ~/.cache/xgpt."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "xgpt"
+
+
+def config_names(kind: ConfigKind) -> list[str]:
+    return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
+
+
+def find_config(kind: ConfigKind, name: str) -> Path:
+    """The file behind a name on the command line: a shipped config, or a path.
+
+    Raises:
+        InputError: neither exists; the message lists what does.
+    """
+    shipped = configs_dir() / kind / f"{name}.yaml"
+    if "/" not in name and shipped.is_file():
+        return shipped
+    path = Path(name)
+    if path.exists():
+        return path
+    raise InputError(kind.removesuffix("s"), name, f"give a path or one of: {', '.join(config_names(kind))}")
+
+
+def parse(data: Any, type_: type[T], field: str) -> T:
+    """Validate `data`; `field` names it in the error.
+
+    Raises:
+        InputError: the first thing that is wrong, in one line.
+    """
+    try:
+        return type_.model_validate(data)
+    except ValidationError as error:
+        raise _one_line(error, field) from None
+
+
+def _one_line(error: ValidationError, field: str) -> InputError:
+    first = error.errors()[0]
+    where = ".".join([field, *map(str, first["loc"])])
+    value = first["input"]
+    shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return InputError(where, shown, first["msg"].removeprefix("Value error, "))
+
+
+def _read_text(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(field, str(path), "there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(field, str(path), f"it cannot be read: {error}") from None
+
+
+def load_yaml(path: Path, field: str) -> Any:
+    try:
+        return yaml.safe_load(_read_text(path, field))
+    except yaml.YAMLError as error:
+        summary = " ".join(str(error).split())
+        raise InputError(field, str(path), f"it is not YAML: {summary}") from None
+
+
+def load_json(path: Path, type_: type[T], field: str) -> T:
+    """Read one of our JSON files, checking its schema version before anything else.
+
+    Raises:
+        InputError: missing, not JSON, of another schema version, or invalid.
+    """
+    try:
+        data = json.loads(_read_text(path, field))
+    except json.JSONDecodeError as error:
+        raise InputError(field, str(path), f"it is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(field, str(path), "it must hold a JSON object")
+    expected = type_.model_fields["schema_version"].default
+    if data.get("schema_version") != expected:
+        raise InputError(
+            f"{field}.schema_version",
+            data.get("schema_version"),
+            f"this version reads schema_version {expected}; make the file again with it",
+        )
+    return parse(data, type_, field)
+
+
+def dump_json(value: BaseModel) -> str:
+    return value.model_dump_json(indent=1) + "\n"
+
+
+def sha256(value: BaseModel) -> str:
+    """Hash of what a value says, independent of how its file is formatted."""
+    return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write all of `text` or nothing.
+
+    Raises:
+        MachineError: the place cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror or error}") from None

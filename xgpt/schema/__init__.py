@@ -1,0 +1,65 @@
+"""The types that reach a file. Everyone may import this package; it imports nothing of the others."""
+
+from xgpt.schema.base import Frozen
+from xgpt.schema.cluster import ClusterSpec, DeviceKind, Link
+from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelSpec, RopeScaling
+from xgpt.schema.plan import (
+    Admission,
+    Constraint,
+    Estimate,
+    Plan,
+    ProfileRef,
+    SearchCertificate,
+    Stage,
+)
+from xgpt.schema.policy import (
+    ChunkedSettings,
+    OrcaSettings,
+    PolicySettings,
+    RraSettings,
+    SingleLaneSettings,
+    StaticSettings,
+    TensorParallel,
+    Variable,
+    WaaSettings,
+)
+from xgpt.schema.profile import Curve, LayerTimes, Profile, Surface
+from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
+
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "Admission",
+    "ChunkedSettings",
+    "ClusterSpec",
+    "Constant",
+    "Constraint",
+    "Curve",
+    "DType",
+    "DeviceKind",
+    "Estimate",
+    "Frozen",
+    "Histogram",
+    "LayerTimes",
+    "Link",
+    "ModelSpec",
+    "OrcaSettings",
+    "Plan",
+    "PolicySettings",
+    "Profile",
+    "ProfileRef",
+    "RopeScaling",
+    "RraSettings",
+    "SearchCertificate",
+    "SingleLaneSettings",
+    "Stage",
+    "StaticSettings",
+    "Surface",
+    "TensorParallel",
+    "TruncatedNormal",
+    "Uniform",
+    "Variable",
+    "WaaSettings",
+    "Workload",
+    "WorkloadSpec",
+    "Constant",
+]

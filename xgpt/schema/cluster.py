@@ -1,0 +1,47 @@
+"""Devices and the links between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from xgpt.schema.base import Frozen
+from xgpt.schema.model import DType
+
+
+class DeviceKind(Frozen):
+    """One accelerator, or one CPU, as its datasheet or the machine describes it."""
+
+    name: str
+    type: Literal["cpu", "gpu"]
+    memory_bytes: PositiveInt
+    flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
+    memory_bandwidth_bytes_per_s: PositiveFloat | None = None
+    usable_memory: float = Field(default=0.9, gt=0, le=1)
+    """Share of the memory that weights, K/V and workspace may fill together."""
+
+
+class Link(Frozen):
+    """A point-to-point connection, one direction."""
+
+    bandwidth_bytes_per_s: PositiveFloat
+    latency_s: float = Field(ge=0)
+
+
+class ClusterSpec(Frozen):
+    """`num_nodes` equal machines of `devices_per_node` equal devices."""
+
+    name: str
+    device: DeviceKind
+    num_nodes: PositiveInt = 1
+    devices_per_node: PositiveInt = 1
+    intra_node: Link | None = None
+    inter_node: Link | None = None
+    host: Link | None = None
+    """Device memory to host memory: the way that keys and values take under WAA."""
+    price_per_device_hour: PositiveFloat | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node

@@ -1,0 +1,112 @@
+"""What planning and running must know of a model: its shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from xgpt.schema.base import Frozen
+
+Family = Literal["opt", "gpt2", "llama", "qwen2", "qwen3", "t5"]
+DType = Literal["float32", "float16", "bfloat16"]
+
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class RopeScaling(Frozen):
+    """Llama 3.1's frequency scaling of rotary embeddings."""
+
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0)
+    original_max_position: PositiveInt
+
+
+class ModelSpec(Frozen):
+    """The shape of a transformer; weights come from a checkpoint or from a seed.
+
+    `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
+    encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
+    """
+
+    name: str
+    family: Family
+    num_layers: PositiveInt
+    num_encoder_layers: int = Field(default=0, ge=0)
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    ffn_size: PositiveInt
+    gated_ffn: bool = False
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    vocab_size: PositiveInt
+    max_context: PositiveInt
+    tie_embeddings: bool = True
+    attention_bias: bool = False
+    norm_eps: float = Field(default=1e-5, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    default_dtype: DType = "float16"
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}"
+            )
+        if (self.family == "t5") != (self.num_encoder_layers > 0):
+            raise ValueError(
+                f"num_encoder_layers: {self.num_encoder_layers} does not fit family {self.family!r}; "
+                "only encoder-decoder families (t5) have encoder layers"
+            )
+        return self
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.num_encoder_layers > 0
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one attention block: Q, K, V and output projection."""
+        q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
+        k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        return q_and_out + k_and_v
+
+    @property
+    def ffn_params(self) -> int:
+        return (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def encoder_layer_params(self) -> int:
+        return self.attention_params + self.ffn_params
+
+    @property
+    def decoder_layer_params(self) -> int:
+        """One decoder layer; an encoder-decoder's has cross-attention too."""
+        blocks = 2 if self.is_encoder_decoder else 1
+        return blocks * self.attention_params + self.ffn_params
+
+    @property
+    def embedding_params(self) -> int:
+        """Token embedding and output head (one matrix when tied)."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    @property
+    def num_params(self) -> int:
+        """Matrices only: biases, norms and position tables are under 1%."""
+        return (
+            self.embedding_params
+            + self.num_encoder_layers * self.encoder_layer_params
+            + self.num_layers * self.decoder_layer_params
+        )
+
+    def kv_bytes_per_token(self, dtype: DType) -> int:
+        """Self-attention keys and values of one token over all decoder layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT[dtype]
+
+    def weight_bytes(self, dtype: DType) -> int:
+        return self.num_params * BYTES_PER_ELEMENT[dtype]

@@ -1,0 +1,115 @@
+"""plan.json: the schedule that `xgpt plan` writes and `xgpt serve` executes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from xgpt.schema.base import Frozen
+from xgpt.schema.cluster import ClusterSpec
+from xgpt.schema.model import DType, ModelSpec
+from xgpt.schema.policy import PolicySettings
+from xgpt.schema.workload import Workload
+
+Sla = Literal["length", "request"]
+
+
+class Constraint(Frozen):
+    """What a plan must keep.
+
+    Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
+    it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). `headroom` is the share of the
+    bound that the planner leaves unused, because the profile's own measurements spread by as much.
+    """
+
+    latency_bound_s: PositiveFloat | None = None
+    quantile: float = Field(default=0.99, gt=0, lt=1)
+    sla: Sla = "length"
+    ttft_s: PositiveFloat | None = None
+    tpot_s: PositiveFloat | None = None
+    arrival_rate_per_s: PositiveFloat | None = None
+    headroom: float = Field(default=0.0, ge=0, lt=1)
+
+
+class Admission(Frozen):
+    """Who enters next, and how K/V memory is promised ("reserve": the request's maximum, ORCA Algorithm 1)."""
+
+    order: Literal["fcfs"] = "fcfs"
+    kv: Literal["reserve"] = "reserve"
+
+
+class Stage(Frozen):
+    """One pipeline stage: which devices hold which layers, [first, last)."""
+
+    lane: Literal["both", "encode", "decode"] = "both"
+    devices: tuple[int, ...]
+    encode_layers: tuple[int, int] | None = None
+    decode_layers: tuple[int, int]
+    tp: PositiveInt = 1
+    kv_blocks: PositiveInt
+
+
+class Estimate(Frozen):
+    """What the simulator predicts for a plan at saturation."""
+
+    throughput_rps: float
+    output_tokens_per_s: float
+    latency_s: float
+    """The latency that the bound is compared with; leaves out waiting for admission."""
+    ttft_s: float
+    tpot_s: float
+    itl_p99_s: float
+    encode_batch: float
+    """Mean requests encoded in a step that encodes."""
+    decode_batch: float
+    """Mean requests in decode at the start of a phase (its peak)."""
+    encode_tokens: float
+    """Mean prompt tokens in a step that encodes."""
+    cycle_s: float
+    bubble_fraction: float = 0.0
+    memory_bytes: tuple[int, ...]
+    cost_per_million_tokens: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class SearchCertificate(Frozen):
+    """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`."""
+
+    method: Literal["branch-and-bound", "exhaustive", "optuna"]
+    evaluations: int
+    space_size: int
+    seconds: float
+    gap: float | None
+    bound: str
+
+
+class ProfileRef(Frozen):
+    """Where the numbers came from."""
+
+    source: Literal["measured", "analytic", "imported"]
+    sha256: str
+    num_threads: PositiveInt | None = None
+    spread: float = 0.0
+
+
+class Plan(Frozen):
+    """The whole of plan.json. Numbers that the run needs are resolved here; the runner recomputes none."""
+
+    schema_version: Literal[1] = 1
+    model: ModelSpec
+    checkpoint: str | None = None
+    """Directory of the weights; None: weights drawn from `seed`."""
+    seed: int = 0
+    dtype: DType
+    cluster: ClusterSpec
+    workload: Workload
+    constraint: Constraint
+    policy: PolicySettings
+    admission: Admission = Admission()
+    replicas: PositiveInt = 1
+    block_size: PositiveInt = 16
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    estimate: Estimate
+    search: SearchCertificate
+    profile: ProfileRef

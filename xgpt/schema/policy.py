@@ -1,0 +1,119 @@
+"""The control variables of every policy: what a plan sets, what the search varies.
+
+Each settings class declares its variables once, with the direction in which throughput and latency move;
+the search space, the command line's help and the contract tests read them from here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt
+
+from xgpt.schema.base import Frozen
+
+Direction = Literal["rises", "falls", "none"]
+
+
+class Variable(NamedTuple):
+    """A control variable: how throughput and latency move when it grows ("none": enumerate)."""
+
+    name: str
+    throughput: Direction
+    latency: Direction
+    help: str
+
+
+class TensorParallel(Frozen):
+    """`devices` of a lane's devices run in groups of `degree`, the rest one by one."""
+
+    degree: PositiveInt = 1
+    devices: int = Field(default=0, ge=0)
+
+
+class _SingleLane(Frozen):
+    """Settings that the single-lane policies share."""
+
+    tp_degree: PositiveInt = 1
+    tp_devices: int = Field(default=0, ge=0)
+
+
+class RraSettings(_SingleLane):
+    """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
+
+    Source: ExeGPT sec. 4.1. `encode_batch` is the average: the rule packs by tokens (sec. 5.2).
+    """
+
+    kind: Literal["rra"] = "rra"
+    encode_batch: PositiveInt
+    decode_iterations: PositiveInt
+    microbatches: PositiveInt = 1
+
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
+        Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
+    )
+
+
+class OrcaSettings(_SingleLane):
+    """Iteration-level scheduling: every free slot is refilled at each step, whole prompts at once.
+
+    Source: ORCA Algorithm 1.
+    """
+
+    kind: Literal["orca"] = "orca"
+    max_batch: PositiveInt
+
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("max_batch", "rises", "rises", "requests in a step at most"),
+    )
+
+
+class ChunkedSettings(_SingleLane):
+    """Every step decodes what runs and fills up to `token_budget` tokens with pieces of prompts."""
+
+    kind: Literal["chunked"] = "chunked"
+    token_budget: PositiveInt
+    max_batch: PositiveInt
+
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("token_budget", "none", "rises", "tokens in a step at most"),
+        Variable("max_batch", "rises", "rises", "requests in a step at most"),
+    )
+
+
+class StaticSettings(_SingleLane):
+    """FasterTransformer: a batch is encoded and decoded to its longest member's end before the next.
+
+    With more encode than decode micro-batches: DeepSpeed Inference's hybrid scheduling.
+    """
+
+    kind: Literal["static"] = "static"
+    batch: PositiveInt
+    encode_microbatches: PositiveInt = 1
+    decode_microbatches: PositiveInt = 1
+
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("batch", "rises", "rises", "requests in a batch"),
+    )
+
+
+class WaaSettings(Frozen):
+    """Separate encode and decode devices, asynchronous. Source: ExeGPT sec. 4.1."""
+
+    kind: Literal["waa"] = "waa"
+    allocation: Literal["compute", "memory"] = "compute"
+    encode_batch: PositiveInt
+    max_decode_batch: PositiveInt
+    decode_microbatches: PositiveInt = 1
+    encode_tp: TensorParallel = TensorParallel()
+    decode_tp: TensorParallel = TensorParallel()
+
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("encode_batch", "none", "rises", "requests encoded at once (B_E)"),
+        Variable("max_decode_batch", "rises", "rises", "requests in decode at most"),
+    )
+
+
+SingleLaneSettings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings
+PolicySettings = Annotated[SingleLaneSettings | WaaSettings, Field(discriminator="kind")]

@@ -1,0 +1,72 @@
+"""Request lengths: how people write them down, and the histograms that a plan keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.schema.base import Frozen
+
+
+class TruncatedNormal(Frozen):
+    """A normal distribution cut at `min` and `max`; mean and sd are those before the cut."""
+
+    kind: Literal["normal"] = "normal"
+    mean: float
+    sd: PositiveFloat
+    min: PositiveInt = 1
+    max: PositiveInt
+
+
+class Uniform(Frozen):
+    """Every whole length from `min` to `max`, both included."""
+
+    kind: Literal["uniform"] = "uniform"
+    min: PositiveInt
+    max: PositiveInt
+
+
+class Constant(Frozen):
+    kind: Literal["constant"] = "constant"
+    value: PositiveInt
+
+
+class Histogram(Frozen):
+    """Lengths with their probabilities: rising lengths, probabilities that sum to one."""
+
+    kind: Literal["histogram"] = "histogram"
+    lengths: tuple[PositiveInt, ...] = Field(min_length=1)
+    probabilities: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Histogram:
+        if len(self.lengths) != len(self.probabilities):
+            raise ValueError(f"{len(self.lengths)} lengths but {len(self.probabilities)} probabilities")
+        if any(b <= a for a, b in zip(self.lengths, self.lengths[1:], strict=False)):
+            raise ValueError("lengths must rise")
+        if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-6:
+            raise ValueError(f"probabilities must be >= 0 and sum to 1, not {sum(self.probabilities):.6g}")
+        return self
+
+
+LengthDistribution = Annotated[
+    TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")
+]
+
+
+class WorkloadSpec(Frozen):
+    """What people write under configs/workloads: where the lengths come from, and the lengths."""
+
+    name: str
+    source: str
+    input: LengthDistribution
+    output: LengthDistribution
+
+
+class Workload(Frozen):
+    """What a plan keeps: both histograms, resolved."""
+
+    name: str
+    input: Histogram
+    output: Histogram
