@@ -1,0 +1,157 @@
+"""The real engine: schedule, execute, settle, on real workers and the real clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple, Protocol
+
+from xgpt.policies import OneLaneRule, Pool, Request, Step
+from xgpt.schema.step_log import Arrival, StepRecord
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request as the server hands it in.
+
+    Attributes:
+        prompt: token ids.
+        max_output: output tokens at most; the schedule knows no more than this.
+        stop_token_ids: tokens that end the output.
+        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come then.
+            Hidden from the schedule.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_output: int
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    output_length: int | None = None
+
+
+class Token(NamedTuple):
+    """One output token of one request; the last carries why it is the last."""
+
+    id: int
+    token: int
+    finish: FinishReason | None
+
+
+class Executor(Protocol):
+    """The workers behind the engine: they hold weights and K/V, and execute steps."""
+
+    def start(self, generation: Generation) -> None:
+        """Set aside the K/V blocks of a request that is about to be encoded."""
+
+    def execute(self, step: Step) -> dict[int, int]:
+        """Run one step; returns the next token of each request that decoded or whose prompt ended."""
+
+    def release(self, ids: Collection[int]) -> None:
+        """Free the K/V blocks of these requests."""
+
+
+class Engine:
+    """Runs a schedule: requests in from any thread, tokens out of `step`.
+
+    `submit` and `cancel` may be called from other threads; everything else belongs to the one thread that calls
+    `step`.
+    """
+
+    def __init__(
+        self,
+        rule: OneLaneRule,
+        pool: Pool,
+        executor: Executor,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._rule = rule
+        self._pool = pool
+        self._executor = executor
+        self._clock = clock
+        self._on_step = on_step
+        self._inbox: SimpleQueue[Generation | int] = SimpleQueue()
+        self._generations: dict[int, Generation] = {}
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    def submit(self, generation: Generation) -> None:
+        """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        self._inbox.put(generation)
+
+    def cancel(self, id_: int) -> None:
+        """Take a request out before the next step; one that has ended already is ignored."""
+        self._inbox.put(id_)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something was handed in while the engine is idle, or the time is over."""
+        try:
+            self._inbox.put(self._inbox.get(timeout=timeout_s))
+        except Empty:
+            return
+
+    def step(self) -> list[Token] | None:
+        """Run one iteration. Returns its tokens, or None where nothing could run."""
+        now_ns = self._clock()
+        arrivals, cancelled = self._take_in(now_ns)
+        step = self._rule.next_step(self._pool)
+        if step is None:
+            return None
+        for chunk in step.encode:
+            if chunk.start == 0:
+                self._executor.start(self._generations[chunk.id])
+        tokens = self._settle(step, self._executor.execute(step))
+        if self._on_step is not None:
+            finished = tuple(token.id for token in tokens if token.finish)
+            self._on_step(
+                StepRecord(now_ns, self._clock(), step.encode, step.decode, finished, arrivals, cancelled)
+            )
+        return tokens
+
+    def _take_in(self, now_ns: int) -> tuple[tuple[Arrival, ...], tuple[int, ...]]:
+        arrivals: list[Arrival] = []
+        cancelled: list[int] = []
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Generation):
+                self._generations[item.id] = item
+                request = Request(item.id, len(item.prompt), item.max_output, now_ns)
+                self._pool.submit(request)
+                arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
+            elif self._pool.cancel(item):
+                cancelled.append(item)
+                del self._generations[item]
+        self._executor.release(cancelled)
+        return tuple(arrivals), tuple(cancelled)
+
+    def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
+        """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
+        tokens = [
+            Token(id_, token, self._finish(id_, token))
+            for id_, token in sampled.items()
+            if id_ not in self._pool.held
+        ]
+        freed = self._pool.settle(step, [token.id for token in tokens if token.finish])
+        self._forget(freed)
+        return tokens
+
+    def _finish(self, id_: int, token: int) -> FinishReason | None:
+        generation = self._generations[id_]
+        running = self._pool.decoding.get(id_)
+        count = 1 if running is None else running.generated + 1
+        if token in generation.stop_token_ids or count == generation.output_length:
+            return "stop"
+        return "length" if count == generation.max_output else None
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        freed = list(ids)
+        for id_ in freed:
+            del self._generations[id_]
+        self._executor.release(freed)
