@@ -1,0 +1,104 @@
+"""Names on the command line to models, clusters and workloads: a shipped config, or a file of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from xgpt.errors import InputError
+from xgpt.io import find_config, load_yaml, parse
+from xgpt.machine import detect
+from xgpt.schema import ClusterSpec, Frozen, ModelSpec, Workload, WorkloadSpec
+from xgpt.workload import histogram, histogram_of, read_lengths
+
+_YAML = (".yaml", ".yml")
+_TRACES = (".csv", ".jsonl")
+
+
+class DetectedCluster(Frozen):
+    """A cluster file that stands for the machine it is read on."""
+
+    name: str
+    detect: Literal[True]
+    num_devices: PositiveInt | None = None
+
+
+def load_model(name: str) -> tuple[ModelSpec, Path | None]:
+    """The shape of a model, and the directory of its weights (None: to be drawn from a seed).
+
+    Args:
+        name: a shipped model, a YAML file, or a directory in Hugging Face layout.
+
+    Raises:
+        InputError: there is no such model, or what is there is no model.
+    """
+    path = find_config("models", name)
+    if path.is_dir():
+        from xgpt.checkpoint import read_spec
+
+        return read_spec(path), path
+    return parse(load_yaml(path, "model"), ModelSpec, "model"), None
+
+
+def load_cluster(name: str) -> ClusterSpec:
+    """A cluster by name or file; `local` is the machine at hand, `local:N` takes N devices of it.
+
+    Raises:
+        InputError: there is no such cluster, or what is there is no cluster.
+        MachineError: this machine has fewer devices than asked for.
+    """
+    kind, _, count = name.partition(":")
+    if kind == "local" and count:
+        if not count.isdecimal() or int(count) == 0:
+            raise InputError("cluster", name, "write local:N with a whole number N of devices, at least 1")
+        return detect(int(count))
+    data = load_yaml(find_config("clusters", name), "cluster")
+    if isinstance(data, dict) and "detect" in data:
+        here = parse(data, DetectedCluster, "cluster")
+        return detect(here.num_devices).model_copy(update={"name": here.name})
+    return parse(data, ClusterSpec, "cluster")
+
+
+def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
+    """A workload's histograms, by name or file.
+
+    Args:
+        name: a shipped workload, a YAML file, or a trace (.csv, .jsonl).
+        spec: the model whose context the lengths must keep within.
+
+    Raises:
+        InputError: there is no such workload, it is malformed, or it is longer than the model's context.
+    """
+    path = find_config("workloads", name)
+    if path.suffix in _TRACES:
+        lengths = read_lengths(path)
+        workload = Workload(
+            name=path.stem, input=histogram_of(lengths.input), output=histogram_of(lengths.output)
+        )
+    elif path.suffix in _YAML:
+        written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
+        workload = Workload(
+            name=written.name, input=histogram(written.input), output=histogram(written.output)
+        )
+    else:
+        raise InputError("workload", name, f"its name must end in one of {', '.join(_YAML + _TRACES)}")
+    if spec is not None:
+        _check_context(workload, spec)
+    return workload
+
+
+def _check_context(workload: Workload, spec: ModelSpec) -> None:
+    """An encoder-decoder holds input and output in a context each, a decoder-only model in one."""
+    longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
+    longest = (
+        max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
+    )
+    if longest > spec.max_context:
+        raise InputError(
+            "workload",
+            workload.name,
+            f"its inputs reach {longest_input} tokens and its outputs {longest_output}, over the context of "
+            f"{spec.max_context} of {spec.name}; take shorter lengths or another model",
+        )
