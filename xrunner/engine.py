@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
 from xgpt.policies import OneLaneRule, Pool, Request, Step
@@ -76,6 +77,9 @@ class Engine:
         self._clock = clock
         self._on_step = on_step
         self._inbox: SimpleQueue[Generation | int] = SimpleQueue()
+        self._wake = threading.Event()
+        self._arrivals: list[Arrival] = []
+        self._cancelled: list[int] = []
         self._generations: dict[int, Generation] = {}
 
     @property
@@ -85,22 +89,21 @@ class Engine:
     def submit(self, generation: Generation) -> None:
         """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self._inbox.put(generation)
+        self._wake.set()
 
     def cancel(self, id_: int) -> None:
         """Take a request out before the next step; one that has ended already is ignored."""
         self._inbox.put(id_)
+        self._wake.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something was handed in while the engine is idle, or the time is over."""
-        try:
-            self._inbox.put(self._inbox.get(timeout=timeout_s))
-        except Empty:
-            return
+        """Block until something is handed in, or the time is over. To be called when `step` returned None."""
+        self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
         """Run one iteration. Returns its tokens, or None where nothing could run."""
         now_ns = self._clock()
-        arrivals, cancelled = self._take_in(now_ns)
+        self._take_in(now_ns)
         step = self._rule.next_step(self._pool)
         if step is None:
             return None
@@ -108,35 +111,43 @@ class Engine:
             if chunk.start == 0:
                 self._executor.start(self._generations[chunk.id])
         tokens = self._settle(step, self._executor.execute(step))
-        if self._on_step is not None:
-            finished = tuple(token.id for token in tokens if token.finish)
-            self._on_step(
-                StepRecord(now_ns, self._clock(), step.encode, step.decode, finished, arrivals, cancelled)
-            )
+        self._record(now_ns, step, tokens)
         return tokens
 
-    def _take_in(self, now_ns: int) -> tuple[tuple[Arrival, ...], tuple[int, ...]]:
-        arrivals: list[Arrival] = []
-        cancelled: list[int] = []
+    def _take_in(self, now_ns: int) -> None:
+        """Requests handed in since the last step enter the pool with the step's own time."""
+        self._wake.clear()
         while not self._inbox.empty():
             item = self._inbox.get()
             if isinstance(item, Generation):
                 self._generations[item.id] = item
                 request = Request(item.id, len(item.prompt), item.max_output, now_ns)
                 self._pool.submit(request)
-                arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
+                self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
             elif self._pool.cancel(item):
-                cancelled.append(item)
-                del self._generations[item]
-        self._executor.release(cancelled)
-        return tuple(arrivals), tuple(cancelled)
+                self._cancelled.append(item)
+                self._forget([item])
+
+    def _record(self, start_ns: int, step: Step, tokens: list[Token]) -> None:
+        if self._on_step is not None:
+            self._on_step(
+                StepRecord(
+                    start_ns,
+                    self._clock(),
+                    step.encode,
+                    step.decode,
+                    tuple(token.id for token in tokens if token.finish),
+                    tuple(self._arrivals),
+                    tuple(self._cancelled),
+                )
+            )
+        self._arrivals.clear()
+        self._cancelled.clear()
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
         tokens = [
-            Token(id_, token, self._finish(id_, token))
-            for id_, token in sampled.items()
-            if id_ not in self._pool.held
+            Token(id_, token, self._finish(id_, token)) for id_, token in sampled.items() if id_ not in self._pool.held
         ]
         freed = self._pool.settle(step, [token.id for token in tokens if token.finish])
         self._forget(freed)

@@ -19,7 +19,7 @@ from xgpt.schema import (
 )
 
 ADJUSTMENT = 0.1
-"""Relative deviation of the decode batch from which the encode batch is adjusted, and by how much.
+"""Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
 
 Source: ExeGPT sec. 5.2, which names the threshold but no figure.
 """
@@ -33,7 +33,8 @@ class LaneSettings:
         mix: a step may both encode and decode.
         encode_every: decode iterations between two steps that encode (only without `mix`).
         encode_tokens: prompt tokens that a step which encodes takes on average; None: no such target.
-        decode_batch: requests in decode that the encode steps aim at; used with `encode_tokens`.
+        carried_batch: requests still in decode when a phase begins, on average; used with `encode_tokens`.
+        decode_batch: requests in decode after that phase's encoding, on average; used with `encode_tokens`.
         token_budget: tokens in a step at most; prompts are cut to fit. None: whole prompts.
         max_batch: requests in the lane at most.
         refill_when_empty: nobody enters before the whole batch has finished.
@@ -42,7 +43,8 @@ class LaneSettings:
     mix: bool
     encode_every: int = 1
     encode_tokens: float | None = None
-    decode_batch: float | None = None
+    carried_batch: float = 0.0
+    decode_batch: float = 0.0
     token_budget: int | None = None
     max_batch: int | None = None
     refill_when_empty: bool = False
@@ -61,14 +63,13 @@ def lane_settings(settings: SingleLaneSettings, encode_tokens: float, decode_bat
                 mix=False,
                 encode_every=settings.decode_iterations,
                 encode_tokens=encode_tokens,
+                carried_batch=decode_batch - settings.encode_batch,
                 decode_batch=decode_batch,
             )
         case OrcaSettings():
             return LaneSettings(mix=True, max_batch=settings.max_batch)
         case ChunkedSettings():
-            return LaneSettings(
-                mix=True, token_budget=settings.token_budget, max_batch=settings.max_batch
-            )
+            return LaneSettings(mix=True, token_budget=settings.token_budget, max_batch=settings.max_batch)
         case StaticSettings():
             return LaneSettings(mix=False, max_batch=settings.batch, refill_when_empty=True)
 
@@ -133,12 +134,11 @@ class OneLaneRule:
         target and the average on it, so that ragged inputs cost neither throughput nor a stalled decode batch.
         """
         settings = self.settings
-        assert settings.encode_tokens is not None and settings.decode_batch is not None
+        assert settings.encode_tokens is not None
         target = settings.encode_tokens
-        if len(pool.decoding) > (1 + ADJUSTMENT) * settings.decode_batch:
-            target *= 1 - ADJUSTMENT
-        elif len(pool.decoding) < (1 - ADJUSTMENT) * settings.decode_batch:
-            target *= 1 + ADJUSTMENT
+        deviation = len(pool.decoding) - settings.carried_batch
+        if abs(deviation) > ADJUSTMENT * settings.decode_batch:
+            target *= 1 - ADJUSTMENT if deviation > 0 else 1 + ADJUSTMENT
         self._credit += target
         chunks: list[Chunk] = []
         while pool.waiting:

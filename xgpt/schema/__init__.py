@@ -61,5 +61,4 @@ __all__ = [
     "WaaSettings",
     "Workload",
     "WorkloadSpec",
-    "Constant",
 ]

@@ -55,9 +55,7 @@ class ModelSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}"
-            )
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         if (self.family == "t5") != (self.num_encoder_layers > 0):
             raise ValueError(
                 f"num_encoder_layers: {self.num_encoder_layers} does not fit family {self.family!r}; "

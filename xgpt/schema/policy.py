@@ -64,9 +64,7 @@ class OrcaSettings(_SingleLane):
     kind: Literal["orca"] = "orca"
     max_batch: PositiveInt
 
-    variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("max_batch", "rises", "rises", "requests in a step at most"),
-    )
+    variables: ClassVar[tuple[Variable, ...]] = (Variable("max_batch", "rises", "rises", "requests in a step at most"),)
 
 
 class ChunkedSettings(_SingleLane):
@@ -93,9 +91,7 @@ class StaticSettings(_SingleLane):
     encode_microbatches: PositiveInt = 1
     decode_microbatches: PositiveInt = 1
 
-    variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("batch", "rises", "rises", "requests in a batch"),
-    )
+    variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
 
 
 class WaaSettings(Frozen):

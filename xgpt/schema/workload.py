@@ -50,9 +50,7 @@ class Histogram(Frozen):
         return self
 
 
-LengthDistribution = Annotated[
-    TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")
-]
+LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")]
 
 
 class WorkloadSpec(Frozen):

@@ -1,0 +1,192 @@
+"""From a profile to a plan: build each policy's space, search it, resolve every number the run needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.io import sha256
+from xgpt.schema import (
+    ClusterSpec,
+    Constraint,
+    Estimate,
+    ModelSpec,
+    Plan,
+    Profile,
+    ProfileRef,
+    SearchCertificate,
+    Stage,
+    Workload,
+)
+from xscheduler.search import SEARCHES, Found, Method
+from xscheduler.space import POLICIES, Limits, Settings, Space
+from xsimulator.analytic import OneLaneModel
+from xsimulator.cost import CostModel
+from xsimulator.lengths import Lengths
+from xsimulator.memory import activation_bytes, kv_blocks
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a plan answers to."""
+
+    model: ModelSpec
+    checkpoint: str | None
+    cluster: ClusterSpec
+    workload: Workload
+    profile: Profile
+    constraint: Constraint
+
+
+class Scheduler:
+    """Finds plans for one problem; each policy's space is searched once."""
+
+    def __init__(self, problem: Problem, method: Method = "branch-and-bound") -> None:
+        self.problem = problem
+        self.method = method
+        lengths = Lengths(problem.workload)
+        context = lengths.max_input + lengths.max_output
+        if context > problem.model.max_context:
+            raise InputError(
+                "workload",
+                problem.workload.name,
+                f"its longest request has {context} tokens, {problem.model.name} takes {problem.model.max_context}",
+            )
+        cost = CostModel(problem.model, problem.profile)
+        self._model = OneLaneModel(cost, lengths, problem.constraint.quantile)
+        max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        step_tokens = max_batch * lengths.max_input
+        self._limits = Limits(
+            blocks=kv_blocks(problem.model, problem.cluster, problem.profile.dtype, BLOCK_SIZE, step_tokens),
+            block_size=BLOCK_SIZE,
+            max_batch=max_batch,
+        )
+
+    def space(self, kind: str) -> Space:
+        return Space(kind, self._model, self.problem.constraint, self._limits)
+
+    def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
+        """The best plan of each policy that has one.
+
+        Raises:
+            InfeasibleError: none has; with the nearest bound that one of them meets.
+        """
+        plans = {}
+        for kind in kinds:
+            space = self.space(kind)
+            started = time.perf_counter()
+            found = SEARCHES[self.method](space)
+            seconds = time.perf_counter() - started
+            if found.settings is not None:
+                plans[kind] = self._plan(space, found, found.settings, seconds)
+        if not plans:
+            raise self._infeasible(kinds)
+        return plans
+
+    def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
+        """The plan with the highest throughput among these policies."""
+        return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
+
+    def _plan(self, space: Space, found: Found, settings: Settings, seconds: float) -> Plan:
+        problem, limits = self.problem, self._limits
+        profile = problem.profile
+        return Plan(
+            model=problem.model,
+            checkpoint=problem.checkpoint,
+            dtype=profile.dtype,
+            cluster=problem.cluster,
+            workload=problem.workload,
+            constraint=problem.constraint,
+            policy=settings,
+            block_size=limits.block_size,
+            stages=(Stage(devices=(0,), decode_layers=(0, problem.model.num_layers), kv_blocks=limits.blocks),),
+            estimate=self._estimate(found.values),
+            search=SearchCertificate(
+                method=self.method,
+                evaluations=found.evaluations,
+                space_size=space.num_points,
+                seconds=round(seconds, 4),
+                gap=found.gap,
+                bound=found.bound,
+            ),
+            profile=ProfileRef(
+                source=profile.source,
+                sha256=sha256(profile),
+                num_threads=profile.num_threads,
+                spread=profile.spread,
+            ),
+        )
+
+    def _estimate(self, values: dict[str, float]) -> Estimate:
+        problem, limits, lengths = self.problem, self._limits, self._model.lengths
+        rps = values["throughput"]
+        output_tokens_per_s = rps * lengths.mean_output
+        step_tokens = values["encode_tokens"] + values["decode_batch"]
+        memory = (
+            problem.model.weight_bytes(problem.profile.dtype)
+            + activation_bytes(problem.model, problem.profile.dtype, step_tokens)
+            + limits.blocks * limits.block_size * problem.model.kv_bytes_per_token(problem.profile.dtype)
+        )
+        price = problem.cluster.price_per_device_hour
+        return Estimate(
+            throughput_rps=rps,
+            output_tokens_per_s=output_tokens_per_s,
+            latency_s=values["latency"],
+            ttft_s=values["ttft"],
+            tpot_s=values["tpot"],
+            itl_p99_s=values["itl_p99"],
+            encode_batch=values["encode_batch"],
+            decode_batch=values["decode_batch"],
+            encode_tokens=values["encode_tokens"],
+            cycle_s=values["cycle"],
+            memory_bytes=(memory,),
+            cost_per_million_tokens=None if price is None else price / 3600 / output_tokens_per_s * 1e6,
+            warnings=tuple(
+                self._model.cost.beyond_profile(
+                    step_tokens, values["decode_batch"], lengths.max_input + lengths.max_output
+                )
+            ),
+        )
+
+    def _infeasible(self, kinds: Sequence[str]) -> InfeasibleError:
+        """The least constrained space's point of lowest excess says what binds and what would be met."""
+        relaxed = self.problem.constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
+        headroom = 1 + relaxed.headroom
+        nearest: dict[str, float] = {}
+        for kind in kinds:
+            space = Space(kind, self._model, relaxed, self._limits)
+            evaluation = space.evaluate(space.slowest_points())
+            if not evaluation.fits.any():
+                continue
+            for name, values in (
+                ("latency_bound_s", evaluation.performance.latency),
+                ("ttft_s", evaluation.performance.ttft),
+                ("tpot_s", evaluation.performance.tpot),
+            ):
+                least = float(values[evaluation.fits].min()) * headroom
+                nearest[name] = min(nearest.get(name, least), least)
+        if not nearest:
+            return InfeasibleError(
+                "memory: the K/V of a single request does not fit; take more memory or shorter requests",
+                nearest_bound_s=None,
+                binding="memory",
+            )
+        constraint = self.problem.constraint
+        bounds = {name: getattr(constraint, name) for name in nearest}
+        broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
+        binding = broken[0] if broken else "latency_bound_s"
+        return InfeasibleError(
+            f"{binding}: no schedule of {', '.join(kinds)} keeps {bounds[binding]:g} s on {self.problem.cluster.name}; "
+            f"the nearest bound that one keeps is {_round_up(nearest[binding])} s",
+            nearest_bound_s=nearest["latency_bound_s"],
+            binding=binding,
+        )
+
+
+def _round_up(seconds: float) -> str:
+    """Four significant digits, never below the value: a bound that is printed can be asked for."""
+    return f"{float(f'{seconds * 1.0005:.4g}'):g}"

@@ -1,0 +1,37 @@
+"""The contract of a search: a space in, the best allowed point and the proof out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from xscheduler.space import Settings, Space
+
+Method = Literal["branch-and-bound", "exhaustive", "optuna"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search of one policy's space found.
+
+    Attributes:
+        settings: the best point that fits and keeps the constraint; None where no point does.
+        values: its predictions, by name.
+        evaluations: points predicted.
+        gap: no point of the space has over (1 + gap) times this throughput; None where nothing proves it.
+        bound: what the gap rests on.
+    """
+
+    settings: Settings | None
+    values: dict[str, float]
+    evaluations: int
+    gap: float | None
+    bound: str
+
+    @property
+    def throughput(self) -> float:
+        return self.values["throughput"] if self.settings else 0.0
+
+
+Search = Callable[[Space], Found]

@@ -1,0 +1,143 @@
+"""The integer space of one policy: which settings exist, fit in memory, and keep the constraint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.schema import ChunkedSettings, Constraint, OrcaSettings, RraSettings, StaticSettings, Variable
+from xsimulator.analytic import OneLaneModel, Performance
+from xsimulator.memory import capacity
+
+Ints = npt.NDArray[np.int_]
+Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings
+
+POLICIES: dict[str, type[Settings]] = {
+    "rra": RraSettings,
+    "chunked": ChunkedSettings,
+    "orca": OrcaSettings,
+    "static": StaticSettings,
+}
+"""Every policy that the search knows, in the order of its tables."""
+
+TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
+"""Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the space from outside.
+
+    Attributes:
+        blocks: K/V blocks of the device; block_size: tokens each.
+        max_batch: requests at once that the profile and the runner are made for.
+    """
+
+    blocks: int
+    block_size: int
+    max_batch: int = 512
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The values of one control variable."""
+
+    variable: Variable
+    values: tuple[int, ...]
+
+
+class Space:
+    """All settings of one policy, the candidates of a search.
+
+    Variables whose throughput is monotone are searched; the others are enumerated (`branches`).
+    """
+
+    def __init__(self, kind: str, model: OneLaneModel, constraint: Constraint, limits: Limits) -> None:
+        self.kind = kind
+        self.model = model
+        self.constraint = constraint
+        self.limits = limits
+        self.capacity = min(float(limits.max_batch), capacity(model.lengths, limits.blocks, limits.block_size))
+        """Requests that may hold K/V at once."""
+        self.evaluations = 0
+        self._axes = [Axis(variable, self._values(variable.name)) for variable in POLICIES[kind].variables]
+        self.searched = [axis for axis in self._axes if axis.variable.throughput != "none"]
+        self.enumerated = [axis for axis in self._axes if axis.variable.throughput == "none"]
+
+    def _values(self, name: str) -> tuple[int, ...]:
+        lengths = self.model.lengths
+        if name == "token_budget":
+            return tuple(b for b in TOKEN_BUDGETS if b <= 2 * self.limits.max_batch * lengths.max_input)
+        if name == "decode_iterations":
+            return tuple(range(1, max(2, lengths.max_output)))
+        return tuple(range(1, self.limits.max_batch + 1))
+
+    def branches(self) -> list[dict[str, int]]:
+        """One assignment of the enumerated variables each."""
+        names = [axis.variable.name for axis in self.enumerated]
+        return [dict(zip(names, values, strict=True)) for values in product(*(axis.values for axis in self.enumerated))]
+
+    @property
+    def num_points(self) -> int:
+        size = 1
+        for axis in self._axes:
+            size *= len(axis.values)
+        return size
+
+    def all_points(self) -> dict[str, Ints]:
+        """Every point, as columns."""
+        grids = np.meshgrid(*(np.asarray(axis.values) for axis in self._axes), indexing="ij")
+        return {axis.variable.name: grid.ravel() for axis, grid in zip(self._axes, grids, strict=True)}
+
+    def slowest_points(self) -> dict[str, Ints]:
+        """The points of lowest latency, one for each branch: every searched variable at its slow end."""
+        branches = self.branches()
+        columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
+        for axis in self.searched:
+            slow = axis.values[0] if axis.variable.throughput == "rises" else axis.values[-1]
+            columns[axis.variable.name] = np.full(len(branches), slow)
+        return columns
+
+    def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
+        """Predict points and judge them."""
+        performance = self.model.evaluate(self.kind, **columns)
+        self.evaluations += len(performance.throughput)
+        return Evaluation(performance, self)
+
+    def settings(self, columns: dict[str, Ints], index: int) -> Settings:
+        return POLICIES[self.kind](**{name: int(column[index]) for name, column in columns.items()})
+
+
+class Evaluation:
+    """Predictions of some points, and which of them are allowed."""
+
+    def __init__(self, performance: Performance, space: Space) -> None:
+        self.performance = performance
+        self._constraint = space.constraint
+        self._space = space
+
+    @cached_property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        return self.performance.peak_requests <= self._space.capacity
+
+    @cached_property
+    def excess(self) -> npt.NDArray[np.float64]:
+        """By which share the worst latency exceeds its bound, headroom included; at most 0 where all are kept."""
+        constraint, performance = self._constraint, self.performance
+        excess = np.full(len(performance.throughput), -1.0)
+        for bound, value in (
+            (constraint.latency_bound_s, performance.latency),
+            (constraint.ttft_s, performance.ttft),
+            (constraint.tpot_s, performance.tpot),
+        ):
+            if bound is not None:
+                excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
+        return excess
+
+    @cached_property
+    def feasible(self) -> npt.NDArray[np.bool_]:
+        return self.fits & (self.excess <= 0)

@@ -1,0 +1,5 @@
+"""Closed-form estimates: what the search calls. The simulated engine (xsimulator.events) is their judge."""
+
+from xsimulator.analytic.one_lane import OneLaneModel, Performance
+
+__all__ = ["OneLaneModel", "Performance"]

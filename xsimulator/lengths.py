@@ -1,0 +1,88 @@
+"""The moments and tails of a workload's lengths that the closed forms need."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.schema import Workload
+from xgpt.workload import quantile
+
+Array = npt.NDArray[np.float64]
+
+
+class Lengths:
+    """Input lengths I and decode iterations D of a workload.
+
+    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times; the
+    paper counts s. Said here once: everything downstream counts D.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.inputs: Array = np.asarray(workload.input.lengths, float)
+        self.input_probabilities: Array = np.asarray(workload.input.probabilities)
+        self.outputs: Array = np.asarray(workload.output.lengths, float)
+        self.output_probabilities: Array = np.asarray(workload.output.probabilities)
+        self.max_input = workload.input.lengths[-1]
+        self.max_output = workload.output.lengths[-1]
+        self._workload = workload
+
+    @cached_property
+    def mean_input(self) -> float:
+        return float(self.input_probabilities @ self.inputs)
+
+    @cached_property
+    def mean_square_input(self) -> float:
+        return float(self.input_probabilities @ self.inputs**2)
+
+    @cached_property
+    def mean_output(self) -> float:
+        return float(self.output_probabilities @ self.outputs)
+
+    @property
+    def mean_decodes(self) -> float:
+        """E[D]."""
+        return self.mean_output - 1
+
+    @cached_property
+    def survival(self) -> Array:
+        """P(D >= t) for t = 1 .. max D; at least one entry, so that one-token outputs need no special case."""
+        times = np.arange(1, max(2, self.max_output))
+        above = np.searchsorted(self.outputs - 1, times, side="left")
+        tail = np.concatenate([np.cumsum(self.output_probabilities[::-1])[::-1], [0.0]])
+        return tail[above]
+
+    @cached_property
+    def mean_decode_context(self) -> float:
+        """Mean tokens attended to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, whatever the schedule."""
+        if not self.mean_decodes:
+            return self.mean_input
+        times = np.arange(1, len(self.survival) + 1)
+        return self.mean_input + float(times @ self.survival) / self.mean_decodes
+
+    def decodes_at(self, q: float) -> int:
+        """D of a request whose output has the quantile's length."""
+        return quantile(self._workload.output, q) - 1
+
+    def reserved_blocks(self, block_size: int) -> tuple[float, float]:
+        """Mean and mean square of the K/V blocks that "reserve" sets aside for a request."""
+        blocks = np.ceil((self.inputs + self.max_output) / block_size)
+        return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
+
+
+def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
+    """c = ceil(D / N_D): the phases that a request stays in decode. Source: ExeGPT sec. 6."""
+    return np.ceil(np.asarray(decodes, float) / decode_iterations)
+
+
+def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations: int) -> float:
+    """Requests in decode at the start of an RRA phase: B_D = B_E E[c(D)], exact by Little's law.
+
+    The paper's B_E / E[1/c] is biased: requests that stay longer are over-represented in decode.
+    Source: ExeGPT sec. 6, corrected.
+    """
+    decodes = lengths.outputs - 1
+    return encode_batch * math.fsum(lengths.output_probabilities * phases(decodes, decode_iterations))

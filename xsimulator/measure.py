@@ -1,0 +1,165 @@
+"""Throughput and latencies read off a log of steps, simulated or real: one definition for both.
+
+Latency counts from admission, the start of the step that begins to encode a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.schema.step_log import StepRecord
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a window of a log shows.
+
+    Attributes:
+        num_requests: requests that finished in the window.
+        throughput_rps: of the window.
+        output_tokens_per_s: of the window.
+        latency_s: mean over the window's admissions of the time from admission until a request of
+            `quantile_output` tokens would have had its last one. Every running request decodes in every step that
+            decodes, so each admission shows this time whatever its own length. Not so in static batches, where a
+            longer request would hold the next batch back: there it is `request_latency_s`.
+        latency_p99_s: the 99th percentile of the same.
+        request_latency_s: the quantile over requests of the time from admission to the last token.
+        ttft_s: mean time from admission to the first token.
+        itl_p99_s: 99th percentile of the gaps between tokens of a request.
+        encode_batch, decode_batch: mean requests in steps that encode, and that decode.
+    """
+
+    num_requests: int
+    window_s: float
+    throughput_rps: float
+    output_tokens_per_s: float
+    latency_s: float
+    latency_p99_s: float
+    request_latency_s: float
+    ttft_s: float
+    itl_p99_s: float
+    encode_batch: float
+    decode_batch: float
+
+
+def measure(
+    log: Sequence[StepRecord],
+    *,
+    quantile: float,
+    quantile_output: int,
+    skip_requests: int,
+    num_requests: int,
+    static: bool = False,
+) -> Measured:
+    """Read a log after its first `skip_requests` endings, over about `num_requests` more.
+
+    The window opens and closes at the start of a step that encodes, so that it holds whole cycles.
+
+    Raises:
+        InputError: the log is too short for that.
+    """
+    steps = _Steps(log)
+    first, last = steps.window(skip_requests, num_requests)
+    window_s = (steps.start[last] - steps.start[first]) / 1e9
+    finished = [id_ for record in log[first:last] for id_ in record.finished]
+    tokens = sum(steps.num_tokens[id_] for id_ in finished)
+
+    in_window = [id_ for id_, step in steps.admitted.items() if first <= step < last and id_ in steps.first_token]
+    virtual = steps.virtual_latencies(in_window, quantile_output)
+    ttft = [(steps.end[steps.first_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in in_window]
+    whole = [(steps.end[steps.last_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in finished]
+    request_latency_s = float(np.quantile(whole, quantile))
+    encode = [len(record.encode) for record in log[first:last] if record.encode]
+    decode = [len(record.decode) for record in log[first:last] if record.decode]
+    return Measured(
+        num_requests=len(finished),
+        window_s=window_s,
+        throughput_rps=len(finished) / window_s,
+        output_tokens_per_s=tokens / window_s,
+        latency_s=request_latency_s if static else float(np.mean(virtual)),
+        latency_p99_s=float(np.quantile(virtual, 0.99)),
+        request_latency_s=request_latency_s,
+        ttft_s=float(np.mean(ttft)),
+        itl_p99_s=steps.gap_quantile(first, last, 0.99),
+        encode_batch=float(np.mean(encode)) if encode else 0.0,
+        decode_batch=float(np.mean(decode)) if decode else 0.0,
+    )
+
+
+class _Steps:
+    """A log, indexed."""
+
+    def __init__(self, log: Sequence[StepRecord]) -> None:
+        self.log = log
+        self.start = np.asarray([record.start_ns for record in log], float)
+        # A step lasts until the next begins, unless the engine fell idle in between.
+        self.end = np.asarray([record.end_ns for record in log], float)
+        prompts: dict[int, int] = {}
+        self.admitted: dict[int, int] = {}
+        self.first_token: dict[int, int] = {}
+        self.last_token: dict[int, int] = {}
+        self.num_tokens: dict[int, int] = {}
+        done: set[int] = set()
+        for i, record in enumerate(log):
+            for arrival in record.arrivals:
+                prompts[arrival.id] = arrival.input_length
+            for id_, start, length in record.encode:
+                if start == 0:
+                    self.admitted[id_] = i
+                if start + length == prompts[id_]:
+                    self.first_token[id_] = i
+                    self.num_tokens[id_] = 1
+            for id_ in record.decode:
+                if id_ not in done:
+                    self.num_tokens[id_] += 1
+            for id_ in record.finished:
+                self.last_token[id_] = i
+            done.update(record.finished)
+        self.decode_steps = np.asarray([i for i, record in enumerate(log) if record.decode], int)
+
+    def window(self, skip: int, count: int) -> tuple[int, int]:
+        ended = np.cumsum([len(record.finished) for record in self.log])
+        encodes = np.asarray([bool(record.encode) for record in self.log])
+        opens = np.flatnonzero(encodes & (np.concatenate([[0], ended[:-1]]) >= skip))
+        if len(opens):
+            first = int(opens[0])
+            before = ended[first - 1] if first else 0
+            closes = np.flatnonzero(encodes & (np.concatenate([[0], ended[:-1]]) >= before + count))
+            if len(closes):
+                return first, int(closes[0])
+        raise InputError("requests", int(ended[-1]), f"the log needs over {skip + count} finished requests")
+
+    def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
+        """Seconds from each admission to the token that a request of this length would have ended with."""
+        first = np.asarray([self.first_token[id_] for id_ in ids], int)
+        start = self.start[[self.admitted[id_] for id_ in ids]]
+        if output_length == 1:
+            return (self.end[first] - start) / 1e9
+        after = np.searchsorted(self.decode_steps, first, side="right")
+        last = after + output_length - 2
+        seen = last < len(self.decode_steps)
+        return (self.end[self.decode_steps[last[seen]]] - start[seen]) / 1e9
+
+    def gap_quantile(self, first: int, last: int, q: float) -> float:
+        """Quantile of the gaps between tokens: each step that decodes ends a gap for every request in it."""
+        before: dict[int, float] = {}
+        gaps: list[float] = []
+        for i in range(len(self.log)):
+            record = self.log[i]
+            for id_ in record.decode:
+                if first <= i < last and id_ in before:
+                    gaps.append(self.end[i] - before[id_])
+                before[id_] = self.end[i]
+            for id_, _, _ in record.encode:
+                if self.first_token.get(id_) == i:
+                    before[id_] = self.end[i]
+            if i >= last:
+                break
+        return float(np.quantile(gaps, q)) / 1e9 if gaps else 0.0
