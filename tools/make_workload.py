@@ -1,4 +1,4 @@
-"""Turn a trace into a compact workload file: `python -m tools.make_workload trace.csv --name N --source S`."""
+"""A trace into a compact workload file: `python -m tools.make_workload trace.csv --name N --source S`."""
 
 from __future__ import annotations
 

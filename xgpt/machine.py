@@ -23,7 +23,7 @@ CPU_USABLE_MEMORY = 0.5
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
     """The GPUs that nvidia-smi lists, or else the CPU as one device.
 
-    With `num_devices`, the first so many GPUs; or as many CPU devices with an equal share of cores and memory.
+    With `num_devices`, so many of the GPUs; or as many CPU devices, with equal shares of cores and memory.
 
     Args:
         root: where proc and sys are found.
@@ -103,11 +103,12 @@ def num_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: its affinity, limited by its cgroup's share of time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
-        quota, period = (_read(directory / "cpu.max").split() + ["max", ""])[:2]
-        if quota == "max":
-            quota, period = (_read(directory / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
-        if quota.isdecimal() and period.isdecimal():
-            cores = min(cores, max(1, int(quota) // int(period)))
+        written = _read(directory / "cpu.max") or " ".join(
+            _read(directory / f"cpu.cfs_{part}_us") for part in ("quota", "period")
+        )
+        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", written)  # version 2 writes "max", version 1 "-1" for none
+        if limit:
+            cores = min(cores, max(1, int(limit[1]) // int(limit[2])))
     return cores
 
 

@@ -74,14 +74,10 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     path = find_config("workloads", name)
     if path.suffix in _TRACES:
         lengths = read_lengths(path)
-        workload = Workload(
-            name=path.stem, input=histogram_of(lengths.input), output=histogram_of(lengths.output)
-        )
+        workload = Workload(name=path.stem, input=histogram_of(lengths.input), output=histogram_of(lengths.output))
     elif path.suffix in _YAML:
         written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
-        workload = Workload(
-            name=written.name, input=histogram(written.input), output=histogram(written.output)
-        )
+        workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
     else:
         raise InputError("workload", name, f"its name must end in one of {', '.join(_YAML + _TRACES)}")
     if spec is not None:
@@ -92,9 +88,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
     """An encoder-decoder holds input and output in a context each, a decoder-only model in one."""
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
-    longest = (
-        max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
-    )
+    longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:
         raise InputError(
             "workload",

@@ -1,7 +1,7 @@
 """Request lengths and arrival times: distributions and traces in, numpy arrays out.
 
-Everyone may import this module; of the others it imports only the schema and the errors. Randomness enters as an
-explicit numpy Generator.
+Everyone may import this module; of the others it imports only the schema and the errors. Randomness enters as
+an explicit numpy Generator.
 """
 
 from __future__ import annotations
@@ -119,14 +119,13 @@ def quantile(histogram: Histogram, q: float) -> int:
     return histogram.lengths[min(int(index), len(histogram.lengths) - 1)]
 
 
-def sample(
-    workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True
-) -> tuple[Ints, Ints]:
+def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the lengths of `n` requests, inputs independent of outputs.
 
-    Stratified, each run of 100 requests (and what remains) is a Latin hypercube: its k requests take one uniform
-    from each of k strata of equal probability, in random order. Every request still follows the histogram, while
-    the mean of a run varies far less than that of independent draws, so that short simulations compare fairly.
+    Stratified, each run of 100 requests (and what remains) is a Latin hypercube: its k requests take one
+    uniform from each of k strata of equal probability, in random order. Every request still follows the
+    histogram, while the mean of a run varies far less than that of independent draws, so that short
+    simulations compare fairly.
 
     Returns:
         Inputs and outputs, each [n].

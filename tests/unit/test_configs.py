@@ -1,0 +1,299 @@
+"""The shipped configs say what their sources say, and names resolve to them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from xgpt import machine
+from xgpt.errors import InputError, MachineError
+from xgpt.io import config_names
+from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.schema import ModelSpec
+from xgpt.workload import mean, quantile
+
+# The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
+UNNAMED = {"tcb-seq2seq": 0.9e9}
+SHIPPED_CLUSTERS = [name for name in config_names("clusters") if name != "local"]
+
+
+def spec_of(name: str) -> ModelSpec:
+    return load_model(name)[0]
+
+
+@pytest.mark.parametrize("name", config_names("models"))
+def test_parameters_match_the_name(name: str) -> None:
+    spec = spec_of(name)
+    size = name.rsplit("-", 1)[1]
+    said = UNNAMED.get(name) or float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert spec.name == name
+    assert spec.num_params == pytest.approx(said, rel=0.05)
+
+
+@pytest.mark.parametrize("name", config_names("models"))
+def test_only_the_laptop_model_is_single_precision(name: str) -> None:
+    assert (spec_of(name).default_dtype == "float32") == (name == "opt-125m")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads"),
+    [
+        ("t5-11b", 48, 1024, 128),
+        ("opt-13b", 40, 5120, 40),
+        ("gpt3-39b", 48, 8192, 64),
+        ("gpt3-101b", 80, 10240, 80),
+        ("gpt3-175b", 96, 12288, 96),
+        ("gpt3-341b", 120, 15360, 120),
+    ],
+)
+def test_exegpt_table_1(name: str, layers: int, hidden: int, heads: int) -> None:
+    spec = spec_of(name)
+    assert spec.num_layers + spec.num_encoder_layers == layers
+    assert (spec.hidden_size, spec.num_heads) == (hidden, heads)
+
+
+@pytest.mark.parametrize("name", SHIPPED_CLUSTERS)
+def test_clusters_are_complete(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.num_devices == int(name.rsplit("x", 1)[1])
+    assert cluster.device.flops_per_s["float16"] and cluster.device.memory_bandwidth_bytes_per_s
+    assert cluster.host is not None
+    assert (cluster.intra_node is not None) == (cluster.devices_per_node > 1)
+    assert (cluster.inter_node is not None) == (cluster.num_nodes > 1)
+
+
+# Mean and 99th percentile of outputs that ExeGPT Table 3 prints: the mean before the cut, the percentile after it.
+@pytest.mark.parametrize(
+    ("name", "input_mean", "output_mean", "p99"),
+    [
+        ("summarization", 256, 32, 63),
+        ("translation", 128, 128, 292),
+        ("code-generation", 64, 192, 417),
+        ("chat-short", 256, 64, 137),
+        ("chat-long", 512, 256, 579),
+    ],
+)
+def test_exegpt_table_3(name: str, input_mean: float, output_mean: float, p99: int) -> None:
+    workload = load_workload(name)
+    assert mean(workload.input) == pytest.approx(input_mean, rel=0.05)
+    assert mean(workload.output) == pytest.approx(output_mean, rel=0.05)
+    assert quantile(workload.output, 0.99) == pytest.approx(p99, rel=0.04)
+
+
+# Statistics of the traces that the compact histograms were made from.
+@pytest.mark.parametrize(
+    ("name", "side", "mean_", "p50", "p99", "longest"),
+    [
+        ("azure-code", "input", 2047.8, 1469, 7436, 7437),
+        ("azure-code", "output", 27.88, 13, 252, 1899),
+        ("azure-conv", "input", 1237.0, 1035, 4122, 14050),
+        ("azure-conv", "output", 221.9, 141, 613, 1000),
+    ],
+)
+def test_azure_traces(name: str, side: str, mean_: float, p50: int, p99: int, longest: int) -> None:
+    histogram = getattr(load_workload(name), side)
+    assert len(histogram.lengths) <= 64
+    assert mean(histogram) == pytest.approx(mean_, rel=0.001)
+    assert quantile(histogram, 0.5) == pytest.approx(p50, rel=0.02)
+    assert quantile(histogram, 0.99) == pytest.approx(p99, rel=0.03)
+    assert histogram.lengths[-1] == longest
+
+
+def test_every_workload_loads_and_fits_a_long_context() -> None:
+    for name in config_names("workloads"):
+        assert load_workload(name, spec_of("llama-3.1-8b")).name == name
+
+
+def test_workload_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(InputError, match=r"azure-code.*7437.*1899.*2048 of opt-125m"):
+        load_workload("azure-code", spec_of("opt-125m"))
+
+
+def test_encoder_decoder_holds_input_and_output_apart() -> None:
+    spec = spec_of("t5-11b").model_copy(update={"max_context": 512})
+    assert load_workload("summarization", spec).input.lengths[-1] == 512
+    with pytest.raises(InputError):
+        load_workload("chat-long", spec)
+
+
+def test_workload_from_files(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.csv"
+    trace.write_text("input,output\n4,2\n4,6\n")
+    assert mean(load_workload(str(trace)).output) == 4
+    assert load_workload(str(trace)).name == "mine"
+    text = tmp_path / "mine.txt"
+    text.touch()
+    for bad in (str(text), str(tmp_path), "nonsense"):
+        with pytest.raises(InputError, match="workload"):
+            load_workload(bad)
+
+
+def test_model_from_files(tmp_path: Path) -> None:
+    written = tmp_path / "tiny.yaml"
+    fields = spec_of("opt-125m").model_dump(mode="json") | {"name": "tiny", "num_layers": 2}
+    written.write_text(json.dumps(fields))
+    assert load_model(str(written))[0].num_layers == 2
+    written.write_text(json.dumps(fields | {"num_layers": 0}))
+    with pytest.raises(InputError, match=r"model\.num_layers: 0"):
+        load_model(str(written))
+    with pytest.raises(InputError, match="model"):
+        load_model(str(tmp_path))
+
+
+def test_model_from_a_checkpoint_directory(tmp_path: Path) -> None:
+    config = {
+        "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256,
+        "vocab_size": 512, "max_position_embeddings": 128, "word_embed_proj_dim": 64,
+        "do_layer_norm_before": True, "activation_function": "relu", "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, directory = load_model(str(tmp_path))
+    assert directory == tmp_path
+    assert (spec.family, spec.num_layers, spec.hidden_size) == ("opt", 2, 64)
+
+
+class TestMachine:
+    """Detection against a made-up file system."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+        files = {
+            "proc/cpuinfo": "processor: 0\nmodel name\t: Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz\n",
+            "proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\n",
+        }
+        self.write(tmp_path, files)
+        return tmp_path
+
+    @staticmethod
+    def write(root: Path, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def test_one_device_of_all_cores(self, root: Path) -> None:
+        cluster = machine.detect(root=root)
+        assert (cluster.name, cluster.num_devices) == ("local", 1)
+        assert cluster.device.name == "intel-xeon-gold-6130-8c"
+        assert cluster.device.type == "cpu"
+        assert cluster.device.memory_bytes == 16 * 2**30
+        assert cluster.device.usable_memory == 0.5
+
+    def test_several_devices_share_cores_and_memory(self, root: Path) -> None:
+        cluster = machine.detect(4, root=root)
+        assert (cluster.num_devices, cluster.device.memory_bytes) == (4, 4 * 2**30)
+        assert cluster.device.name.endswith("-2c")
+        assert cluster.intra_node is not None
+        with pytest.raises(MachineError, match="9 CPU devices need a core each; this machine has 8"):
+            machine.detect(9, root=root)
+
+    @pytest.mark.parametrize(
+        "files",
+        [
+            {"sys/fs/cgroup/memory.max": "1073741824\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"},
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "1073741824\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/cpu.max": "250000 100000\n",
+                "sys/fs/cgroup/cpu.max": "max 100000\n",
+            },
+            {
+                "proc/self/cgroup": "5:memory:/a\n3:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1073741824\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "250000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+        ],
+    )
+    def test_control_groups_limit_memory_and_cores(self, root: Path, files: dict[str, str]) -> None:
+        self.write(root, files)
+        assert machine.detect(root=root).device.memory_bytes == 2**30
+        assert machine.num_cores(root) == 2
+
+    def test_without_proc(self, root: Path) -> None:
+        (root / "proc/cpuinfo").unlink()
+        (root / "proc/meminfo").unlink()
+        device = machine.detect(root=root).device
+        assert device.memory_bytes > 0
+        assert device.name.endswith("-8c")
+
+    def nvidia_smi(self, root: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        self.write(root, {"nvidia-smi": f"#!/bin/sh\n{script}\n"})
+        (root / "nvidia-smi").chmod(0o755)
+        monkeypatch.setattr(shutil, "which", lambda _: str(root / "nvidia-smi"))
+
+    def test_gpus_take_rates_and_links_from_their_shipped_kind(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA H200, 143771'; echo 'NVIDIA H200, 143771'")
+        cluster, shipped = machine.detect(root=root), load_cluster("h200x8")
+        assert cluster.num_devices == 2
+        assert cluster.device.memory_bytes == 143771 * 2**20
+        assert cluster.device.flops_per_s == shipped.device.flops_per_s
+        assert cluster.intra_node == shipped.intra_node
+        assert machine.detect(1, root=root).num_devices == 1
+        with pytest.raises(MachineError, match="3 devices are asked for; nvidia-smi lists 2"):
+            machine.detect(3, root=root)
+
+    def test_gpus_that_no_config_knows(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564'")
+        device = machine.detect(root=root).device
+        assert (device.name, device.type, device.flops_per_s) == ("geforce-rtx-4090", "gpu", {})
+
+    @pytest.mark.parametrize(
+        "script", ["echo 'NVIDIA A40, 46068'; echo 'NVIDIA H200, 143771'", "echo 'NVIDIA GB10, [N/A]'"]
+    )
+    def test_gpus_that_no_cluster_describes(self, root: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        self.nvidia_smi(root, monkeypatch, script)
+        with pytest.raises(MachineError):
+            machine.detect(root=root)
+
+    def test_tool_without_a_driver_leaves_the_cpu(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nvidia_smi(root, monkeypatch, "echo 'NVIDIA-SMI has failed, no driver'; exit 9")
+        assert machine.detect(root=root).device.type == "cpu"
+
+    @pytest.mark.parametrize(
+        ("product", "kind"),
+        [
+            ("NVIDIA A40", "a40x4"),
+            ("NVIDIA A100-SXM4-80GB", "a100x16"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40g-x16"),
+            ("Tesla V100-SXM2-16GB", "v100x1"),
+            ("NVIDIA H100 80GB HBM3", "h100x8"),
+            ("NVIDIA H200", "h200x1"),
+        ],
+    )
+    def test_shipped_kinds_are_named_as_their_driver_names_them(self, product: str, kind: str) -> None:
+        assert machine.slug(product) == load_cluster(kind).device.name
+
+
+def test_local_clusters(tmp_path: Path) -> None:
+    assert load_cluster("local") == machine.detect()
+    assert load_cluster("local:1").num_devices == 1
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\ndetect: true\nnum_devices: 1\n")
+    assert load_cluster(str(mine)).name == "mine"
+    for bad in ("detect: false\nname: x", "detect: true\nname: x\nspeed: 2"):
+        mine.write_text(bad)
+        with pytest.raises(InputError, match="cluster"):
+            load_cluster(str(mine))
+    for name in ("local:", "local:0", "local:two", "local:-1", "moon"):
+        with pytest.raises(InputError, match="cluster"):
+            load_cluster(name)
+
+
+def test_rates_are_finite() -> None:
+    for name in SHIPPED_CLUSTERS:
+        for link in (load_cluster(name).intra_node, load_cluster(name).inter_node, load_cluster(name).host):
+            assert link is None or (math.isfinite(link.bandwidth_bytes_per_s) and 0 < link.latency_s < 1e-3)

@@ -1,0 +1,157 @@
+"""Imports point one way: what each package may import, held over every file, relative and late imports included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
+
+BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.workload", "xgpt.__version__"}
+SHELL = BASE | {"xgpt.machine", "xgpt.checkpoint"}
+
+ALLOWED: dict[str, set[str]] = {
+    "xgpt.schema": {"xgpt.schema"},
+    "xgpt.errors": set(),
+    "xgpt.io": {"xgpt.schema", "xgpt.errors"},
+    "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io"},
+    "xgpt.machine": BASE,
+    "xgpt.checkpoint": BASE,
+    "xgpt.client": BASE,
+    "xgpt.resolve": SHELL,
+    "xgpt.policies": BASE | {"xgpt.policies"},
+    "xsimulator": BASE | {"xgpt.policies", "xsimulator"},
+    "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
+    "xrunner": SHELL | {"xgpt.policies", "xrunner"},
+    "xprofiler": SHELL | {"xprofiler"},
+    "xprofiler.measure": SHELL | {"xprofiler", "xrunner"},
+    "xgpt.app": {"xgpt", *PACKAGES},
+    "xgpt.cli": {"xgpt", *PACKAGES},
+    "xgpt": {"xgpt.__version__"},
+}
+"""Longest prefix wins."""
+
+MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure")
+HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "fastapi", "transformers"}
+
+
+class Import(NamedTuple):
+    module: str
+    late: bool
+    line: int
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def name_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def type_checking_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports_of(path: Path, root: Path) -> Iterator[Import]:
+    """All imports of a file as absolute names; `from a import b` is a.b, whether b is a module or not."""
+    package = name_of(path, root).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+
+    def walk(node: ast.AST, late: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, late, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (Import(f"{base}.{alias.name}", late, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            target = node.args[0]
+            named = target.value if isinstance(target, ast.Constant) else "<computed>"
+            yield Import(str(named), late, node.lineno)
+        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside or type_checking_only(node))
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False)
+
+
+def complaints(root: Path) -> list[str]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            module = name_of(path, root)
+            rule = max((prefix for prefix in ALLOWED if is_in(module, prefix)), key=len)
+            for imported in imports_of(path, root):
+                ours = imported.module.split(".")[0] in PACKAGES
+                if ours and not any(is_in(imported.module, allowed) for allowed in ALLOWED[rule]):
+                    found.append(f"{path.relative_to(root)}:{imported.line}: {module} imports {imported.module}")
+                if is_in(imported.module, "torch") and not any(is_in(module, p) for p in MAY_IMPORT_TORCH):
+                    found.append(f"{path.relative_to(root)}:{imported.line}: {module} imports torch")
+                if imported.module == "<computed>":
+                    found.append(f"{path.relative_to(root)}:{imported.line}: {module} imports by a computed name")
+                heavy = imported.module.split(".")[0] in HEAVY or imported.module.split(".")[0] in PACKAGES[1:]
+                if is_in(module, "xgpt.cli") and heavy and not imported.late:
+                    found.append(f"{path.relative_to(root)}:{imported.line}: {imported.module} must be a late import")
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    assert complaints(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "says"),
+    [
+        ("xgpt/schema/a.py", "from xgpt.io import load_json", "xgpt.schema.a imports xgpt.io.load_json"),
+        ("xgpt/schema/a.py", "from ..policies import rule", "xgpt.schema.a imports xgpt.policies.rule"),
+        ("xgpt/policies/__init__.py", "from ..app import plan", "xgpt.policies imports xgpt.app.plan"),
+        ("xgpt/policies/a.py", "def f():\n    import torch.nn", "imports torch"),
+        ("xsimulator/a.py", "def f():\n    from xscheduler import space", "xsimulator.a imports xscheduler.space"),
+        ("xrunner/server/a.py", "from xgpt.app.replan import plan", "imports xgpt.app.replan.plan"),
+        ("xrunner/a.py", "import importlib\nimportlib.import_module('xsimulator.cost')", "imports xsimulator.cost"),
+        ("xrunner/a.py", "def f(n):\n    return __import__(n)", "by a computed name"),
+        ("xprofiler/analytic.py", "import xrunner.layers", "imports xrunner.layers"),
+        ("xprofiler/imported.py", "from torch import nn", "imports torch"),
+        ("xgpt/cli/plan.py", "import numpy as np", "numpy must be a late import"),
+        ("xgpt/cli/plan.py", "from xscheduler.schedule import schedule", "must be a late import"),
+    ],
+)  # fmt: skip
+def test_the_check_sees(tmp_path: Path, path: str, source: str, says: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    found = complaints(tmp_path)
+    assert found and all(says in complaint for complaint in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("xprofiler/measure.py", "import torch\nfrom xrunner.layers import Linear"),
+        ("xgpt/cli/plan.py", "import click\ndef f():\n    from xscheduler import space"),
+        ("xrunner/server/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
+        ("xscheduler/bound.py", "from xsimulator.cost import CostModel\nfrom . import space"),
+    ],
+)
+def test_the_check_lets_pass(tmp_path: Path, path: str, source: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    assert complaints(tmp_path) == []
+
+
+def test_the_command_line_starts_light() -> None:
+    code = f"import sys; from xgpt.cli import main; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
