@@ -1,0 +1,107 @@
+"""An executor without a model: tokens that a test can foresee, steps as slow as it likes; a server over it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
+from xgpt.schema import ModelSpec
+from xrunner.engine import Engine, Generation
+from xrunner.server import EngineThread, create_app
+
+VOCAB_SIZE = 1000
+SPEC = ModelSpec(
+    name="fake",
+    family="opt",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_size=8,
+    vocab_size=VOCAB_SIZE,
+    max_context=512,
+)
+
+
+def expected_tokens(prompt: Collection[int], count: int) -> list[int]:
+    """The first `count` tokens that FakeExecutor answers a prompt with."""
+    return [(sum(prompt) + i) % VOCAB_SIZE for i in range(count)]
+
+
+class FakeExecutor:
+    """Answers a prompt with its tokens' sum, and counts on from there.
+
+    Args:
+        step_s: seconds that a step takes.
+        fail_at: a token whose coming raises RuntimeError instead.
+    """
+
+    def __init__(self, step_s: float = 0.0, fail_at: int | None = None) -> None:
+        self.running: dict[int, Generation] = {}
+        self._step_s = step_s
+        self._fail_at = fail_at
+        self._next: dict[int, int] = {}
+
+    def start(self, generation: Generation) -> None:
+        self.running[generation.id] = generation
+        self._next[generation.id] = sum(generation.prompt) % VOCAB_SIZE
+
+    def execute(self, step: Step) -> dict[int, int]:
+        time.sleep(self._step_s)
+        ended = [c.id for c in step.encode if c.start + c.length == len(self.running[c.id].prompt)]
+        tokens = {id_: self._next[id_] for id_ in [*ended, *step.decode]}
+        if self._fail_at in tokens.values():
+            raise RuntimeError("the device has gone")
+        for id_, token in tokens.items():
+            self._next[id_] = (token + 1) % VOCAB_SIZE
+        return tokens
+
+    def release(self, ids: Collection[int]) -> None:
+        for id_ in ids:
+            self.running.pop(id_, None)
+            self._next.pop(id_, None)
+
+
+def fake_engine(executor: FakeExecutor, *, kv_blocks: int = 1000, max_batch: int = 16) -> Engine:
+    """The real engine, pool and rule (ORCA's settings) over a fake executor."""
+    rule = OneLaneRule(LaneSettings(mix=True, max_batch=max_batch))
+    return Engine(rule, Pool(kv_blocks, block_size=16), executor)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def fake_app(engine: Engine, **options: Any) -> FastAPI:
+    """The endpoint of model "fake"; `options` go to create_app."""
+    defaults: dict[str, Any] = {"tokenizer": None, "eos_token_ids": (), "plan_json": '{"schema_version": 1}'}
+    return create_app(EngineThread(engine), model_name="fake", spec=SPEC, **defaults | options)
+
+
+@contextmanager
+def running(app: FastAPI) -> Iterator[str]:
+    """A server for the app in a thread; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

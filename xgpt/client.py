@@ -1,0 +1,203 @@
+"""The load client: replays requests against a completions endpoint and notes when each token came.
+
+It shares the machine with the engine that it measures, so it reads the event stream by hand and keeps of an
+event only what is asked for below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from xgpt.errors import InputError, MachineError
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request to replay.
+
+    Attributes:
+        prompt_ids: token ids.
+        output_length: tokens after which the output shall end; None: when the model or `max_tokens` ends it.
+        max_tokens: the most that the server is told to expect.
+        send_at_s: when to send it, from the start of the replay; None in a closed loop.
+    """
+
+    prompt_ids: Sequence[int]
+    output_length: int | None
+    max_tokens: int
+    send_at_s: float | None = None
+
+
+class ServerTimes(msgspec.Struct):
+    """The server's own view: seconds from taking a request in to its first step, first token, last token."""
+
+    queued_s: float
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(slots=True)
+class ClientResult:
+    """What came of a request; times in seconds from the start of the replay.
+
+    Attributes:
+        send_s: when it was sent.
+        token_s: when each token came; tokens that came in one read share a time.
+        token_ids: the tokens.
+        end_s: when the answer was complete, or had failed.
+        server: the server's own times; None where the request failed.
+        error: why it failed, in one line.
+    """
+
+    send_s: float
+    end_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    server: ServerTimes | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.token_s[0] if self.token_s else None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    xgpt: ServerTimes | None = None
+    error: _Error | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+async def replay(url: str, requests: Sequence[ClientRequest], *, concurrency: int | None) -> list[ClientResult]:
+    """Send every request to the server at `url` (without /v1) and read its stream; results in the same order.
+
+    Args:
+        concurrency: closed loop: so many requests are outstanding, each end sends the next. None: open loop,
+            each is sent at its `send_at_s`, whatever has become of the others.
+
+    Raises:
+        InputError: `concurrency` below 1, or requests whose `send_at_s` does not fit the kind of loop.
+        MachineError: no such server answers. What becomes of single requests is in their results.
+    """
+    if concurrency is not None and concurrency < 1:
+        raise InputError("concurrency", concurrency, "a closed loop takes 1 or more")
+    if any((request.send_at_s is None) == (concurrency is None) for request in requests):
+        accepted = "a closed loop takes no send_at_s, an open loop one for each request"
+        raise InputError("concurrency", concurrency, accepted)
+    async with httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+    ) as http:
+        client = _Client(http, await _served_model(http, url))
+        if concurrency is None:
+            return await asyncio.gather(*map(client.send, requests))
+        results: list[ClientResult | None] = [None] * len(requests)
+        queue = iter(enumerate(requests))
+
+        async def work() -> None:
+            for index, request in queue:
+                results[index] = await client.send(request)
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+        return [result for result in results if result is not None]
+
+
+async def _served_model(http: httpx.AsyncClient, url: str) -> str:
+    try:
+        response = await http.get("/v1/models")
+        return msgspec.json.decode(response.raise_for_status().content, type=_Models).data[0].id
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, IndexError) as error:
+        raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}") from None
+
+
+class _Client:
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        self._http = http
+        self._model = model
+        self._start_s = time.perf_counter()
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    async def send(self, request: ClientRequest) -> ClientResult:
+        body = {
+            "model": self._model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.max_tokens,
+            "output_length": request.output_length,
+            "stream": True,
+        }
+        content = msgspec.json.encode(body)
+        if request.send_at_s is not None:
+            await asyncio.sleep(request.send_at_s - self._now_s())
+        result = ClientResult(self._now_s())
+        try:
+            async with self._http.stream("POST", "/v1/completions", content=content) as response:
+                if response.status_code == httpx.codes.OK:
+                    await self._read(response, result)
+                else:
+                    result.error = _message(response.status_code, await response.aread())
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            result.error = f"{type(error).__name__}: {error}"
+        result.end_s = self._now_s()
+        return result
+
+    async def _read(self, response: httpx.Response, result: ClientResult) -> None:
+        unfinished = b""
+        done = False
+        async for piece in response.aiter_raw():
+            now_s = self._now_s()
+            *events, unfinished = (unfinished + piece).split(b"\n\n")
+            for line in events:
+                if line == b"data: [DONE]":
+                    done = True
+                    continue
+                event = _decode_event(line[len(b"data: ") :])
+                for choice in event.choices:
+                    result.token_ids += choice.token_ids
+                    result.token_s += [now_s] * len(choice.token_ids)
+                if event.error is not None:
+                    result.error = event.error.message
+                result.server = event.xgpt or result.server
+        if not done and result.error is None:
+            result.error = "the stream ended early"
+
+
+def _message(status: int, body: bytes) -> str:
+    try:
+        error = _decode_event(body).error
+    except msgspec.MsgspecError:
+        error = None
+    return f"HTTP {status}: {error.message if error else body[:200]!r}"

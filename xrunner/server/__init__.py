@@ -1,0 +1,10 @@
+"""The OpenAI-compatible endpoint over `xrunner.engine.Engine`.
+
+HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
+"""
+
+from xrunner.server.app import create_app, serve
+from xrunner.server.engine_thread import EngineStopped, EngineThread
+from xrunner.server.text import load_tokenizer
+
+__all__ = ["EngineStopped", "EngineThread", "create_app", "load_tokenizer", "serve"]

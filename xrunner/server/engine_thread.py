@@ -1,0 +1,153 @@
+"""The engine in a thread of its own, and its tokens on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from xgpt.errors import XgptError
+from xgpt.policies import Request
+from xrunner.engine import Engine, Generation, Token
+from xrunner.server.metrics import Metrics
+
+IDLE_S = 0.1
+"""How long an idle engine sleeps at most before it looks whether it shall stop."""
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStopped(XgptError):
+    """The engine has failed; no further token will come."""
+
+
+Inbox = asyncio.Queue[Token | EngineStopped]
+"""Where the tokens of one caller's requests arrive, in the order of the engine's steps."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request in the engine: where its tokens go, and when they came.
+
+    Times are those of `time.perf_counter`; 0: not yet.
+    """
+
+    id: int
+    inbox: Inbox
+    submitted_s: float
+    started_s: float = 0.0
+    """Start of the step that first encoded some of it."""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+class EngineThread:
+    """Runs an engine from `start` to `stop`. All methods belong to the event loop's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.metrics = Metrics(engine.pool)
+        self.failure: str | None = None
+        """Why the engine has stopped on its own, in one line."""
+        self._engine = engine
+        self._ids = itertools.count()
+        self._streams: dict[int, Stream] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self) -> None:
+        """Begin to step; tokens arrive on the loop that is running now."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Let the step that is being executed end, and no other begin."""
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def can_ever_fit(self, input_length: int, max_output: int) -> bool:
+        """Whether the K/V pool could hold such a request if it were alone."""
+        return self._engine.pool.can_ever_fit(Request(-1, input_length, max_output))
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        max_output: int,
+        stop_token_ids: frozenset[int],
+        output_length: int | None,
+        inbox: Inbox,
+    ) -> Stream:
+        """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
+
+        Raises:
+            EngineStopped: the engine has failed.
+        """
+        if self.failure is not None:
+            raise EngineStopped(self.failure)
+        generation = Generation(next(self._ids), prompt, max_output, stop_token_ids, output_length)
+        stream = Stream(generation.id, inbox, time.perf_counter())
+        self._streams[stream.id] = stream
+        self.metrics.prompt_tokens.inc(len(prompt))
+        self._engine.submit(generation)
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Take a request out; one that has ended already is left alone."""
+        if self._streams.pop(stream.id, None) is not None:
+            self._engine.cancel(stream.id)
+            self.metrics.requests.labels("cancelled").inc()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                start_s = time.perf_counter()
+                tokens = self._engine.step()
+                if tokens is None:
+                    self._engine.wait(IDLE_S)
+                    continue
+                # One wake-up of the loop a step, however many tokens: each costs a system call.
+                encoding = tuple(self._engine.pool.encoding)
+                end_s = time.perf_counter()
+                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, encoding)
+        except Exception as error:
+            # Whatever it was, the requests that wait for this thread must learn that it is over.
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+            logger.error(reason)
+            logger.debug("traceback", exc_info=True)
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _deliver(self, start_s: float, end_s: float, tokens: list[Token], encoding: tuple[int, ...]) -> None:
+        """Fan a step's tokens out; `encoding`: the requests that it left with part of a prompt encoded."""
+        metrics = self.metrics
+        metrics.step_s.observe(end_s - start_s)
+        metrics.output_tokens.inc(len(tokens))
+        for id_ in encoding:
+            if (stream := self._streams.get(id_)) and not stream.started_s:
+                stream.started_s = start_s
+        for token in tokens:
+            stream = self._streams.get(token.id)
+            if stream is None:  # cancelled while the step ran
+                continue
+            if not stream.first_token_s:
+                stream.started_s = stream.started_s or start_s
+                stream.first_token_s = end_s
+                metrics.ttft_s.observe(end_s - stream.submitted_s)
+            else:
+                metrics.inter_token_s.observe(end_s - stream.last_token_s)
+            stream.last_token_s = end_s
+            if token.finish is not None:
+                del self._streams[token.id]
+                metrics.e2e_s.observe(end_s - stream.submitted_s)
+                metrics.requests.labels(token.finish).inc()
+            stream.inbox.put_nowait(token)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        for stream in self._streams.values():
+            self.metrics.requests.labels("failed").inc()
+            stream.inbox.put_nowait(EngineStopped(reason))
+        self._streams.clear()

@@ -1,0 +1,48 @@
+"""What /metrics shows: Prometheus counters, gauges and histograms in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from xgpt.policies import Pool
+
+STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+
+
+class Metrics:
+    """Changed from the event loop alone; the gauges read the pool when asked."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
+        self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
+        self.output_tokens = Counter("xgpt_output_tokens", "Tokens generated.", registry=registry)
+        self.step_s = Histogram(
+            "xgpt_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS_S, registry=registry
+        )
+        self.ttft_s = Histogram(
+            "xgpt_time_to_first_token_seconds",
+            "From taking a request in to its first token.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.inter_token_s = Histogram(
+            "xgpt_inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            buckets=STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self.e2e_s = Histogram(
+            "xgpt_e2e_request_latency_seconds",
+            "From taking a request in to its last token.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        running = Gauge("xgpt_requests_running", "Requests that hold a slot.", registry=registry)
+        running.set_function(lambda: pool.num_running)
+        waiting = Gauge("xgpt_requests_waiting", "Requests that wait for a slot.", registry=registry)
+        waiting.set_function(lambda: len(pool.waiting))
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
