@@ -200,4 +200,4 @@ def _message(status: int, body: bytes) -> str:
         error = _decode_event(body).error
     except msgspec.MsgspecError:
         error = None
-    return f"HTTP {status}: {error.message if error else body[:200]!r}"
+    return f"HTTP {status}: {error.message if error else repr(body[:200])}"

@@ -5,8 +5,8 @@ import json
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.fakes import SPEC
 
+from tests.fakes import SPEC
 from xrunner.server.protocol import ApiError, check_tokens, parse_request, prompts_of
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fakes import byte_tokenizer
 
+from tests.fakes import byte_tokenizer
 from xgpt.errors import InputError
 from xrunner.server.text import REPLACEMENT, Detokenizer, load_tokenizer
 

@@ -1,0 +1,251 @@
+"""The endpoint over the real engine with a fake executor, through the clients that users have."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes import (
+    FakeExecutor,
+    byte_tokenizer,
+    expected_tokens,
+    fake_app,
+    fake_engine,
+    running,
+)
+from xgpt.errors import MachineError
+from xrunner.server import serve
+
+PROMPT = [5, 6, 7]
+BODY = {"model": "fake", "prompt": PROMPT}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(fake_app(fake_engine(FakeExecutor()), eos_token_ids=(30,))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def text_url() -> Iterator[str]:
+    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_tokenizer())) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(url: str, **fields: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=BODY | fields, trust_env=False, timeout=10)
+
+
+def get(url: str, path: str) -> httpx.Response:
+    return httpx.get(f"{url}{path}", trust_env=False, timeout=10)
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def metric(url: str, name: str) -> float:
+    lines = get(url, "/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_whole_answer(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=PROMPT, max_tokens=4)
+    choice = answer.choices[0]
+    assert choice.token_ids == expected_tokens(PROMPT, 4)
+    assert (choice.text, choice.finish_reason) == ("", "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 4, 7)
+    times = answer.xgpt
+    assert 0 <= times["queued_s"] <= times["ttft_s"] <= times["total_s"]
+
+
+def test_stream(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model="fake", prompt=PROMPT, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *tokens, end = chunks
+    assert [chunk.choices[0].token_ids for chunk in tokens] == [[t] for t in expected_tokens(PROMPT, 4)]
+    assert [chunk.choices[0].finish_reason for chunk in tokens] == [None, None, None, "length"]
+    assert [hasattr(chunk, "xgpt") for chunk in tokens] == [False, False, False, True]
+    assert end.choices == []
+    assert end.usage.completion_tokens == 4
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_default_max_tokens_is_16(url: str) -> None:
+    assert len(post(url, ignore_eos=True).json()["choices"][0]["token_ids"]) == 16
+
+
+def test_eos_ends_the_output_unless_ignored(url: str) -> None:
+    stopped = post(url, max_tokens=20).json()["choices"][0]
+    assert stopped["token_ids"] == expected_tokens(PROMPT, 13)  # 18 .. 30
+    assert stopped["finish_reason"] == "stop"
+    assert len(post(url, max_tokens=20, ignore_eos=True).json()["choices"][0]["token_ids"]) == 20
+
+
+def test_output_length_ends_the_output_exactly(url: str) -> None:
+    choice = post(url, max_tokens=50, output_length=15).json()["choices"][0]
+    assert choice["token_ids"] == expected_tokens(PROMPT, 15)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_batch_of_prompts(client: openai.OpenAI, stream: bool) -> None:
+    prompts = [[i, i + 1] for i in range(20)]
+    answer = client.completions.create(
+        model="fake", prompt=prompts, max_tokens=3, stream=stream, extra_body={"ignore_eos": True}
+    )
+    tokens: dict[int, list[int]] = {i: [] for i in range(20)}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            tokens[choice.index] += choice.token_ids
+    assert tokens == {i: expected_tokens(prompt, 3) for i, prompt in enumerate(prompts)}
+
+
+def test_text_in_text_out(text_url: str) -> None:
+    tokenizer = byte_tokenizer()
+    with openai.OpenAI(base_url=f"{text_url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.completions.create(model="fake", prompt="hé", max_tokens=40)
+        chunks = list(client.completions.create(model="fake", prompt="hé", max_tokens=40, stream=True))
+    tokens = expected_tokens(tokenizer.encode("hé").ids, 40)
+    assert whole.choices[0].token_ids == tokens
+    assert whole.choices[0].text == tokenizer.decode(tokens)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == tokenizer.decode(tokens)
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == tokens
+
+
+def test_errors_have_openais_shape(url: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="fake", prompt=PROMPT, temperature=1)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="other", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
+    assert get(url, "/nowhere").json()["error"]["type"] == "invalid_request_error"
+    assert get(url, "/v1/completions").status_code == 405
+    assert "no tokenizer; send token ids" in post(url, prompt="text").json()["error"]["message"]
+
+
+def test_body_too_long(url: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=b" " * (33 << 20), trust_env=False, timeout=10)
+    assert response.status_code == 413
+
+
+def test_more_kv_than_the_pool_holds() -> None:
+    with running(fake_app(fake_engine(FakeExecutor(), kv_blocks=4))) as url:
+        assert post(url, max_tokens=61).status_code == 200
+        error = post(url, max_tokens=62).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert "K/V memory" in error["message"]
+
+
+def test_models_plan_health_metrics(url: str) -> None:
+    model = get(url, "/v1/models").json()["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("fake", 512)
+    assert get(url, "/plan").json() == {"schema_version": 1}
+    assert get(url, "/health").json() == {"status": "ok"}
+    names = ("xgpt_output_tokens_total", "xgpt_time_to_first_token_seconds_count", "xgpt_step_seconds_count")
+    before = [metric(url, name) for name in names]
+    post(url, max_tokens=4)
+    assert [metric(url, name) - b for name, b in zip(names, before, strict=True)] == [4, 1, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_the_slot(stream: bool) -> None:
+    executor = FakeExecutor(step_s=0.005)
+    engine = fake_engine(executor, max_batch=1)
+    with running(fake_app(engine)) as url:
+        long = json.dumps(BODY | {"max_tokens": 500, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(long)}\r\n\r\n".encode()
+        with socket.create_connection(url.removeprefix("http://").split(":")) as connection:
+            connection.sendall(head + long)
+            assert eventually(lambda: bool(executor.running))
+        assert eventually(lambda: not executor.running)
+        assert engine.pool.reserved_blocks == 0
+        assert metric(url, 'xgpt_requests_total{finish_reason="cancelled"}') == 1
+        assert post(url, max_tokens=2).status_code == 200
+
+
+def test_disconnect_within_the_body_is_no_error(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(url.removeprefix("http://").split(":")) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert post(url).status_code == 200
+    assert caplog.records == []
+
+
+def test_a_crash_is_visible(caplog: pytest.LogCaptureFixture) -> None:
+    with running(fake_app(fake_engine(FakeExecutor(fail_at=20)))) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, trust_env=False) as response:
+            begun = response.read().decode()
+        assert response.status_code == 200
+        assert json.loads(begun.split("data: ")[-1])["error"]["type"] == "server_error"
+        health = get(url, "/health")
+        assert health.status_code == 503
+        assert health.json()["error"]["message"] == "the engine has failed: RuntimeError: the device has gone"
+        for stream in (False, True):
+            late = post(url, stream=stream)
+            assert late.status_code == 500
+            assert "the device has gone" in late.json()["error"]["message"]
+    assert [record.getMessage() for record in caplog.records] == [health.json()["error"]["message"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_crash_before_the_first_token_is_a_500(stream: bool) -> None:
+    with running(fake_app(fake_engine(FakeExecutor(fail_at=18)))) as url:
+        response = post(url, stream=stream)
+    assert response.status_code == 500
+    assert "the device has gone" in response.json()["error"]["message"]
+
+
+def test_port_in_use(url: str) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    app = fake_app(fake_engine(FakeExecutor()))
+    with pytest.raises(MachineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        serve(app, "127.0.0.1", port)
+
+
+PROGRAM = """
+from tests.fakes import *
+from xrunner.server import serve
+try:
+    serve(fake_app(fake_engine(FakeExecutor())), "127.0.0.1", 0)
+except KeyboardInterrupt:
+    print("interrupted")
+print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"), [(signal.SIGTERM, "cleaned up\n"), (signal.SIGINT, "interrupted\ncleaned up\n")]
+)
+def test_serve_until_a_signal(sent: signal.Signals, says: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stderr is not None
+        ready = process.stderr.readline()
+        assert ready.startswith("listening on http://127.0.0.1:")
+        assert get(ready.split()[-1], "/health").status_code == 200
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, says, "")
