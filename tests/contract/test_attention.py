@@ -1,0 +1,60 @@
+"""Every attention backend agrees with the reference on ragged batches, and writes the same cache."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.steps import random_batch
+from xrunner.attention import BACKENDS, default_backend
+
+HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
+RAGGED = {
+    "decode": ([1, 2, 16, 17, 63, 200], []),
+    "prompts": ([], [(0, 1), (0, 16), (0, 37), (0, 2)]),
+    "later chunks": ([], [(5, 7), (16, 16), (31, 1), (40, 33)]),
+    "mixed": ([9, 33], [(0, 12), (20, 5), (0, 1)]),
+    "single": ([1], []),
+}
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_agrees_with_reference(backend, heads, shape, block_size):
+    contexts, chunks = RAGGED[shape]
+    rng = np.random.default_rng(len(shape))
+    (q, k, v), cache, batch = random_batch(contexts, chunks, heads, block_size, rng)
+    expected_cache = cache.clone()
+    expected = BACKENDS["reference"]().forward(q, k, v, expected_cache, batch)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_large_scores_do_not_overflow(backend):
+    (q, k, v), cache, batch = random_batch([70], [(0, 30)], (2, 2, 16), 16, np.random.default_rng(0))
+    out = BACKENDS[backend]().forward(q * 100, k * 100, v, cache * 100, batch)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_runs_on_as_many_threads_as_torch(backend):
+    before = torch.get_num_threads()
+    (q, k, v), cache, batch = random_batch([50] * 5, [(0, 8)], (4, 2, 16), 16, np.random.default_rng(0))
+    try:
+        outputs = []
+        for threads in (1, before):
+            torch.set_num_threads(threads)
+            outputs.append(BACKENDS[backend]().forward(q, k, v, cache, batch))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+def test_half_precision_on_a_cpu_falls_back_to_the_reference():
+    cpu = torch.device("cpu")
+    assert default_backend(cpu, torch.float32) == "numba"
+    assert default_backend(cpu, torch.bfloat16) == "reference"

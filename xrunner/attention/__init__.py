@@ -1,0 +1,22 @@
+"""Attention backends: the contract in base.py, one file a backend, and the table of names."""
+
+from __future__ import annotations
+
+import torch
+
+from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.attention.numba_cpu import NumbaAttention
+from xrunner.attention.reference import ReferenceAttention
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "numba": NumbaAttention,
+    "reference": ReferenceAttention,
+}
+
+
+def default_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend that runs there."""
+    return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
+
+
+__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend"]

@@ -1,0 +1,46 @@
+"""Attention as one reads it in a paper: every other backend must agree with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.kv_cache import write_kv
+
+
+class ReferenceAttention(AttentionBackend):
+    """Sequence by sequence, in plain torch, on any device and in any dtype; softmax in float32."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        write_kv(k, v, cache, batch.cache_slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+        for i, context in enumerate(contexts):
+            rows = slice(starts[i], starts[i + 1])
+            keys, values = gather_kv(cache, batch.block_tables[i], context)
+            out[rows] = attend(q[rows], keys, values)
+        return out.flatten(1)
+
+
+def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
+    """A sequence's keys and values out of its blocks. # [2, context, kv_heads, head_dim]"""
+    block_size = cache.shape[3]
+    blocks = table[: -(-context // block_size)].long()
+    return cache[:, blocks].transpose(2, 3).flatten(1, 2)[:, :context]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
+    group = q.shape[1] // keys.shape[1]
+    keys = keys.repeat_interleave(group, dim=1)
+    values = values.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * q.shape[2] ** -0.5
+    scores.masked_fill_(causal_mask(q.shape[0], keys.shape[0], q.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values.float()).to(q.dtype)
+
+
+def causal_mask(num_queries: int, context: int, device: torch.device) -> Tensor:
+    """True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
+    query = torch.arange(context - num_queries, context, device=device)
+    return torch.arange(context, device=device) > query[:, None]

@@ -1,0 +1,70 @@
+"""Keys and values in paged blocks, and who owns which block. Source: vLLM (PagedAttention)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xgpt.schema import ModelSpec
+
+
+class KvCache:
+    """The blocks of all decoder layers.
+
+    A request owns the same block numbers in every layer. Within a layer a block holds, for each head, its
+    tokens side by side, so that one head reads `block_size * head_dim` contiguous elements.
+
+    Attributes:
+        layers: one tensor a layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self._free = list(range(num_blocks))[::-1]
+        self._owned: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, id_: int, num_tokens: int) -> np.ndarray:
+        """Give a request every block that its `num_tokens` may come to need; the pool has made sure of room.
+
+        Returns:
+            Its block table. # int32 [ceil(num_tokens / block_size)]
+        """
+        count = -(-num_tokens // self.block_size)
+        assert id_ not in self._owned, f"request {id_} owns blocks already"
+        assert 0 < count <= len(self._free), f"{count} blocks asked for, {len(self._free)} are free"
+        blocks = self._free[-count:]
+        del self._free[-count:]
+        self._owned[id_] = blocks
+        return np.array(blocks, dtype=np.int32)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Take the blocks of these requests back."""
+        for id_ in ids:
+            assert id_ in self._owned, f"request {id_} owns no blocks"
+            self._free.extend(self._owned.pop(id_))
+
+
+def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Put a step's keys and values where they belong in one layer's cache.
+
+    Args:
+        keys, values: of the step's tokens. # [tokens, num_kv_heads, head_dim]
+        cache: the layer's. # [2, num_blocks, num_kv_heads, block_size, head_dim]
+        slots: block * block_size + offset of each token. # int64 [tokens]
+    """
+    block_size = cache.shape[3]
+    block, offset = slots // block_size, slots % block_size
+    cache[0][block, :, offset] = keys
+    cache[1][block, :, offset] = values
