@@ -1,0 +1,24 @@
+"""Model families: one file each over the shared blocks of layers.py, and the table of names."""
+
+from __future__ import annotations
+
+from xgpt.errors import InputError
+from xgpt.schema import ModelSpec
+from xrunner.models.base import DecoderModel
+from xrunner.models.opt import OptModel
+
+FAMILIES: dict[str, type[DecoderModel]] = {"opt": OptModel}
+
+
+def family_of(spec: ModelSpec) -> type[DecoderModel]:
+    """The class of a model's family.
+
+    Raises:
+        InputError: this version does not run that family.
+    """
+    if spec.family not in FAMILIES:
+        raise InputError("model.family", spec.family, f"families that run: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[spec.family]
+
+
+__all__ = ["FAMILIES", "DecoderModel", "family_of"]

@@ -1,0 +1,174 @@
+"""A worker: executes steps on one device. It holds the weights, the K/V cache and each request's last token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xgpt.errors import InputError, MachineError
+from xgpt.policies import Step
+from xgpt.schema import DType, ModelSpec
+from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend
+from xrunner.engine import Generation
+from xrunner.kv_cache import KvCache
+from xrunner.models import DecoderModel
+from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
+
+
+class Worker:
+    """The executor of a group of one: turns a step into a batch, runs the model, picks the next tokens.
+
+    State of running requests lies in arrays indexed by a request's row, so that a step over hundreds of requests
+    costs a few numpy calls.
+    """
+
+    def __init__(self, model: DecoderModel, cache: KvCache, backend: AttentionBackend) -> None:
+        self.model = model
+        self.cache = cache
+        self.backend = backend
+        self._device = cache.layers[0].device
+        self._row: dict[int, int] = {}
+        self._free_rows: list[int] = []
+        self._prompts: dict[int, np.ndarray] = {}
+        self._last_token = np.zeros(0, dtype=np.int64)
+        self._context = np.zeros(0, dtype=np.int32)
+        """Tokens whose K/V is in the cache."""
+        self._tables = np.zeros((0, 1), dtype=np.int32)
+
+    def start(self, generation: Generation) -> None:
+        """Reserve blocks and a row for a request; the pool has made sure that there is room."""
+        num_tokens = len(generation.prompt) + generation.max_output
+        limit = self.model.spec.max_context
+        assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
+        blocks = self.cache.allocate(generation.id, num_tokens)
+        if not self._free_rows:
+            self._add_rows()
+        row = self._free_rows.pop()
+        self._widen(len(blocks))
+        self._tables[row, : len(blocks)] = blocks
+        self._row[generation.id] = row
+        self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
+
+    def release(self, ids: Collection[int]) -> None:
+        """Free what these requests hold; one that never started holds nothing."""
+        started = [id_ for id_ in ids if id_ in self._row]
+        self.cache.free(started)
+        for id_ in started:
+            self._free_rows.append(self._row.pop(id_))
+            del self._prompts[id_]
+
+    def execute(self, step: Step) -> dict[int, int]:
+        """Run one step; returns the next token of each request that decoded or whose prompt ended."""
+        rows = np.fromiter(
+            (self._row[id_] for id_ in (*step.decode, *(chunk.id for chunk in step.encode))),
+            dtype=np.int64,
+            count=len(step.decode) + len(step.encode),
+        )
+        self._context[rows[len(step.decode) :]] = [chunk.start for chunk in step.encode]
+        ended = [c.start + c.length == len(self._prompts[c.id]) for c in step.encode]
+        batch = self.batch(step, rows, np.array([True] * len(step.decode) + ended))
+        self._context[rows] = batch.context_len.cpu().numpy()
+        with torch.inference_mode():
+            tokens = self.sample(self.model(batch, self.cache, self.backend)).cpu().numpy()
+        sampled = [*step.decode, *(c.id for c, end in zip(step.encode, ended, strict=True) if end)]
+        self._last_token[[self._row[id_] for id_ in sampled]] = tokens
+        return dict(zip(sampled, tokens.tolist(), strict=True))
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """Greedy choice. # [sampled, vocab] -> int64 [sampled]"""
+        return logits.argmax(dim=-1)
+
+    def batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
+        """The step as the model takes it.
+
+        Args:
+            rows: of the step's decodes, then of its chunks. # int64 [sequences]
+            wants_logits: whether the sequence's last token is sampled from. # bool [sequences]
+        """
+        num_decodes = len(step.decode)
+        query_len = np.ones(len(rows), dtype=np.int32)
+        query_len[num_decodes:] = [chunk.length for chunk in step.encode]
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(query_len, out=query_start[1:])
+        pieces = [self._prompts[c.id][c.start : c.start + c.length] for c in step.encode]
+        token_ids = np.concatenate([self._last_token[rows[:num_decodes]], *pieces])
+
+        before = self._context[rows]
+        context_len = before + query_len
+        sequence = np.repeat(np.arange(len(rows)), query_len)
+        positions = np.arange(len(token_ids)) + (before - query_start[:-1])[sequence]
+        block_size = self.cache.block_size
+        tables = self._tables[rows, : -(-int(context_len.max()) // block_size)]
+        slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+        return Batch(
+            token_ids=self._on_device(token_ids),
+            positions=self._on_device(positions),
+            cache_slots=self._on_device(slots),
+            query_start=self._on_device(query_start),
+            context_len=self._on_device(context_len),
+            block_tables=self._on_device(tables),
+            logit_rows=self._on_device(query_start[1:][wants_logits].astype(np.int64) - 1),
+            num_decodes=num_decodes,
+            max_query_len=int(query_len.max()),
+        )
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _add_rows(self) -> None:
+        old = len(self._context)
+        new = max(64, 2 * old)
+        self._free_rows.extend(range(old, new))
+        self._last_token = np.resize(self._last_token, new)
+        self._context = np.resize(self._context, new)
+        self._tables = np.resize(self._tables, (new, self._tables.shape[1]))
+
+    def _widen(self, num_blocks: int) -> None:
+        missing = num_blocks - self._tables.shape[1]
+        if missing > 0:
+            self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
+
+
+def build_worker(
+    spec: ModelSpec,
+    dtype: DType,
+    *,
+    checkpoint: Path | None = None,
+    seed: int = 0,
+    num_blocks: int,
+    block_size: int = 16,
+    backend: str | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+) -> Worker:
+    """A worker with its weights loaded, on one device.
+
+    Args:
+        checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
+        backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
+        threads: CPU threads of this process; None: leave as they are.
+
+    Raises:
+        InputError: no such backend, or weights that do not fit the spec.
+        MachineError: the device is not here, or its memory does not hold weights and cache.
+    """
+    place, kind = torch.device(device), DTYPES[dtype]
+    name = backend or default_backend(place, kind)
+    if name not in BACKENDS:
+        raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"device {device} was asked for, but torch finds no GPU")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    source = SeededWeights(seed) if checkpoint is None else Checkpoint(checkpoint)
+    try:
+        model = load_model(spec, dtype, source, device)
+        cache = KvCache(spec, num_blocks, block_size, kind, place)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(f"{device} cannot hold {spec.name} and {num_blocks} K/V blocks: {error}") from None
+    model.prepack()
+    return Worker(model, cache, BACKENDS[name]())
