@@ -117,8 +117,10 @@ def test_workload_longer_than_the_context_is_refused() -> None:
 def test_encoder_decoder_holds_input_and_output_apart() -> None:
     spec = spec_of("t5-11b").model_copy(update={"max_context": 512})
     assert load_workload("summarization", spec).input.lengths[-1] == 512
-    with pytest.raises(InputError):
+    with pytest.raises(InputError):  # inputs reach 1024
         load_workload("chat-long", spec)
+    with pytest.raises(InputError):  # outputs reach 480, inputs 128
+        load_workload("code-generation", spec.model_copy(update={"max_context": 400}))
 
 
 def test_workload_from_files(tmp_path: Path) -> None:
