@@ -31,23 +31,26 @@ def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> Cluster
     Raises:
         MachineError: the machine has fewer GPUs, or fewer cores, than `num_devices`.
     """
-    return _detect_gpus(num_devices) or _detect_cpu(num_devices or 1, root)
+    return _detect_gpus(num_devices) or _detect_cpu(num_devices, root)
 
 
-def _detect_cpu(num_devices: int, root: Path) -> ClusterSpec:
-    cores = num_cores(root)
-    if num_devices > cores:
-        raise MachineError(f"{num_devices} CPU devices need a core each; this machine has {cores}")
-    cores_each = cores // num_devices
+def _name(num_devices: int | None) -> str:
+    return "local" if num_devices is None else f"local:{num_devices}"
+
+
+def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
+    cores, count = num_cores(root), num_devices or 1
+    if count > cores:
+        raise MachineError(f"{count} CPU devices need a core each; this machine has {cores}")
     device = DeviceKind(
         # Step times depend on the cores, so devices of one and of two cores are different kinds.
-        name=f"{slug(_cpu_model(root))}-{cores_each}c",
+        name=f"{slug(_cpu_model(root))}-{cores // count}c",
         type="cpu",
-        memory_bytes=_memory_bytes(root) // num_devices,
+        memory_bytes=_memory_bytes(root) // count,
         usable_memory=CPU_USABLE_MEMORY,
     )
-    link = LOOPBACK if num_devices > 1 else None
-    return ClusterSpec(name="local", device=device, devices_per_node=num_devices, intra_node=link, host=link)
+    link = LOOPBACK if count > 1 else None
+    return ClusterSpec(name=_name(num_devices), device=device, devices_per_node=count, intra_node=link, host=link)
 
 
 def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
@@ -71,7 +74,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
         raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")
     known = _shipped_cluster_of(slug(name))
     return ClusterSpec(
-        name="local",
+        name=_name(num_devices),
         device=DeviceKind(
             name=slug(name),
             type="gpu",

@@ -20,7 +20,7 @@ _TRACES = (".csv", ".jsonl")
 class DetectedCluster(Frozen):
     """A cluster file that stands for the machine it is read on."""
 
-    name: str
+    name: Literal["local"]
     detect: Literal[True]
     num_devices: PositiveInt | None = None
 
@@ -56,8 +56,7 @@ def load_cluster(name: str) -> ClusterSpec:
         return detect(int(count))
     data = load_yaml(find_config("clusters", name), "cluster")
     if isinstance(data, dict) and "detect" in data:
-        here = parse(data, DetectedCluster, "cluster")
-        return detect(here.num_devices).model_copy(update={"name": here.name})
+        return detect(parse(data, DetectedCluster, "cluster").num_devices)
     return parse(data, ClusterSpec, "cluster")
 
 

@@ -190,7 +190,7 @@ class TestMachine:
 
     def test_several_devices_share_cores_and_memory(self, root: Path) -> None:
         cluster = machine.detect(4, root=root)
-        assert (cluster.num_devices, cluster.device.memory_bytes) == (4, 4 * 2**30)
+        assert (cluster.name, cluster.num_devices, cluster.device.memory_bytes) == ("local:4", 4, 4 * 2**30)
         assert cluster.device.name.endswith("-2c")
         assert cluster.intra_node is not None
         with pytest.raises(MachineError, match="9 CPU devices need a core each; this machine has 8"):
@@ -282,11 +282,12 @@ class TestMachine:
 
 def test_local_clusters(tmp_path: Path) -> None:
     assert load_cluster("local") == machine.detect()
-    assert load_cluster("local:1").num_devices == 1
+    one = load_cluster("local:1")
+    assert (one.name, one.num_devices) == ("local:1", 1)
     mine = tmp_path / "mine.yaml"
-    mine.write_text("name: mine\ndetect: true\nnum_devices: 1\n")
-    assert load_cluster(str(mine)).name == "mine"
-    for bad in ("detect: false\nname: x", "detect: true\nname: x\nspeed: 2"):
+    mine.write_text("name: local\ndetect: true\nnum_devices: 1\n")
+    assert load_cluster(str(mine)) == load_cluster("local:1")
+    for bad in ("detect: false\nname: local", "detect: true\nname: local\nspeed: 2", "detect: true\nname: mine"):
         mine.write_text(bad)
         with pytest.raises(InputError, match="cluster"):
             load_cluster(str(mine))
