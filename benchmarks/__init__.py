@@ -1,0 +1,1 @@
+"""Measured comparisons: each module is one command that prints a table and writes JSON."""

@@ -1,0 +1,158 @@
+"""Attention of one layer on this machine's CPU: every backend, and torch's fused kernel alone, over shapes.
+
+    python -m benchmarks.attention [--threads N] [--json results/attention.json]
+
+Each variant goes round several layers' caches, as a model does, so that a small cache does not stay in the
+processor's own. The table shows the median in milliseconds, and for the fastest its GB/s of keys and values read
+(decode) or its GFLOP/s (prompts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xrunner.attention import BACKENDS, AttentionBackend, Batch, make_batch
+from xrunner.attention.numba_cpu import fused
+from xrunner.attention.reference import gather_kv
+from xrunner.kv_cache import write_kv
+
+BLOCK_SIZE = 16
+HEAD_DIM = 64
+NUM_LAYERS = 4
+
+
+class Shape(NamedTuple):
+    """Decodes of ragged contexts about a mean, or prompts in chunks of `length` after `start` tokens."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    num_decodes: int = 0
+    mean_context: int = 0
+    num_chunks: int = 0
+    start: int = 0
+    length: int = 0
+
+    def contexts(self, rng: np.random.Generator) -> np.ndarray:
+        spread = rng.normal(self.mean_context, self.mean_context / 3, self.num_decodes)
+        decodes = np.clip(spread, 1, 2 * self.mean_context)
+        return np.array([*decodes, *[self.start + self.length] * self.num_chunks], dtype=np.int32)
+
+
+SHAPES = [
+    Shape("decode 1 x 300", 12, 12, num_decodes=1, mean_context=300),
+    Shape("decode 32 x 300", 12, 12, num_decodes=32, mean_context=300),
+    Shape("decode 32 x 300, 3 K/V heads", 12, 3, num_decodes=32, mean_context=300),
+    Shape("decode 8 x 1500", 12, 12, num_decodes=8, mean_context=1500),
+    Shape("prompts 8 x 32", 12, 12, num_chunks=8, length=32),
+    Shape("prompts 4 x 256", 12, 12, num_chunks=4, length=256),
+    Shape("prompts 1 x 1024", 12, 12, num_chunks=1, length=1024),
+    Shape("chunk of 128 after 512", 12, 12, num_chunks=1, start=512, length=128),
+    Shape("16 x 300 and prompt 256", 12, 12, num_decodes=16, mean_context=300, num_chunks=1, length=256),
+]
+
+
+class FusedAttention(AttentionBackend):
+    """The peer: torch's fused kernel for each sequence, decodes too, over keys and values gathered from blocks."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        write_kv(k, v, cache, batch.cache_slots)
+        out = torch.empty(q.shape)
+        starts = batch.query_start.tolist()
+        for i, context in enumerate(batch.context_len.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            out[rows] = fused(q[rows], *gather_kv(cache, batch.block_tables[i], context))
+        return out.flatten(1)
+
+
+VARIANTS = {"fused": FusedAttention} | BACKENDS
+
+
+def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:
+    """q, k and v of a step, the caches of the layers, and the batch."""
+    rng = np.random.default_rng(0)
+    context_len = shape.contexts(rng)
+    query_len = np.array([1] * shape.num_decodes + [shape.length] * shape.num_chunks, dtype=np.int32)
+    width = -(-int(context_len.max()) // BLOCK_SIZE)
+    tables = rng.permutation(len(context_len) * width).reshape(-1, width).astype(np.int32)
+    num_tokens = int(query_len.sum())
+    batch = make_batch(
+        np.zeros(num_tokens, dtype=np.int64),
+        query_len,
+        context_len,
+        tables,
+        block_size=BLOCK_SIZE,
+        num_decodes=shape.num_decodes,
+    )
+    heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    qkv = torch.randn(num_tokens, sum(heads), HEAD_DIM).split(heads, dim=1)
+    cache_shape = (2, tables.size, shape.num_kv_heads, BLOCK_SIZE, HEAD_DIM)
+    return list(qkv), [torch.randn(cache_shape) for _ in range(NUM_LAYERS)], batch
+
+
+def median_s(run: Callable[[Tensor], Tensor], caches: list[Tensor], budget_s: float) -> float:
+    """Median seconds a layer, over as many rounds as the budget allows (three at least)."""
+    for cache in caches:
+        run(cache)
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 3 * len(caches) or time.perf_counter() < end:
+        for cache in caches:
+            start = time.perf_counter()
+            run(cache)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def work(shape: Shape) -> tuple[float, str]:
+    """What the shape moves or computes, in the unit that limits it."""
+    if not shape.num_chunks:
+        contexts = shape.contexts(np.random.default_rng(0))
+        return float(contexts.sum()) * 2 * shape.num_kv_heads * HEAD_DIM * 4 / 1e9, "GB/s"
+    pairs = shape.num_chunks * shape.length * (shape.start + shape.length / 2)
+    return 4 * pairs * shape.num_heads * HEAD_DIM / 1e9, "GFLOP/s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds for each shape and variant")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    rows = []
+    print(f"{'shape':30}" + "".join(f"{name:>12}" for name in VARIANTS) + "   ms a layer")
+    for shape in SHAPES:
+        (q, k, v), caches, batch = inputs(shape)
+        times: dict[str, float] = {}
+        with torch.inference_mode():
+            for name, variant in VARIANTS.items():
+                run = partial(variant().forward, q, k, v, batch=batch)
+                times[name] = median_s(run, caches, options.budget)
+        amount, unit = work(shape)
+        best = min(times, key=times.__getitem__)
+        print(
+            f"{shape.name:30}"
+            + "".join(f"{seconds * 1e3:12.3f}" for seconds in times.values())
+            + f"   {best}: {amount / times[best]:.1f} {unit}"
+        )
+        rows.append({"shape": shape._asdict(), "seconds": times, "best": best})
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"threads": options.threads, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
