@@ -12,7 +12,7 @@ from torch import Tensor
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Step
 from xgpt.schema import DType, ModelSpec
-from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend
+from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
 from xrunner.engine import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
@@ -63,61 +63,40 @@ class Worker:
 
     def execute(self, step: Step) -> dict[int, int]:
         """Run one step; returns the next token of each request that decoded or whose prompt ended."""
-        rows = np.fromiter(
-            (self._row[id_] for id_ in (*step.decode, *(chunk.id for chunk in step.encode))),
-            dtype=np.int64,
-            count=len(step.decode) + len(step.encode),
-        )
-        self._context[rows[len(step.decode) :]] = [chunk.start for chunk in step.encode]
-        ended = [c.start + c.length == len(self._prompts[c.id]) for c in step.encode]
-        batch = self.batch(step, rows, np.array([True] * len(step.decode) + ended))
-        self._context[rows] = batch.context_len.cpu().numpy()
+        ends = [chunk.start + chunk.length == len(self._prompts[chunk.id]) for chunk in step.encode]
+        rows = self._rows((*step.decode, *(chunk.id for chunk in step.encode)))
+        batch = self._batch(step, rows, np.array([True] * len(step.decode) + ends))
         with torch.inference_mode():
             tokens = self.sample(self.model(batch, self.cache, self.backend)).cpu().numpy()
-        sampled = [*step.decode, *(c.id for c, end in zip(step.encode, ended, strict=True) if end)]
-        self._last_token[[self._row[id_] for id_ in sampled]] = tokens
+        sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
+        self._last_token[self._rows(sampled)] = tokens
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def sample(self, logits: Tensor) -> Tensor:
         """Greedy choice. # [sampled, vocab] -> int64 [sampled]"""
         return logits.argmax(dim=-1)
 
-    def batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
-        """The step as the model takes it.
-
-        Args:
-            rows: of the step's decodes, then of its chunks. # int64 [sequences]
-            wants_logits: whether the sequence's last token is sampled from. # bool [sequences]
-        """
+    def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
+        """The step as the model takes it; `rows` are those of its decodes, then of its chunks."""
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(query_len, out=query_start[1:])
-        pieces = [self._prompts[c.id][c.start : c.start + c.length] for c in step.encode]
-        token_ids = np.concatenate([self._last_token[rows[:num_decodes]], *pieces])
-
-        before = self._context[rows]
-        context_len = before + query_len
-        sequence = np.repeat(np.arange(len(rows)), query_len)
-        positions = np.arange(len(token_ids)) + (before - query_start[:-1])[sequence]
-        block_size = self.cache.block_size
-        tables = self._tables[rows, : -(-int(context_len.max()) // block_size)]
-        slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
-        return Batch(
-            token_ids=self._on_device(token_ids),
-            positions=self._on_device(positions),
-            cache_slots=self._on_device(slots),
-            query_start=self._on_device(query_start),
-            context_len=self._on_device(context_len),
-            block_tables=self._on_device(tables),
-            logit_rows=self._on_device(query_start[1:][wants_logits].astype(np.int64) - 1),
+        self._context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
+        self._context[rows] += query_len
+        pieces = [self._prompts[id_][start : start + length] for id_, start, length in step.encode]
+        return make_batch(
+            np.concatenate([self._last_token[rows[:num_decodes]], *pieces]),
+            query_len,
+            self._context[rows],
+            self._tables[rows],
+            block_size=self.cache.block_size,
             num_decodes=num_decodes,
-            max_query_len=int(query_len.max()),
+            wants_logits=wants_logits,
+            device=self._device,
         )
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _rows(self, ids: Collection[int]) -> np.ndarray:
+        return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))
 
     def _add_rows(self) -> None:
         old = len(self._context)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from xrunner.attention import Batch
+from xrunner.attention import make_batch
 
 
 def random_batch(contexts, chunks, heads, block_size, rng):
@@ -19,22 +19,16 @@ def random_batch(contexts, chunks, heads, block_size, rng):
     tables = np.zeros((len(lengths), num_blocks.max()), dtype=np.int32)
     for i, end in enumerate(np.cumsum(num_blocks)):
         tables[i, : num_blocks[i]] = order[end - num_blocks[i] : end]
-    query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    positions = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len, lengths, strict=True)])
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
-    fused = torch.randn(len(positions), num_heads + 2 * num_kv_heads, head_dim, generator=generator)
-    cache = torch.randn(2, len(order), num_kv_heads, block_size, head_dim, generator=generator)
-    batch = Batch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        cache_slots=torch.from_numpy(slots),
-        query_start=torch.from_numpy(query_start),
-        context_len=torch.from_numpy(context_len),
-        block_tables=torch.from_numpy(tables),
-        logit_rows=torch.from_numpy(query_start[1:].astype(np.int64) - 1),
+    num_tokens = int(lengths.sum())
+    batch = make_batch(
+        np.zeros(num_tokens, dtype=np.int64),
+        lengths,
+        context_len,
+        tables,
+        block_size=block_size,
         num_decodes=len(contexts),
-        max_query_len=int(lengths.max()),
     )
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
+    cache = torch.randn(2, len(order), num_kv_heads, block_size, head_dim, generator=generator)
     return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1), cache, batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.attention.base import AttentionBackend, Batch, make_batch
 from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
 
@@ -19,4 +19,4 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend", "make_batch"]

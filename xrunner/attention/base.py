@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -36,6 +38,51 @@ class Batch:
     logit_rows: Tensor
     num_decodes: int
     max_query_len: int
+
+
+def make_batch(
+    token_ids: np.ndarray,
+    query_len: np.ndarray,
+    context_len: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    block_size: int,
+    num_decodes: int,
+    wants_logits: np.ndarray | None = None,
+    device: torch.device | None = None,
+) -> Batch:
+    """A batch from what differs between sequences; the rest follows.
+
+    Args:
+        token_ids: of all sequences, one after the other. # int64 [tokens]
+        query_len: tokens of each sequence in this step. # int32 [sequences]
+        context_len: tokens of each sequence that are in the cache after this step. # int32 [sequences]
+        block_tables: may be wider than this step needs. # int32 [sequences, blocks]
+        wants_logits: whether the sequence's last token is sampled from; None: all are. # bool [sequences]
+        device: of the model; None: the CPU.
+    """
+    query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
+    np.cumsum(query_len, out=query_start[1:])
+    sequence = np.repeat(np.arange(len(query_len)), query_len)
+    positions = np.arange(len(token_ids)) + (context_len - query_start[1:])[sequence]
+    tables = np.ascontiguousarray(block_tables[:, : -(-int(context_len.max()) // block_size)])
+    blocks = tables[sequence, positions // block_size].astype(np.int64)
+    last_rows = query_start[1:].astype(np.int64) - 1
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Batch(
+        token_ids=on_device(token_ids),
+        positions=on_device(positions),
+        cache_slots=on_device(blocks * block_size + positions % block_size),
+        query_start=on_device(query_start),
+        context_len=on_device(context_len),
+        block_tables=on_device(tables),
+        logit_rows=on_device(last_rows if wants_logits is None else last_rows[wants_logits]),
+        num_decodes=num_decodes,
+        max_query_len=int(query_len.max()),
+    )
 
 
 class AttentionBackend(ABC):

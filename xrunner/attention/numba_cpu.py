@@ -49,14 +49,14 @@ class NumbaAttention(AttentionBackend):
         for i in range(batch.num_decodes, len(contexts)):
             rows = slice(starts[i], starts[i + 1])
             if contexts[i] == starts[i + 1] - starts[i]:
-                out[rows] = _fused(q[rows], k[rows], v[rows])
+                out[rows] = fused(q[rows], k[rows], v[rows])
             else:
                 keys, values = gather_kv(cache, batch.block_tables[i], contexts[i])
-                out[rows] = _fused(q[rows], keys, values)
+                out[rows] = fused(q[rows], keys, values)
         return out.flatten(1)
 
 
-def _fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
     whole = q.shape[0] == keys.shape[0]
     mask = None if whole else ~causal_mask(q.shape[0], keys.shape[0], q.device)
