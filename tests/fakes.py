@@ -72,9 +72,11 @@ class FakeExecutor:
             self._next.pop(id_, None)
 
 
-def fake_engine(executor: FakeExecutor, *, kv_blocks: int = 1000, max_batch: int = 16) -> Engine:
-    """The real engine, pool and rule (ORCA's settings) over a fake executor."""
-    rule = OneLaneRule(LaneSettings(mix=True, max_batch=max_batch))
+def fake_engine(
+    executor: FakeExecutor, *, kv_blocks: int = 1000, max_batch: int = 16, token_budget: int | None = None
+) -> Engine:
+    """The real engine, pool and rule over a fake executor: ORCA's settings, or with a budget the chunked ones."""
+    rule = OneLaneRule(LaneSettings(mix=True, max_batch=max_batch, token_budget=token_budget))
     return Engine(rule, Pool(kv_blocks, block_size=16), executor)
 
 
@@ -96,7 +98,9 @@ def fake_app(engine: Engine, **options: Any) -> FastAPI:
 @contextmanager
 def running(app: FastAPI) -> Iterator[str]:
     """A server for the app in a thread; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    # No logging set-up of uvicorn's own: its records reach the tests' log.
+    config = uvicorn.Config(app, log_level="warning", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

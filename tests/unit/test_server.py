@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -89,6 +90,12 @@ def test_stream(client: openai.OpenAI) -> None:
     assert end.choices == []
     assert end.usage.completion_tokens == 4
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_queueing_ends_with_the_first_piece_of_the_prompt() -> None:
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.01), token_budget=8))) as url:
+        times = post(url, prompt=[1] * 40, max_tokens=1).json()["xgpt"]
+    assert times["ttft_s"] - times["queued_s"] >= 0.05  # five steps
 
 
 def test_default_max_tokens_is_16(url: str) -> None:
@@ -214,6 +221,18 @@ def test_a_crash_before_the_first_token_is_a_500(stream: bool) -> None:
         response = post(url, stream=stream)
     assert response.status_code == 500
     assert "the device has gone" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shutdown_ends_what_is_left_with_an_error(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    executor = FakeExecutor(step_s=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        with running(fake_app(fake_engine(executor))) as url:
+            answer = pool.submit(post, url, max_tokens=500, stream=stream)
+            assert eventually(lambda: bool(executor.running))
+        body = answer.result().text.split("data: ")[-1]
+    assert json.loads(body)["error"]["message"] == "the server is shutting down"
+    assert [record.exc_info for record in caplog.records] == [None]  # uvicorn's line, no traceback
 
 
 def test_port_in_use(url: str) -> None:

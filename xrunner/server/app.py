@@ -241,6 +241,10 @@ class _Completion(Response):
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
+        except asyncio.CancelledError:
+            # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
+            self._inbox.put_nowait(EngineStopped("the server is shutting down"))
+            await answer
         finally:
             answer.cancel()
             gone.cancel()
