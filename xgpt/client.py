@@ -98,12 +98,15 @@ class _Models(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-async def replay(url: str, requests: Sequence[ClientRequest], *, concurrency: int | None) -> list[ClientResult]:
-    """Send every request to the server at `url` (without /v1) and read its stream; results in the same order.
+async def replay(
+    url: str, requests: Sequence[ClientRequest], *, concurrency: int | None, enough: int | None = None
+) -> list[ClientResult]:
+    """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
     Args:
         concurrency: closed loop: so many requests are outstanding, each end sends the next. None: open loop,
             each is sent at its `send_at_s`, whatever has become of the others.
+        enough: closed loop: stop when so many have ended, and leave out those under way.
 
     Raises:
         InputError: `concurrency` below 1, or requests whose `send_at_s` does not fit the kind of loop.
@@ -126,11 +129,26 @@ async def replay(url: str, requests: Sequence[ClientRequest], *, concurrency: in
         results: list[ClientResult | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
 
+        num_ended = 0
+        stop = asyncio.Event()
+
         async def work() -> None:
+            nonlocal num_ended
             for index, request in queue:
                 results[index] = await client.send(request)
+                num_ended += 1
+                if num_ended == enough:
+                    stop.set()
 
-        await asyncio.gather(*(work() for _ in range(concurrency)))
+        everyone = asyncio.gather(*(work() for _ in range(concurrency)))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({everyone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if everyone.done():
+            everyone.result()
+        else:
+            everyone.cancel()
+            await asyncio.gather(everyone, return_exceptions=True)
         return [result for result in results if result is not None]
 
 

@@ -1,9 +1,9 @@
 """The exception tree. Each class carries the exit code that the command line returns for it.
 
-    XgptError (4: a defect of ours)
-    ├── InfeasibleError (1: nothing meets the bound)
-    ├── InputError      (2: the user's input: field, value, what is accepted)
-    └── MachineError    (3: this machine cannot do it: devices, memory, port)
+XgptError (4: a defect of ours)
+├── InfeasibleError (1: nothing meets the bound)
+├── InputError      (2: the user's input: field, value, what is accepted)
+└── MachineError    (3: this machine cannot do it: devices, memory, port)
 """
 
 

@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from xgpt.errors import InputError, MachineError
+from xgpt.schema.step_log import StepRecord
 
 T = TypeVar("T", bound=BaseModel)
 ConfigKind = Literal["models", "clusters", "workloads"]
@@ -137,3 +139,27 @@ def write_atomic(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+class StepLogWriter:
+    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measure` and of replays."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+        self._encode = msgspec.json.Encoder().encode
+
+    def __call__(self, record: StepRecord) -> None:
+        self._file.write(self._encode(record) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_step_log(path: Path) -> list[StepRecord]:
+    """The steps of a log; a last line that is cut short (the engine was killed) is left out."""
+    decode = msgspec.json.Decoder(StepRecord).decode
+    lines = path.read_bytes().split(b"\n")
+    return [decode(line) for line in lines[:-1]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xgpt.errors import InputError, MachineError
-from xgpt.policies import Step
+from xgpt.policies import Chunk, Step
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
 from xrunner.engine import Generation
@@ -66,11 +66,15 @@ class Worker:
         ends = [chunk.start + chunk.length == len(self._prompts[chunk.id]) for chunk in step.encode]
         rows = self._rows((*step.decode, *(chunk.id for chunk in step.encode)))
         batch = self._batch(step, rows, np.array([True] * len(step.decode) + ends))
-        with torch.inference_mode():
-            tokens = self.sample(self.model(batch, self.cache, self.backend)).cpu().numpy()
+        tokens = self.next_tokens(batch)
         sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
         self._last_token[self._rows(sampled)] = tokens
         return dict(zip(sampled, tokens.tolist(), strict=True))
+
+    def next_tokens(self, batch: Batch) -> np.ndarray:
+        """Run the model. # int64 [sampled]"""
+        with torch.inference_mode():
+            return self.sample(self.model(batch, self.cache, self.backend)).cpu().numpy()
 
     def sample(self, logits: Tensor) -> Tensor:
         """Greedy choice. # [sampled, vocab] -> int64 [sampled]"""
@@ -132,13 +136,16 @@ def build_worker(
         threads: CPU threads of this process; None: leave as they are.
 
     Raises:
-        InputError: no such backend, or weights that do not fit the spec.
+        InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
         MachineError: the device is not here, or its memory does not hold weights and cache.
     """
     place, kind = torch.device(device), DTYPES[dtype]
     name = backend or default_backend(place, kind)
     if name not in BACKENDS:
         raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
+    if not BACKENDS[name].supports(place, kind):
+        usable = [other for other, kernel in BACKENDS.items() if kernel.supports(place, kind)]
+        raise InputError("backend", name, f"on {device} in {dtype}: {', '.join(usable)}")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"device {device} was asked for, but torch finds no GPU")
     if threads is not None:
@@ -151,3 +158,12 @@ def build_worker(
         raise MachineError(f"{device} cannot hold {spec.name} and {num_blocks} K/V blocks: {error}") from None
     model.prepack()
     return Worker(model, cache, BACKENDS[name]())
+
+
+def warm_up(worker: Worker) -> None:
+    """Compile and load what the first steps would otherwise wait for: one prompt and one decode."""
+    request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
+    worker.start(request)
+    worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
+    worker.execute(Step(encode=(), decode=(-1,)))
+    worker.release([-1])

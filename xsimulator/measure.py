@@ -34,6 +34,7 @@ class Measured:
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
         encode_batch, decode_batch: mean requests in steps that encode, and that decode.
+        latencies_s: time from admission to the last token of each finished request.
     """
 
     num_requests: int
@@ -47,6 +48,11 @@ class Measured:
     itl_p99_s: float
     encode_batch: float
     decode_batch: float
+    latencies_s: Array
+
+    def share_within(self, bound_s: float) -> float:
+        """Share of the finished requests whose time from admission to the last token keeps the bound."""
+        return float(np.mean(self.latencies_s <= bound_s))
 
 
 def measure(
@@ -90,6 +96,7 @@ def measure(
         itl_p99_s=steps.gap_quantile(first, last, 0.99),
         encode_batch=float(np.mean(encode)) if encode else 0.0,
         decode_batch=float(np.mean(decode)) if decode else 0.0,
+        latencies_s=np.asarray(whole),
     )
 
 

@@ -5,6 +5,6 @@ global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
 """
 
 from xgpt.policies.pool import Chunk, Pool, Request, Step
-from xgpt.policies.rule import LaneSettings, OneLaneRule, lane_settings
+from xgpt.policies.rule import LaneSettings, OneLaneRule, build, lane_settings
 
-__all__ = ["Chunk", "LaneSettings", "OneLaneRule", "Pool", "Request", "Step", "lane_settings"]
+__all__ = ["Chunk", "LaneSettings", "OneLaneRule", "Pool", "Request", "Step", "build", "lane_settings"]

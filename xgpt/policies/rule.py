@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xgpt.errors import InputError
 from xgpt.policies.pool import Chunk, Pool, Request, Step
 from xgpt.schema import (
     ChunkedSettings,
     OrcaSettings,
+    Plan,
     RraSettings,
     SingleLaneSettings,
     StaticSettings,
+    WaaSettings,
 )
 
 ADJUSTMENT = 0.1
@@ -160,3 +163,16 @@ class OneLaneRule:
 def _next_chunk(request: Request, limit: int | None) -> Chunk:
     missing = request.input_length - request.encoded
     return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))
+
+
+def build(plan: Plan) -> tuple[OneLaneRule, Pool]:
+    """The rule and the empty pool of a plan: what both engines start from.
+
+    Raises:
+        InputError: the plan's policy needs more than one lane.
+    """
+    if isinstance(plan.policy, WaaSettings):
+        raise InputError("plan.policy", plan.policy.kind, "this engine runs rra, orca, chunked and static")
+    settings = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
+    pool = Pool(plan.stages[0].kv_blocks, plan.block_size, hold_finished=settings.refill_when_empty)
+    return OneLaneRule(settings), pool

@@ -24,13 +24,16 @@ from xgpt.schema.policy import (
     WaaSettings,
 )
 from xgpt.schema.profile import Curve, LayerTimes, Profile, Surface
+from xgpt.schema.report import BenchReport, Comparison, UrlReport
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
     "BYTES_PER_ELEMENT",
     "Admission",
+    "BenchReport",
     "ChunkedSettings",
     "ClusterSpec",
+    "Comparison",
     "Constant",
     "Constraint",
     "Curve",
@@ -57,6 +60,7 @@ __all__ = [
     "TensorParallel",
     "TruncatedNormal",
     "Uniform",
+    "UrlReport",
     "Variable",
     "WaaSettings",
     "Workload",

@@ -43,5 +43,10 @@ class ClusterSpec(Frozen):
     price_per_device_hour: PositiveFloat | None = None
 
     @property
+    def is_local(self) -> bool:
+        """Whether this is the machine at hand (`local`, `local:N`)."""
+        return self.name.partition(":")[0] == "local"
+
+    @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node

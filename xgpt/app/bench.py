@@ -1,0 +1,208 @@
+"""Replay a workload against a served plan: predicted beside measured."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xgpt.app.simulating import check_fits, outstanding_requests, profile_of, read_log, simulate, warm_up_requests
+from xgpt.errors import MachineError
+from xgpt.schema import BenchReport, Comparison, Plan, UrlReport, Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from xgpt.client import ClientRequest
+
+URL_VOCABULARY = 1000
+"""Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
+
+
+def bench_plan(
+    plan: Plan, workload: Workload, num_requests: int, rng: np.random.Generator, arrival_rate: float | None = None
+) -> BenchReport:
+    """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
+
+    Without `arrival_rate` the loop is closed: as many requests are outstanding as keep the engine saturated, the
+    prediction is the plan's estimate. With it, arrivals are Poisson and the prediction is the simulated engine's on
+    the same rate.
+
+    Raises:
+        MachineError: the server does not start, or dies.
+        InputError: the plan cannot hold the workload's requests.
+    """
+    from xgpt.client import replay
+    from xgpt.io import read_step_log, sha256
+    from xgpt.workload import poisson_arrivals, sample
+
+    check_fits(plan, workload)
+    closed = arrival_rate is None
+    spare = warm_up_requests(plan) + outstanding_requests(plan) if closed else 0
+    total = num_requests + spare
+    inputs, outputs = sample(workload, total, rng)
+    times = None if arrival_rate is None else poisson_arrivals(arrival_rate, total, rng)
+    requests = _client_requests(plan, workload, inputs, outputs, times, rng)
+
+    calibration = [calibrate()]
+    with tempfile.TemporaryDirectory() as directory:
+        step_log = Path(directory) / "steps.jsonl"
+        with _server(plan, Path(directory), step_log) as url:
+            results = asyncio.run(
+                replay(
+                    url,
+                    requests,
+                    concurrency=outstanding_requests(plan) if closed else None,
+                    enough=num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
+                )
+            )
+        log = read_step_log(step_log)
+    calibration.append(calibrate())
+    measured = read_log(plan, workload, log, num_requests, saturated=closed)
+    if arrival_rate is None:
+        estimate = plan.estimate
+        predicted = {
+            "throughput_rps": estimate.throughput_rps,
+            "latency_s": estimate.latency_s,
+            "ttft_s": estimate.ttft_s,
+            "itl_p99_s": estimate.itl_p99_s,
+        }
+    else:
+        simulated, _ = simulate(plan, profile_of(plan), workload, num_requests, rng, arrival_rate)
+        names = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
+        predicted = {name: getattr(simulated, name) for name in names}
+    bound = plan.constraint.latency_bound_s
+    latency = measured.latency_s if plan.constraint.sla == "length" else measured.request_latency_s
+    return BenchReport(
+        plan_sha256=sha256(plan),
+        policy=plan.policy.kind,
+        workload=workload.name,
+        arrival_rate_per_s=arrival_rate,
+        num_requests=measured.num_requests,
+        num_failed=sum(result.error is not None for result in results),
+        window_s=measured.window_s,
+        figures=tuple(
+            Comparison(metric=name, predicted=value, measured=getattr(measured, name)) for name, value in predicted.items()
+        ),
+        latency_bound_s=bound,
+        bound_kept=None if bound is None else latency <= bound,
+        share_within_bound=None if bound is None else measured.share_within(bound),
+        end_to_end_p99_s=_quantile([result.end_s - result.send_s for result in results], 0.99),
+        calibration_gflops=tuple(calibration),
+        failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
+    )
+
+
+def bench_url(url: str, workload: Workload, num_requests: int, concurrency: int, rng: np.random.Generator) -> UrlReport:
+    """Replay sampled requests against any running endpoint; what a client sees is all that is known.
+
+    Raises:
+        MachineError: nothing answers there, or every request failed.
+    """
+    from xgpt.client import ClientRequest, replay
+    from xgpt.workload import sample
+
+    inputs, outputs = sample(workload, num_requests, rng)
+    requests = [
+        ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+    results = asyncio.run(replay(url, requests, concurrency=concurrency))
+    done = [result for result in results if result.error is None]
+    if not done:
+        raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
+    seconds = max(result.end_s for result in done)
+    gaps = [b - a for result in done for a, b in pairwise(result.token_s)]
+    return UrlReport(
+        url=url,
+        workload=workload.name,
+        num_requests=len(done),
+        num_failed=len(results) - len(done),
+        throughput_rps=len(done) / seconds,
+        output_tokens_per_s=sum(result.num_tokens for result in done) / seconds,
+        end_to_end_p50_s=_quantile([r.end_s - r.send_s for r in done], 0.5),
+        end_to_end_p99_s=_quantile([r.end_s - r.send_s for r in done], 0.99),
+        ttft_p50_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.5),
+        ttft_p99_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.99),
+        itl_p99_s=_quantile(gaps, 0.99) if gaps else 0.0,
+    )
+
+
+def _client_requests(
+    plan: Plan,
+    workload: Workload,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    times: np.ndarray | None,
+    rng: np.random.Generator,
+) -> list[ClientRequest]:
+    from xgpt.client import ClientRequest
+
+    max_output = workload.output.lengths[-1]
+    return [
+        ClientRequest(
+            prompt_ids=rng.integers(0, plan.model.vocab_size, int(inputs[i])).tolist(),
+            output_length=int(outputs[i]),
+            max_tokens=max_output,
+            send_at_s=None if times is None else float(times[i]),
+        )
+        for i in range(len(inputs))
+    ]
+
+
+@contextmanager
+def _server(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
+    """`xgpt serve` as users run it, on a free port. Yields its URL."""
+    from xgpt.io import dump_json
+
+    plan_path = directory / "plan.json"
+    plan_path.write_text(dump_json(plan))
+    command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line.strip())
+            if "listening on " in line:
+                break
+        else:
+            raise MachineError(f"the server did not start: {lines[-1] if lines else 'no message'}")
+        yield line.rpartition("listening on ")[2].strip()
+        if process.poll() is not None:
+            raise MachineError(f"the server died with exit code {process.returncode}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+
+
+def calibrate() -> float:
+    """GFLOP/s of a fixed matrix product: tells in which state the machine's clock is."""
+    import numpy as np
+
+    a = np.ones((1024, 1024), np.float32)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return round(2 * 1024**3 / best / 1e9, 1)
+
+
+def _quantile(values: list[float], q: float) -> float:
+    import numpy as np
+
+    return float(np.quantile(values, q))

@@ -1,0 +1,127 @@
+"""From names on a command line to plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from xgpt.io import cache_dir, load_json, write_atomic
+from xgpt.schema import ClusterSpec, Constraint, DType, ModelSpec, Plan, Profile, Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xscheduler.schedule import Scheduler
+
+Progress = Callable[[int, int, str], None]
+"""(done, total, what is being measured)"""
+
+PolicyChoice = Literal["auto", "exegpt", "rra", "chunked", "orca", "static"]
+
+
+CPU_DTYPE: DType = "float32"
+"""What models run in on a CPU: half precision is emulated there."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for, resolved."""
+
+    model: ModelSpec
+    checkpoint: Path | None
+    cluster: ClusterSpec
+    workload: Workload
+    profile: Profile
+
+
+def resolve(
+    model: str, cluster: str, workload: str, profile_path: str | None = None, progress: Progress | None = None
+) -> Subject:
+    """Look the names up and get a profile: the given file, the cached one, a measurement, or the datasheet's.
+
+    Raises:
+        InputError: a name that is not there, or a file that is broken.
+        MachineError: the machine cannot be measured.
+    """
+    from pathlib import Path
+
+    from xgpt.resolve import load_cluster, load_model, load_workload
+
+    spec, checkpoint = load_model(model)
+    devices = load_cluster(cluster)
+    lengths = load_workload(workload, spec)
+    if profile_path is not None:
+        profile = load_json(Path(profile_path), Profile, "profile")
+    else:
+        profile = obtain_profile(spec, checkpoint, devices, progress)
+    return Subject(spec, checkpoint, devices, lengths, profile)
+
+
+def obtain_profile(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    progress: Progress | None = None,
+    *,
+    refresh: bool = False,
+) -> Profile:
+    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet."""
+    if not cluster.is_local:
+        from xprofiler import analytic
+
+        return analytic.profile(spec, cluster, spec.default_dtype)
+    dtype = spec.default_dtype if cluster.device.type == "gpu" else CPU_DTYPE
+    path = cache_dir() / "profiles" / f"{_cache_key(spec, cluster)}.json"
+    if path.is_file() and not refresh:
+        return load_json(path, Profile, "profile")
+    from xprofiler import measure
+
+    profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+    write_atomic(path, profile.model_dump_json() + "\n")
+    return profile
+
+
+def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
+    """Hash of everything that step times depend on: shape, dtype, device, versions."""
+    import hashlib
+    from importlib.metadata import version
+
+    shape = spec.model_copy(update={"name": ""}).model_dump_json()
+    versions = [f"{name}={version(name)}" for name in ("xgpt", "torch", "numba", "numpy")]
+    key = "\n".join([shape, cluster.device.model_dump_json(), *versions])
+    return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def scheduler(subject: Subject, constraint: Constraint, search: str) -> Scheduler:
+    """The scheduler of a subject, its headroom set from the profile's spread."""
+    from typing import cast
+
+    from xscheduler.schedule import Problem, Scheduler
+    from xscheduler.search import Method
+
+    constraint = constraint.model_copy(update={"headroom": round(subject.profile.spread, 4)})
+    problem = Problem(
+        model=subject.model,
+        checkpoint=None if subject.checkpoint is None else str(subject.checkpoint),
+        cluster=subject.cluster,
+        workload=subject.workload,
+        profile=subject.profile,
+        constraint=constraint,
+    )
+    return Scheduler(problem, cast(Method, search))
+
+
+def plan_each(
+    subject: Subject, constraint: Constraint, policy: PolicyChoice = "auto", search: str = "branch-and-bound"
+) -> dict[str, Plan]:
+    """Each policy's best plan, the best of all first.
+
+    Raises:
+        InfeasibleError: no policy has one.
+    """
+    from xscheduler.space import POLICIES
+
+    groups = {"auto": tuple(POLICIES), "exegpt": ("rra",)}
+    plans = scheduler(subject, constraint, search).best_of_each(groups.get(policy, (policy,)))
+    return dict(sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps))

@@ -1,0 +1,103 @@
+"""Run a plan: in this process, or behind the endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xgpt.errors import InputError, MachineError
+from xgpt.schema import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from xgpt.schema.step_log import StepRecord
+    from xrunner.engine import Engine
+
+
+def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None) -> Engine:
+    """The engine of a plan with its weights loaded, warmed up.
+
+    Raises:
+        MachineError: the plan is for devices that are not here.
+    """
+    from xgpt import policies
+    from xrunner.engine import Engine
+    from xrunner.worker import build_worker, warm_up
+
+    check_devices(plan)
+    rule, pool = policies.build(plan)
+    worker = build_worker(
+        plan.model,
+        plan.dtype,
+        checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
+        seed=plan.seed,
+        num_blocks=pool.kv_blocks,
+        block_size=plan.block_size,
+        device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+        threads=plan.profile.num_threads,
+    )
+    warm_up(worker)
+    return Engine(rule, pool, worker, on_step=on_step)
+
+
+def check_devices(plan: Plan) -> None:
+    """Refuse a plan for other devices than those at hand.
+
+    Raises:
+        MachineError: says what is missing, and how to plan for what is here.
+    """
+    from xgpt.machine import detect
+
+    planned = plan.cluster
+    here = detect(None if planned.num_devices == 1 else planned.num_devices)
+    if planned.device.type != here.device.type or planned.num_devices > here.num_devices:
+        raise MachineError(
+            f"the plan wants {planned.num_devices} x {planned.device.name}, here is {here.num_devices} x "
+            f"{here.device.name}; plan for this machine with `xgpt plan --cluster local`"
+        )
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan that cannot be served here: devices, memory, checkpoint.
+
+    Raises:
+        MachineError: devices or memory are missing.
+        InputError: the checkpoint is not there or does not have the plan's shape.
+    """
+    from xgpt.machine import detect
+
+    check_devices(plan)
+    offered = detect(plan.cluster.num_devices).device.memory_bytes
+    needed = max(plan.estimate.memory_bytes)
+    if needed > offered:
+        raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
+    if plan.checkpoint is not None:
+        from xgpt.checkpoint import read_spec
+
+        found = read_spec(Path(plan.checkpoint))
+        if found.model_copy(update={"name": plan.model.name}) != plan.model:
+            raise InputError("plan.checkpoint", plan.checkpoint, "its config.json no longer has the plan's shape")
+
+
+def serve_plan(plan: Plan, host: str, port: int, step_log: Path | None = None) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    from xgpt.io import StepLogWriter, dump_json
+    from xrunner.server import EngineThread, create_app, load_tokenizer, serve
+
+    log = None if step_log is None else StepLogWriter(step_log)
+    engine = build_engine(plan, on_step=log)
+    tokenizer = None if plan.checkpoint is None else load_tokenizer(Path(plan.checkpoint))
+    app = create_app(
+        EngineThread(engine),
+        model_name=plan.model.name,
+        spec=plan.model,
+        tokenizer=tokenizer,
+        eos_token_ids=plan.model.eos_token_ids,
+        plan_json=dump_json(plan),
+    )
+    try:
+        serve(app, host, port)
+    finally:
+        if log is not None:
+            log.close()

@@ -1,0 +1,106 @@
+"""Run a plan on the simulated engine."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from xgpt.errors import InputError
+from xgpt.schema import Plan, Profile, Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from xgpt.schema.step_log import StepRecord
+    from xsimulator.measure import Measured
+
+
+def profile_of(plan: Plan, profile_path: str | None = None) -> Profile:
+    """The profile that the plan was made from.
+
+    Raises:
+        InputError: the profile at hand is another one.
+    """
+    from pathlib import Path
+
+    from xgpt.app.planning import obtain_profile
+    from xgpt.io import load_json, sha256
+
+    if profile_path is not None:
+        profile = load_json(Path(profile_path), Profile, "profile")
+    else:
+        checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
+        profile = obtain_profile(plan.model, checkpoint, plan.cluster)
+    if sha256(profile) != plan.profile.sha256:
+        raise InputError(
+            "profile", sha256(profile)[:12], f"the plan was made from {plan.profile.sha256[:12]}; plan again with this one"
+        )
+    return profile
+
+
+def warm_up_requests(plan: Plan) -> int:
+    """Endings after which the batch has the composition of the steady state."""
+    return ceil(1.5 * plan.estimate.decode_batch + plan.estimate.encode_batch)
+
+
+def outstanding_requests(plan: Plan) -> int:
+    """Requests that keep a closed loop saturated: those that run, and always some that wait."""
+    return ceil(1.5 * plan.estimate.decode_batch + 3 * plan.estimate.encode_batch) + 8
+
+
+def simulate(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    num_requests: int,
+    rng: np.random.Generator,
+    arrival_rate: float | None = None,
+) -> tuple[Measured, list[StepRecord]]:
+    """Replay sampled requests on the simulated engine; all at once, or at a Poisson rate.
+
+    Raises:
+        InputError: a request of the workload can never fit into the plan's K/V memory.
+    """
+    from xgpt import policies
+    from xgpt.workload import poisson_arrivals, sample
+    from xsimulator.cost import CostModel
+    from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
+
+    rule, pool = policies.build(plan)
+    warm_up, spare = warm_up_requests(plan), outstanding_requests(plan)
+    total = num_requests + (warm_up + spare if arrival_rate is None else 0)
+    inputs, outputs = sample(workload, total, rng)
+    arrivals = [0] * total if arrival_rate is None else (1e9 * poisson_arrivals(arrival_rate, total, rng)).astype(int)
+    max_output = workload.output.lengths[-1]
+    requests = [
+        SimulatedRequest(i, int(inputs[i]), max_output, int(outputs[i]), int(arrivals[i])) for i in range(total)
+    ]
+    check_fits(plan, workload)
+    clock = cost_clock(CostModel(plan.model, profile), pool)
+    log = SimulatedEngine(rule, pool, clock, requests).run()
+    return read_log(plan, workload, log, num_requests, saturated=arrival_rate is None), log
+
+
+def check_fits(plan: Plan, workload: Workload) -> None:
+    """Refuse a workload whose longest request the plan's K/V memory or the model's context cannot hold."""
+    longest = workload.input.lengths[-1] + workload.output.lengths[-1]
+    room = min(plan.stages[0].kv_blocks * plan.block_size, plan.model.max_context)
+    if longest > room:
+        raise InputError("workload", workload.name, f"its longest request has {longest} tokens, the plan holds {room}")
+
+
+def read_log(
+    plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool
+) -> Measured:
+    """What a log of this plan shows, after its warm-up where it ran saturated."""
+    from xgpt.workload import quantile
+    from xsimulator.measure import measure
+
+    return measure(
+        log,
+        quantile=plan.constraint.quantile,
+        quantile_output=quantile(workload.output, plan.constraint.quantile),
+        skip_requests=warm_up_requests(plan) if saturated else 0,
+        num_requests=num_requests,
+        static=plan.policy.kind == "static",
+    )

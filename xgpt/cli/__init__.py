@@ -1,0 +1,71 @@
+"""The command line: one file a command, each parsing, calling one function of xgpt.app, and rendering.
+
+Nothing but click is imported before a command runs, so that `xgpt --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from xgpt import __version__
+from xgpt.errors import InfeasibleError, XgptError
+
+COMMANDS = ("plan", "profile", "simulate", "compare", "serve", "bench")
+
+
+class _Commands(click.Group):
+    """Loads a command's module when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"xgpt.cli.{name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def cli() -> None:
+    """Find the best schedule for an LLM under a latency bound, prove it, and serve it.
+
+    \b
+    xgpt plan --latency-bound 9.8     writes plan.json for this machine
+    xgpt serve plan.json              runs that plan behind an OpenAI-compatible endpoint
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; every error is one line on standard error and an exit code (see xgpt.errors)."""
+    try:
+        code = cli.main(arguments, prog_name="xgpt", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except XgptError as error:
+        _fail(("infeasible: " if isinstance(error, InfeasibleError) else "") + str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has gone; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        if os.environ.get("XGPT_TRACEBACK"):
+            raise
+        _fail(f"internal error: {type(error).__name__}: {error} (XGPT_TRACEBACK=1 shows where)", 4)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"xgpt: {' '.join(message.split())}", err=True)
+    sys.exit(code)

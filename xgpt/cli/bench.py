@@ -1,0 +1,65 @@
+"""xgpt bench"""
+
+from __future__ import annotations
+
+import click
+
+from xgpt.cli.options import json_option
+
+
+@click.command("bench")
+@click.argument("target", metavar="PLAN.JSON|URL")
+@click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
+@click.option("--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True)
+@click.option(
+    "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Outstanding requests (URL only)."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def command(
+    target: str,
+    workload: str | None,
+    num_requests: int,
+    arrival_rate: float | None,
+    concurrency: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Replay a workload: what the plan predicts beside what is measured.
+
+    \b
+    Examples:
+      xgpt bench plan.json --requests 300
+      xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
+    """
+    from pathlib import Path
+
+    import numpy as np
+
+    from xgpt.app.bench import bench_plan, bench_url
+    from xgpt.cli import render
+    from xgpt.errors import InputError
+    from xgpt.io import dump_json, load_json
+    from xgpt.resolve import load_workload
+    from xgpt.schema import Plan
+
+    rng = np.random.default_rng(seed)
+    if target.startswith(("http://", "https://")):
+        if arrival_rate is not None:
+            raise InputError("--arrival-rate", arrival_rate, "a URL is measured in a closed loop; give --concurrency")
+        url_report = bench_url(target, load_workload(workload or "summarization"), num_requests, concurrency, rng)
+        if as_json:
+            click.echo(dump_json(url_report), nl=False)
+        else:
+            render.show(render.url_table(url_report))
+        return
+    plan = load_json(Path(target), Plan, "plan")
+    lengths = plan.workload if workload is None else load_workload(workload, plan.model)
+    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate)
+    if as_json:
+        click.echo(dump_json(report), nl=False)
+    else:
+        render.show(render.bench_table(report), *render.bench_notes(report))

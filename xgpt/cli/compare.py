@@ -1,0 +1,79 @@
+"""xgpt compare"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
+
+
+@click.command("compare")
+@constraint_options
+@problem_options
+@search_options
+@click.option("--measure", is_flag=True, help="Run each plan here, too.")
+@click.option("--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True, help="With --measure.")
+@click.option("--seed", type=int, default=0, show_default=True, help="With --measure.")
+@json_option
+def command(
+    latency_bound: float | None,
+    quantile: float,
+    sla: Any,
+    ttft: float | None,
+    tpot: float | None,
+    model: str,
+    cluster: str,
+    workload: str,
+    profile_path: str | None,
+    search: str,
+    measure: bool,
+    num_requests: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Every policy at its own best under the same bound, in one table.
+
+    \b
+    Examples:
+      xgpt compare --latency-bound 9.8
+      xgpt compare --latency-bound 9.8 --measure --requests 300
+    """
+    import json
+
+    import numpy as np
+
+    from xgpt.app.comparing import measure_each
+    from xgpt.app.planning import plan_each, resolve
+    from xgpt.cli import render
+    from xgpt.errors import InputError
+    from xgpt.io import sha256
+    from xgpt.schema import Constraint
+
+    constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
+    with render.progress_bar() as progress:
+        subject = resolve(model, cluster, workload, profile_path, progress)
+    if measure and not subject.cluster.is_local:
+        raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
+    plans = plan_each(subject, constraint, "auto", search)
+    reports = {}
+    if measure:
+        reports = measure_each(
+            plans,
+            num_requests,
+            np.random.default_rng(seed),
+            on_start=lambda plan: click.echo(
+                f"measuring {plan.policy.kind}: {render.settings_text(plan)}; plan {sha256(plan)[:12]}", err=True
+            ),
+        )
+    if as_json:
+        document = {
+            "plans": {kind: plan.model_dump(mode="json") for kind, plan in plans.items()},
+            "measured": {kind: report.model_dump(mode="json") for kind, report in reports.items()},
+        }
+        click.echo(json.dumps(document, indent=1))
+        return
+    render.show(render.plans_table(plans))
+    if reports:
+        render.show(render.measured_table(plans, reports))

@@ -1,0 +1,80 @@
+"""xgpt plan"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
+
+
+@click.command("plan")
+@constraint_options
+@problem_options
+@click.option(
+    "--policy",
+    type=click.Choice(["auto", "exegpt", "rra", "chunked", "orca", "static"]),
+    default="auto",
+    show_default=True,
+    help="auto: the best of all; exegpt: of the paper's own.",
+)
+@search_options
+@click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE")
+@json_option
+def command(
+    latency_bound: float | None,
+    quantile: float,
+    sla: Any,
+    ttft: float | None,
+    tpot: float | None,
+    model: str,
+    cluster: str,
+    workload: str,
+    profile_path: str | None,
+    policy: Any,
+    search: str,
+    output: str,
+    as_json: bool,
+) -> None:
+    """Find the schedule with the highest throughput under a latency bound, and write plan.json.
+
+    \b
+    Examples:
+      xgpt plan --latency-bound 9.8
+      xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
+    """
+    from pathlib import Path
+
+    from xgpt.app.planning import plan_each, resolve
+    from xgpt.cli import render
+    from xgpt.io import dump_json, write_atomic
+    from xgpt.schema import Constraint
+
+    constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
+    with render.progress_bar() as progress:
+        subject = resolve(model, cluster, workload, profile_path, progress)
+    plans = plan_each(subject, constraint, policy, search)
+    best = next(iter(plans.values()))
+    text = dump_json(best)
+    write_atomic(Path(output), text)
+    if as_json:
+        click.echo(text, nl=False)
+        return
+    search_ = best.search
+    proof = (
+        "no proof of optimality"
+        if search_.gap is None
+        else f"at most {100 * search_.gap:.1f}% below the optimum (bound: {search_.bound})"
+    )
+    bound = "no latency bound" if latency_bound is None else f"latency bound {latency_bound:g} s"
+    render.show(
+        f"{subject.model.name} on {subject.cluster.name} ({subject.cluster.device.name}), workload "
+        f"{subject.workload.name}, {bound}, headroom {100 * best.constraint.headroom:.1f}%",
+        render.plans_table(plans),
+        f"chosen: {best.policy.kind}: {render.schedule_in_words(best)}",
+        f"proof: {proof}; {search_.evaluations} of {search_.space_size} points in {search_.seconds:.2f} s",
+        f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
+        *(f"warning: {warning}" for warning in best.estimate.warnings),
+        f"wrote {output}; next: xgpt serve {output}",
+    )

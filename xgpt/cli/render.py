@@ -1,0 +1,171 @@
+"""Tables and progress on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from xgpt.app.planning import Progress
+    from xgpt.schema import BenchReport, Plan, UrlReport
+
+COLUMN_HELP = "latency: from admission to the last token at the quantile's output length"
+
+
+def show(*parts: object) -> None:
+    """Print tables and text on standard output, at a width that pipes keep whole."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    for part in parts:
+        console.print(part)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain table, first column left, the rest right."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for i, column in enumerate(columns):
+        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A progress bar on standard error, shown from the first report on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("profiling", visible=False)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what, visible=True)
+
+        yield report
+
+
+def settings_text(plan: Plan) -> str:
+    """The control variables of a plan: "encode_batch 4, decode_iterations 9"."""
+    policy = plan.policy
+    return ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
+
+
+def schedule_in_words(plan: Plan) -> str:
+    """What the engine will do, in a sentence."""
+    policy = plan.policy
+    match policy.kind:
+        case "rra":
+            return (
+                f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
+                "and again"
+            )
+        case "orca":
+            return f"every step decodes what runs and encodes into free slots, at most {policy.max_batch} requests"
+        case "chunked":
+            return (
+                f"every step decodes what runs and fills up to {policy.token_budget} tokens with prompts, "
+                f"at most {policy.max_batch} requests"
+            )
+        case "static":
+            return f"encode {policy.batch} requests, decode until the last of them ends, and again"
+    return policy.kind
+
+
+def plans_table(plans: dict[str, Plan]) -> Table:
+    rows = []
+    for kind, plan in plans.items():
+        e = plan.estimate
+        gap = "-" if plan.search.gap is None else f"{100 * plan.search.gap:.1f}%"
+        rows.append(
+            [
+                kind,
+                settings_text(plan),
+                f"{e.throughput_rps:.3f}",
+                f"{e.output_tokens_per_s:.1f}",
+                f"{e.latency_s:.2f}",
+                f"{e.ttft_s:.2f}",
+                f"{1000 * e.itl_p99_s:.0f}",
+                gap,
+            ]
+        )
+    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap"]
+    return table("predicted, each policy at its best under the bound", columns, rows)
+
+
+METRICS = {
+    "throughput_rps": "throughput, req/s",
+    "latency_s": "latency at the quantile's length, s",
+    "ttft_s": "time to first token, s",
+    "itl_p99_s": "inter-token latency p99, s",
+}
+
+
+def bench_table(report: BenchReport) -> Table:
+    rows = [
+        [METRICS[f.metric], f"{f.predicted:.3f}", f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"] for f in report.figures
+    ]
+    return table(
+        f"{report.policy} on {report.workload}: {report.num_requests} requests in {report.window_s:.0f} s",
+        ["", "predicted", "measured", "error"],
+        rows,
+    )
+
+
+def bench_notes(report: BenchReport) -> list[str]:
+    notes = [f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}"]
+    if report.latency_bound_s is not None:
+        kept = "kept" if report.bound_kept else "BROKEN"
+        assert report.share_within_bound is not None
+        notes.append(
+            f"latency bound {report.latency_bound_s:g} s: {kept}; {100 * report.share_within_bound:.1f}% of all requests "
+            "within it"
+        )
+    notes.append(f"end to end with waiting, p99: {report.end_to_end_p99_s:.2f} s")
+    notes.append("machine before and after: " + ", ".join(f"{rate:.0f} GFLOP/s" for rate in report.calibration_gflops))
+    notes += [f"failure: {failure}" for failure in report.failures]
+    return notes
+
+
+def url_table(report: UrlReport) -> Table:
+    figures = report.model_dump(exclude={"url", "workload"})
+    rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+    return table(f"{report.url}, {report.workload}, as its client sees it", ["figure", "value"], rows)
+
+
+def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
+    rows = []
+    for kind, report in reports.items():
+        throughput, latency = report.figure("throughput_rps"), report.figure("latency_s")
+        kept = {None: "-", True: "kept", False: "BROKEN"}[report.bound_kept]
+        rows.append(
+            [
+                kind,
+                settings_text(plans[kind]),
+                f"{throughput.predicted:.3f}",
+                f"{throughput.measured:.3f}",
+                f"{100 * throughput.error:+.1f}%",
+                f"{latency.predicted:.2f}",
+                f"{latency.measured:.2f}",
+                f"{100 * latency.error:+.1f}%",
+                kept,
+            ]
+        )
+    columns = ["policy", "settings", "req/s", "measured", "error", "latency s", "measured", "error", "bound"]
+    return table("predicted and measured on this machine", columns, rows)

@@ -1,0 +1,56 @@
+"""xgpt simulate"""
+
+from __future__ import annotations
+
+import click
+
+from xgpt.cli.options import json_option
+
+
+@click.command("simulate")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
+@click.option("--requests", "num_requests", type=click.IntRange(1), default=2000, show_default=True)
+@click.option(
+    "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+)
+@click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def command(
+    plan_path: str,
+    workload: str | None,
+    num_requests: int,
+    arrival_rate: float | None,
+    profile_path: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run a plan request by request on the simulated engine.
+
+    \b
+    Example:
+      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5
+    """
+    import json
+    from dataclasses import asdict
+    from pathlib import Path
+
+    import numpy as np
+
+    from xgpt.app.simulating import profile_of, simulate
+    from xgpt.cli import render
+    from xgpt.io import load_json
+    from xgpt.resolve import load_workload
+    from xgpt.schema import Plan
+
+    plan = load_json(Path(plan_path), Plan, "plan")
+    lengths = plan.workload if workload is None else load_workload(workload, plan.model)
+    profile = profile_of(plan, profile_path)
+    result, _ = simulate(plan, profile, lengths, num_requests, np.random.default_rng(seed), arrival_rate)
+    figures = {name: value for name, value in asdict(result).items() if name != "latencies_s"}
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+        render.show(render.table(f"{plan.policy.kind}, simulated", ["figure", "value"], rows))

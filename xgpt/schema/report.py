@@ -1,0 +1,60 @@
+"""What `xgpt bench` and `xgpt compare` say: predicted beside measured."""
+
+from __future__ import annotations
+
+from xgpt.schema.base import Frozen
+
+
+class Comparison(Frozen):
+    """One figure, predicted and measured."""
+
+    metric: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+class BenchReport(Frozen):
+    """A replay of a workload against a plan.
+
+    `calibration_gflops` is the rate of a fixed matrix product before and after the run: machines whose clock moves
+    show it here.
+    """
+
+    plan_sha256: str
+    policy: str
+    workload: str
+    arrival_rate_per_s: float | None
+    num_requests: int
+    num_failed: int
+    window_s: float
+    figures: tuple[Comparison, ...]
+    latency_bound_s: float | None
+    bound_kept: bool | None
+    share_within_bound: float | None
+    end_to_end_p99_s: float
+    calibration_gflops: tuple[float, ...] = ()
+    failures: tuple[str, ...] = ()
+
+    def figure(self, metric: str) -> Comparison:
+        return next(figure for figure in self.figures if figure.metric == metric)
+
+
+class UrlReport(Frozen):
+    """A closed-loop replay against an endpoint of which nothing else is known; times as its client saw them."""
+
+    url: str
+    workload: str
+    num_requests: int
+    num_failed: int
+    throughput_rps: float
+    output_tokens_per_s: float
+    end_to_end_p50_s: float
+    end_to_end_p99_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p99_s: float

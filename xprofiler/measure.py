@@ -1,0 +1,274 @@
+"""Step times measured on this machine, through the very layers and backends that xrunner runs.
+
+Points are measured in several passes over all of them, and each point's time is the median of its passes, so that
+a change of the machine's clock in mid-run touches every point alike. Layers are run one after the other, as in a
+step, so that weights and K/V come from memory and not from a cache that only a benchmark would have warm.
+Source: ExeGPT sec. 3 (XProfiler).
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xrunner.attention import Batch, make_batch
+from xrunner.engine import Engine, Generation
+from xrunner.worker import Worker, build_worker
+
+PASSES = 3
+BLOCK_SIZE = 16
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 2048)
+CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
+ENCODE_BATCHES = (1, 4)
+MAX_STEP_TOKENS = 2048
+"""Prompt tokens in a measured attention call: larger ones cost proportionally."""
+MAX_CACHED_TOKENS = 16384
+"""K/V tokens of a measured decode batch: larger ones cost proportionally."""
+
+Progress = Callable[[int, int, str], None]
+
+
+def profile(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    *,
+    checkpoint: Path | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure a model on one device of this machine.
+
+    Args:
+        progress: told how many of how many points are done.
+    """
+    device = "cuda" if cluster.device.type == "gpu" else "cpu"
+    blocks = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
+    worker = build_worker(
+        spec, dtype, checkpoint=checkpoint, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
+    )
+    with torch.inference_mode():
+        bench = _Bench(worker, progress)
+        if device == "cpu":
+            torch.set_num_threads(_fastest_num_threads(bench))
+        return bench.profile(spec, cluster, dtype)
+
+
+class _Bench:
+    """Measures the points of a profile on one worker."""
+
+    def __init__(self, worker: Worker, progress: Progress | None) -> None:
+        self.worker = worker
+        self.model = worker.model
+        self.progress = progress or (lambda done, total, what: None)
+        self.max_context = self.model.spec.max_context
+
+    def profile(self, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
+        tokens = [n for n in TOKENS if n <= max(MAX_STEP_TOKENS, 1)]
+        prompts = [n for n in PROMPTS if n <= self.max_context]
+        contexts = [n for n in CONTEXTS if n <= self.max_context]
+        encode_points = [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS]
+        decode_points = [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
+        samples = [n for n in BATCHES if n <= MAX_STEP_TOKENS]
+        jobs: dict[tuple[object, ...], Callable[[], float]] = {}
+        for n in tokens:
+            jobs["rest", n] = partial(self.rest, n)
+            jobs["embedding", n] = partial(self.embedding, n)
+        for n in samples:
+            jobs["head", n] = partial(self.head, n)
+            jobs["overhead", n] = partial(self.overhead, n)
+        for b, n in encode_points:
+            jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
+        for b, n in decode_points:
+            jobs["decode attention", b, n] = partial(self.attention, [(n - 1, 1)] * b)
+        jobs[("step",)] = self.step
+
+        times: dict[tuple[object, ...], list[float]] = {key: [] for key in jobs}
+        done = 0
+        for _ in range(PASSES):
+            for key, job in jobs.items():
+                times[key].append(job())
+                done += 1
+                self.progress(done, PASSES * len(jobs), f"profiling: {key[0]}")
+        median = {key: statistics.median(values) for key, values in times.items()}
+
+        def curve(name: str, points: Sequence[int]) -> Curve:
+            return Curve(points=tuple(points), seconds=tuple(median[name, n] for n in points))
+
+        layer = LayerTimes(
+            rest=curve("rest", tokens),
+            encode_attention=_surface(
+                {(b, n): median["encode attention", b, n] for b, n in encode_points}, ENCODE_BATCHES, prompts
+            ),
+            decode_attention=_surface(
+                {(b, n): median["decode attention", b, n] for b, n in decode_points}, BATCHES, contexts
+            ),
+        )
+        return Profile(
+            source="measured",
+            model=spec.name,
+            dtype=dtype,
+            device=cluster.device.name,
+            num_threads=torch.get_num_threads() if cluster.device.type == "cpu" else None,
+            layers=(layer,),
+            embedding=curve("embedding", tokens),
+            head=curve("head", samples),
+            overhead=curve("overhead", samples),
+            spread=_spread(times.values()),
+            environment=_environment(),
+        )
+
+    # Points, each in seconds ---------------------------------------------------------------------------------
+
+    def rest(self, num_tokens: int) -> float:
+        """One layer without attention."""
+        batch = self.batch([(0, num_tokens)])
+        hidden = self.model.embed(batch)
+        layers = self.model.layers[: max(2, min(len(self.model.layers), 4096 // num_tokens))]
+
+        def run() -> None:
+            x = hidden
+            for layer in layers:
+                x = layer(x, batch, _no_attention)
+
+        return _seconds(run) / len(layers)
+
+    def attention(self, sequences: list[tuple[int, int]]) -> float:
+        """One layer's attention; sequences are (tokens before, tokens now)."""
+        spec, caches = self.model.spec, self.worker.cache.layers
+        batch = self.batch(sequences)
+        num_tokens = len(batch.token_ids)
+        kwargs = {"dtype": caches[0].dtype, "device": caches[0].device}
+        q = torch.randn(num_tokens, spec.num_heads, spec.head_dim, **kwargs)
+        k, v = (torch.randn(num_tokens, spec.num_kv_heads, spec.head_dim, **kwargs) for _ in range(2))
+
+        def run() -> None:
+            for cache in caches:
+                self.worker.backend.forward(q, k, v, cache, batch)
+
+        return _seconds(run) / len(caches)
+
+    def embedding(self, num_tokens: int) -> float:
+        batch = self.batch([(0, num_tokens)])
+        return _seconds(lambda: self.model.embed(batch))
+
+    def head(self, num_rows: int) -> float:
+        """Final norm, logits and the choice of tokens."""
+        rows = self.model.embed(self.batch([(0, num_rows)]))
+        return _seconds(lambda: self.worker.sample(self.model.head(rows)).cpu())
+
+    def overhead(self, num_requests: int) -> float:
+        """A step of the real engine less its model: rule, pool, batch, settling."""
+        worker = _ModelFree(self.worker)
+        pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
+        engine = Engine(OneLaneRule(LaneSettings(mix=True)), pool, worker)
+        for i in range(num_requests):
+            engine.submit(Generation(i, prompt=(0,) * 8, max_output=100))
+        engine.step()
+        steps = 12
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - started)
+        worker.release(range(num_requests))
+        return statistics.median(seconds)
+
+    def step(self) -> float:
+        """A whole forward pass, repeated over the run: its spread is the profile's."""
+        batch = self.batch([(100, 1)] * 8 + [(0, 128)])
+        return _seconds(lambda: self.model(batch, self.worker.cache, self.worker.backend))
+
+    def batch(self, sequences: list[tuple[int, int]]) -> Batch:
+        """A batch of (tokens before, tokens now) sequences with K/V blocks of their own; decodes come first."""
+        before, query_len = np.asarray(sequences, np.int32).T
+        context_len = before + query_len
+        width = -(-int(context_len.max()) // BLOCK_SIZE)
+        return make_batch(
+            np.zeros(int(query_len.sum()), np.int64),
+            query_len,
+            context_len,
+            np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),
+            block_size=BLOCK_SIZE,
+            num_decodes=int(((before > 0) & (query_len == 1)).sum()),
+            device=self.worker.cache.layers[0].device,
+        )
+
+
+class _ModelFree(Worker):
+    """Does all of a worker's bookkeeping and none of its arithmetic."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.model, worker.cache, worker.backend)
+
+    def next_tokens(self, batch: Batch) -> np.ndarray:
+        return np.zeros(len(batch.logit_rows), np.int64)
+
+
+def _no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.flatten(1)
+
+
+def _seconds(run: Callable[[], object], budget_s: float = 0.02) -> float:
+    """Median time of a call: once to warm up, then three times or until the budget is spent."""
+    run()
+    seconds: list[float] = []
+    while len(seconds) < 3 and (sum(seconds) < budget_s or not seconds):
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _fastest_num_threads(bench: _Bench) -> int:
+    """On a small shared machine one thread can beat two: measure a whole step with each number."""
+    most = torch.get_num_threads()
+    times = {}
+    for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
+        torch.set_num_threads(threads)
+        times[threads] = min(bench.step() for _ in range(3))
+    return min(times, key=times.__getitem__)
+
+
+def _surface(
+    measured: dict[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
+) -> Surface:
+    """Fill the corner that was too large to measure: cost beyond it grows with the work."""
+    rows = []
+    for batch in batches:
+        row: list[float] = []
+        for i, length in enumerate(lengths):
+            if (batch, length) in measured:
+                row.append(measured[batch, length])
+            elif i >= 2:
+                slope = (row[i - 1] - row[i - 2]) / (lengths[i - 1] - lengths[i - 2])
+                row.append(row[i - 1] + max(slope, 0.0) * (length - lengths[i - 1]))
+            else:
+                row.append(rows[-1][i] * batch / batches[len(rows) - 1])
+        rows.append(row)
+    return Surface(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
+
+
+def _spread(times: Iterable[list[float]]) -> float:
+    """Half the relative range of a point's passes, in the median over all points."""
+    return statistics.median((max(t) - min(t)) / (2 * statistics.median(t)) for t in times if min(t) > 1e-4)
+
+
+def _environment() -> dict[str, str]:
+    names = ("torch", "numba", "numpy", "xgpt")
+    return {"python": platform.python_version(), "machine": platform.machine()} | {n: version(n) for n in names}
