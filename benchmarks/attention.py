@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xrunner.attention import BACKENDS, AttentionBackend, Batch, make_batch
-from xrunner.attention.numba_cpu import fused
+from xrunner.attention import BACKENDS, Batch, make_batch
+from xrunner.attention.numba_cpu import NumbaAttention, fused
 from xrunner.attention.reference import gather_kv
 from xrunner.kv_cache import write_kv
 
@@ -63,8 +63,8 @@ SHAPES = [
 ]
 
 
-class FusedAttention(AttentionBackend):
-    """The peer: torch's fused kernel for each sequence, decodes too, over keys and values gathered from blocks."""
+class FusedAttention(NumbaAttention):
+    """The peer: the fused kernel for every sequence, decodes too, over keys and values gathered from blocks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
@@ -76,7 +76,7 @@ class FusedAttention(AttentionBackend):
         return out.flatten(1)
 
 
-VARIANTS = {"fused": FusedAttention} | BACKENDS
+VARIANTS = BACKENDS | {"fused": FusedAttention}
 
 
 def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:

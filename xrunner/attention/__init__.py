@@ -12,11 +12,12 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "numba": NumbaAttention,
     "reference": ReferenceAttention,
 }
+"""The fastest first."""
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     """The fastest backend that runs there."""
-    return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
+    return next(name for name, backend in BACKENDS.items() if backend.supports(device, dtype))
 
 
 __all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend", "make_batch"]

@@ -88,6 +88,11 @@ def make_batch(
 class AttentionBackend(ABC):
     """Self-attention over a paged cache. Stateless: one object serves all layers."""
 
+    @classmethod
+    @abstractmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it runs there."""
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         """Write `k` and `v` into the cache, then let each token attend to its sequence up to itself.

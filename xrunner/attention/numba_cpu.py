@@ -31,11 +31,17 @@ class NumbaAttention(AttentionBackend):
         numba.set_num_threads(1)
         torch.set_num_threads(threads)
 
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cpu" and dtype == torch.float32
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         numba.set_num_threads(min(torch.get_num_threads(), self._most_threads))
         out = torch.empty(q.shape)
+        k, v = k.contiguous(), v.contiguous()
+        # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
         _write_and_decode(
-            q.numpy(),
+            q[: batch.num_decodes].contiguous().numpy(),
             k.numpy(),
             v.numpy(),
             cache.numpy(),
@@ -95,7 +101,7 @@ def _write_and_decode(q, k, v, cache, slots, context_len, tables, num_decodes, o
     group = num_heads // num_kv_heads
     scale = np.float32(1.0 / np.sqrt(head_dim))
 
-    for i in prange(q.shape[0]):
+    for i in prange(k.shape[0]):
         block, offset = slots[i] // block_size, slots[i] % block_size
         for h in range(num_kv_heads):
             for d in range(head_dim):

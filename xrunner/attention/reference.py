@@ -12,6 +12,10 @@ from xrunner.kv_cache import write_kv
 class ReferenceAttention(AttentionBackend):
     """Sequence by sequence, in plain torch, on any device and in any dtype; softmax in float32."""
 
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
+        return True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,0 +1,76 @@
+"""The worker's own duties: requests that leave early, half precision, and options that cannot take effect."""
+
+import numpy as np
+import pytest
+import torch
+
+from xgpt.checkpoint import read_spec
+from xgpt.errors import InputError, MachineError
+from xgpt.policies import Chunk, LaneSettings, OneLaneRule, Pool, Step
+from xrunner.engine import Engine, Generation
+from xrunner.worker import build_worker
+
+
+@pytest.fixture
+def spec(small_opt):
+    return read_spec(small_opt[0])
+
+
+def run(spec, cancelled):
+    """Tokens of eight requests; `cancelled` leave after the third step."""
+    worker = build_worker(spec, "float32", num_blocks=40, block_size=8)
+    engine = Engine(OneLaneRule(LaneSettings(mix=True, token_budget=24, max_batch=8)), Pool(40, 8), worker)
+    rng = np.random.default_rng(2)
+    outputs = {id_: [] for id_ in range(8)}
+    for id_ in outputs:
+        engine.submit(Generation(id_, tuple(rng.integers(0, 211, 20).tolist()), max_output=12))
+    steps = 0
+    while (tokens := engine.step()) is not None:
+        steps += 1
+        for token in tokens:
+            outputs[token.id].append(token.token)
+        if steps == 3:
+            for id_ in cancelled:
+                engine.cancel(id_)
+    assert worker.cache.num_free == 40
+    return outputs
+
+
+def test_cancelled_requests_free_their_blocks_and_change_nobody_elses_tokens(spec):
+    everyone, rest = run(spec, ()), run(spec, (0, 2, 7))  # decoding, encoding, waiting
+    assert len(rest[7]) == 0 and len(rest[0]) < 12
+    assert all(rest[id_] == everyone[id_] for id_ in (1, 3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_to_the_float32_logits(spec, dtype):
+    step = Step((Chunk(0, 0, 20), Chunk(1, 0, 5)), ())
+    logits = {}
+    for kind in ("float32", dtype):
+        worker = build_worker(spec, kind, num_blocks=8, block_size=8)
+        worker.sample = lambda rows, kind=kind: logits.setdefault(kind, rows.float()).argmax(dim=-1)
+        worker.start(Generation(0, tuple(range(20)), 4))
+        worker.start(Generation(1, tuple(range(5)), 4))
+        worker.execute(step)
+    torch.testing.assert_close(logits[dtype], logits["float32"], rtol=0, atol=0.1)
+
+
+def test_a_step_that_samples_nothing(spec):
+    worker = build_worker(spec, "float32", num_blocks=8, block_size=8)
+    worker.start(Generation(0, tuple(range(20)), 4))
+    assert worker.execute(Step((Chunk(0, 0, 10),), ())) == {}
+
+
+def test_options_that_cannot_take_effect_are_refused(spec):
+    with pytest.raises(InputError, match="known backends: numba, reference"):
+        build_worker(spec, "float32", num_blocks=8, backend="cuda-magic")
+    with pytest.raises(InputError, match="on cpu in bfloat16: reference"):
+        build_worker(spec, "bfloat16", num_blocks=8, backend="numba")
+    with pytest.raises(InputError, match="families that run: opt"):
+        build_worker(spec.model_copy(update={"family": "llama"}), "float32", num_blocks=8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be here")
+def test_a_device_that_is_not_here(spec):
+    with pytest.raises(MachineError, match="no GPU"):
+        build_worker(spec, "float32", num_blocks=8, device="cuda")
