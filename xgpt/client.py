@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -142,7 +143,8 @@ async def replay(
 
         everyone = asyncio.gather(*(work() for _ in range(concurrency)))
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({everyone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {everyone, stopped}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if everyone.done():
             everyone.result()

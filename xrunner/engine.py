@@ -124,9 +124,9 @@ class Engine:
                 request = Request(item.id, len(item.prompt), item.max_output, now_ns)
                 self._pool.submit(request)
                 self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
-            elif self._pool.cancel(item):
+            elif freed := self._pool.cancel(item):
                 self._cancelled.append(item)
-                self._forget([item])
+                self._forget(freed)
 
     def _record(self, start_ns: int, step: Step, tokens: list[Token]) -> None:
         if self._on_step is not None:

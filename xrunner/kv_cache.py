@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -27,7 +28,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
         self._free = list(range(num_blocks))[::-1]
         self._owned: dict[int, list[int]] = {}
 
@@ -54,6 +55,14 @@ class KvCache:
         for id_ in ids:
             assert id_ in self._owned, f"request {id_} owns no blocks"
             self._free.extend(self._owned.pop(id_))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take no memory before they are written to: numpy asks the system for zeroed pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -33,8 +33,8 @@ def bench_plan(
     """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
 
     Without `arrival_rate` the loop is closed: as many requests are outstanding as keep the engine saturated, the
-    prediction is the plan's estimate. With it, arrivals are Poisson and the prediction is the simulated engine's on
-    the same rate.
+    prediction is the plan's estimate. With it, arrivals are Poisson. At a rate, and for another workload than the
+    plan's, the prediction is the simulated engine's.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -67,7 +67,7 @@ def bench_plan(
         log = read_step_log(step_log)
     calibration.append(calibrate())
     measured = read_log(plan, workload, log, num_requests, saturated=closed)
-    if arrival_rate is None:
+    if closed and workload == plan.workload:
         estimate = plan.estimate
         predicted = {
             "throughput_rps": estimate.throughput_rps,

@@ -118,6 +118,28 @@ class Pool:
             return list(finished)
         for id_ in finished:
             self.held[id_] = self.decoding.pop(id_)
+        return self._end_batch()
+
+    def cancel(self, id_: int) -> list[int]:
+        """Take a request out that waits or runs; one that has finished, or is not known, is ignored.
+
+        Must not be called while a step that holds the request is being executed.
+
+        Returns:
+            The requests whose slot and K/V are free again: its own, and those that it held back.
+        """
+        for place in (self.encoding, self.decoding):
+            if id_ in place:
+                self._release(place.pop(id_))
+                return [id_, *self._end_batch()]
+        for request in self.waiting:
+            if request.id == id_:
+                self.waiting.remove(request)
+                return [id_]
+        return []
+
+    def _end_batch(self) -> list[int]:
+        """Free held requests once nobody of their batch runs any more."""
         if self.decoding or self.encoding:
             return []
         freed = list(self.held)
@@ -125,21 +147,6 @@ class Pool:
             self._release(request)
         self.held.clear()
         return freed
-
-    def cancel(self, id_: int) -> bool:
-        """Take a request out, wherever it is. Returns whether it was still running or waiting.
-
-        Must not be called while a step that holds the request is being executed.
-        """
-        for place in (self.encoding, self.decoding, self.held):
-            if id_ in place:
-                self._release(place.pop(id_))
-                return True
-        for request in self.waiting:
-            if request.id == id_:
-                self.waiting.remove(request)
-                return True
-        return False
 
     def _release(self, request: Request) -> None:
         self.reserved_blocks -= self.blocks_of(request)
