@@ -57,9 +57,7 @@ def profile(
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     blocks = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
-    worker = build_worker(
-        spec, dtype, checkpoint=checkpoint, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
-    )
+    worker = build_worker(spec, dtype, checkpoint=checkpoint, num_blocks=blocks, block_size=BLOCK_SIZE, device=device)
     with torch.inference_mode():
         bench = _Bench(worker, progress)
         if device == "cpu":
@@ -151,9 +149,12 @@ class _Bench:
         spec, caches = self.model.spec, self.worker.cache.layers
         batch = self.batch(sequences)
         num_tokens = len(batch.token_ids)
-        kwargs = {"dtype": caches[0].dtype, "device": caches[0].device}
-        q = torch.randn(num_tokens, spec.num_heads, spec.head_dim, **kwargs)
-        k, v = (torch.randn(num_tokens, spec.num_kv_heads, spec.head_dim, **kwargs) for _ in range(2))
+
+        def random(num_heads: int) -> Tensor:
+            shape = (num_tokens, num_heads, spec.head_dim)
+            return torch.randn(shape, dtype=caches[0].dtype, device=caches[0].device)
+
+        q, k, v = random(spec.num_heads), random(spec.num_kv_heads), random(spec.num_kv_heads)
 
         def run() -> None:
             for cache in caches:
@@ -245,11 +246,9 @@ def _fastest_num_threads(bench: _Bench) -> int:
     return min(times, key=times.__getitem__)
 
 
-def _surface(
-    measured: dict[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
-) -> Surface:
+def _surface(measured: dict[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]) -> Surface:
     """Fill the corner that was too large to measure: cost beyond it grows with the work."""
-    rows = []
+    rows: list[list[float]] = []
     for batch in batches:
         row: list[float] = []
         for i, length in enumerate(lengths):

@@ -109,7 +109,7 @@ class Space:
         return Evaluation(performance, self)
 
     def settings(self, columns: dict[str, Ints], index: int) -> Settings:
-        return POLICIES[self.kind](**{name: int(column[index]) for name, column in columns.items()})
+        return POLICIES[self.kind].model_validate({name: int(column[index]) for name, column in columns.items()})
 
 
 class Evaluation:

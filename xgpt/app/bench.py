@@ -90,7 +90,8 @@ def bench_plan(
         num_failed=sum(result.error is not None for result in results),
         window_s=measured.window_s,
         figures=tuple(
-            Comparison(metric=name, predicted=value, measured=getattr(measured, name)) for name, value in predicted.items()
+            Comparison(metric=name, predicted=value, measured=getattr(measured, name))
+            for name, value in predicted.items()
         ),
         latency_bound_s=bound,
         bound_kept=None if bound is None else latency <= bound,

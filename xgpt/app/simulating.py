@@ -33,7 +33,9 @@ def profile_of(plan: Plan, profile_path: str | None = None) -> Profile:
         profile = obtain_profile(plan.model, checkpoint, plan.cluster)
     if sha256(profile) != plan.profile.sha256:
         raise InputError(
-            "profile", sha256(profile)[:12], f"the plan was made from {plan.profile.sha256[:12]}; plan again with this one"
+            "profile",
+            sha256(profile)[:12],
+            f"the plan was made from {plan.profile.sha256[:12]}; plan again with this one",
         )
     return profile
 
@@ -89,9 +91,7 @@ def check_fits(plan: Plan, workload: Workload) -> None:
         raise InputError("workload", workload.name, f"its longest request has {longest} tokens, the plan holds {room}")
 
 
-def read_log(
-    plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool
-) -> Measured:
+def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
     """What a log of this plan shows, after its warm-up where it ran saturated."""
     from xgpt.workload import quantile
     from xsimulator.measure import measure

@@ -14,7 +14,9 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
 @problem_options
 @search_options
 @click.option("--measure", is_flag=True, help="Run each plan here, too.")
-@click.option("--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True, help="With --measure.")
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True, help="With --measure."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="With --measure.")
 @json_option
 def command(

@@ -42,12 +42,16 @@ def problem_options(command: F) -> F:
     """--model, --cluster, --workload, --profile: what is planned for."""
     return _add(
         [
-            click.option("--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory."),
+            click.option(
+                "--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory."
+            ),
             click.option("--cluster", default="local", show_default=True, help="Name or YAML file."),
             click.option(
                 "--workload", default="summarization", show_default=True, help="Name, YAML file, CSV or JSON lines."
             ),
-            click.option("--profile", "profile_path", metavar="FILE", help="Use this profile instead of the cached one."),
+            click.option(
+                "--profile", "profile_path", metavar="FILE", help="Use this profile instead of the cached one."
+            ),
         ],
         command,
     )

@@ -138,10 +138,7 @@ class OneLaneModel:
         decodes = self.quantile_decodes
         num_phases = -(-decodes // n)
         rest = decodes - (num_phases - 1) * n  # iterations in the last phase
-        if decodes:
-            decoding = (num_phases - 1) * cycle + elapsed[:, rest - 1]
-        else:
-            decoding = np.zeros_like(te)
+        decoding = (num_phases - 1) * cycle + elapsed[:, rest - 1] if decodes else np.zeros_like(te)
 
         # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary by this much around
         # their mean; a request meets a large phase more often than a small one.
