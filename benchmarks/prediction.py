@@ -1,0 +1,125 @@
+"""Predicted against measured on this machine: every policy at its best under a tight, a middle and no bound.
+
+    python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization]
+
+The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured.
+Nothing is fitted afterwards. Writes results/prediction.json and docs/PREDICTION.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import click
+import numpy as np
+
+from xgpt.app.comparing import measure_each
+from xgpt.app.planning import obtain_profile, plan_each, resolve
+from xgpt.cli.render import progress_bar, settings_text
+from xgpt.errors import InfeasibleError
+from xgpt.io import sha256, write_atomic
+from xgpt.schema import BenchReport, Constraint, Plan
+
+RESULTS = Path("results/prediction.json")
+PAGE = Path("docs/PREDICTION.md")
+COLUMNS = (
+    "bound s", "policy", "settings", "plan", "req/s", "measured", "error", "latency s", "measured", "error",
+    "ttft s", "measured", "itl p99 s", "measured", "bound kept", "GFLOP/s",
+)  # fmt: skip
+
+
+@click.command()
+@click.option("--requests", "num_requests", default=300, show_default=True)
+@click.option("--model", default="opt-125m", show_default=True)
+@click.option("--workload", default="summarization", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(num_requests: int, model: str, workload: str, seed: int) -> None:
+    """Profile, plan for three bounds, then measure each policy's plan."""
+    with progress_bar() as progress:
+        subject = resolve(model, "local", workload, None, progress)
+        profile = obtain_profile(subject.model, subject.checkpoint, subject.cluster, progress, refresh=True)
+    subject = resolve(model, "local", workload)
+    assert subject.profile == profile
+    nearest = _nearest_bound(subject)
+    bounds = (round(1.5 * nearest, 1), round(4 * nearest, 1), None)
+    click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%; bounds {bounds}")
+
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, object]] = []
+    for bound in bounds:
+        plans = plan_each(subject, Constraint(latency_bound_s=bound))
+        reports = measure_each(plans, num_requests, rng, on_start=_announce)
+        for kind, report in reports.items():
+            rows.append({"plan": plans[kind].model_dump(mode="json"), "report": report.model_dump(mode="json")})
+            click.echo("  " + " | ".join(_row(plans[kind], report)))
+        _write(rows, num_requests, profile.environment)
+
+
+def _nearest_bound(subject: object) -> float:
+    try:
+        plan_each(subject, Constraint(latency_bound_s=1e-6))  # type: ignore[arg-type]
+    except InfeasibleError as error:
+        assert error.nearest_bound_s is not None
+        return error.nearest_bound_s
+    raise AssertionError("a microsecond was enough")
+
+
+def _announce(plan: Plan) -> None:
+    bound = plan.constraint.latency_bound_s
+    click.echo(f"bound {bound}: {plan.policy.kind}: {settings_text(plan)}: plan {sha256(plan)}")
+
+
+def _row(plan: Plan, report: BenchReport) -> list[str]:
+    figures = {figure.metric: figure for figure in report.figures}
+    throughput, latency = figures["throughput_rps"], figures["latency_s"]
+    kept = {None: "-", True: "yes", False: "NO"}[report.bound_kept]
+    return [
+        "none" if report.latency_bound_s is None else f"{report.latency_bound_s:g}",
+        plan.policy.kind,
+        settings_text(plan),
+        report.plan_sha256[:8],
+        f"{throughput.predicted:.3f}",
+        f"{throughput.measured:.3f}",
+        f"{100 * throughput.error:+.1f}%",
+        f"{latency.predicted:.2f}",
+        f"{latency.measured:.2f}",
+        f"{100 * latency.error:+.1f}%",
+        f"{figures['ttft_s'].predicted:.2f}",
+        f"{figures['ttft_s'].measured:.2f}",
+        f"{figures['itl_p99_s'].predicted:.3f}",
+        f"{figures['itl_p99_s'].measured:.3f}",
+        kept,
+        "/".join(f"{rate:.0f}" for rate in report.calibration_gflops),
+    ]
+
+
+def _write(rows: list[dict[str, object]], num_requests: int, environment: dict[str, str]) -> None:
+    """The table so far: a long run that is cut short leaves what it has."""
+    write_atomic(RESULTS, json.dumps(rows, indent=1) + "\n")
+    pairs = [(Plan.model_validate(row["plan"]), BenchReport.model_validate(row["report"])) for row in rows]
+    plan = pairs[0][0]
+    lines = [
+        "# Predicted against measured",
+        "",
+        f"`python -m benchmarks.prediction --requests {num_requests} --model {plan.model.name} "
+        f"--workload {plan.workload.name}`, {datetime.date.today()}, {plan.cluster.device.name}, "
+        f"{plan.profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in environment.items()) + ".",
+        "",
+        "Each plan was made from one fresh profile, its hash printed, then served and measured over HTTP; nothing was",
+        "fitted afterwards. Errors are predicted over measured. Latency: from admission to the last token of a request",
+        f"whose output has the {plan.constraint.quantile:g} quantile's length. The planner kept "
+        f"{100 * plan.constraint.headroom:.1f}% headroom, the profile's own spread. GFLOP/s: a fixed matrix product",
+        "before and after each run, which shows the state of a shared machine's clock.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *("| " + " | ".join(_row(plan, report)) + " |" for plan, report in pairs),
+        "",
+    ]
+    write_atomic(PAGE, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
