@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
@@ -81,6 +81,8 @@ class Engine:
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
         self._generations: dict[int, Generation] = {}
+        self._generated: dict[int, list[int]] = {}
+        """Output so far of each request that may be preempted."""
 
     @property
     def pool(self) -> Pool:
@@ -107,9 +109,10 @@ class Engine:
         step = self._rule.next_step(self._pool)
         if step is None:
             return None
+        self._executor.release(step.preempted)
         for chunk in step.encode:
             if chunk.start == 0:
-                self._executor.start(self._generations[chunk.id])
+                self._executor.start(self._resumed(chunk.id))
         tokens = self._settle(step, self._executor.execute(step))
         self._record(now_ns, step, tokens)
         return tokens
@@ -139,6 +142,7 @@ class Engine:
                     tuple(token.id for token in tokens if token.finish),
                     tuple(self._arrivals),
                     tuple(self._cancelled),
+                    step.preempted,
                 )
             )
         self._arrivals.clear()
@@ -149,14 +153,27 @@ class Engine:
         tokens = [
             Token(id_, token, self._finish(id_, token)) for id_, token in sampled.items() if id_ not in self._pool.held
         ]
+        if self._pool.kv == "quantile":
+            for token in tokens:
+                self._generated.setdefault(token.id, []).append(token.token)
         freed = self._pool.settle(step, [token.id for token in tokens if token.finish])
         self._forget(freed)
         return tokens
 
+    def _resumed(self, id_: int) -> Generation:
+        """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
+        generation = self._generations[id_]
+        generated = self._generated.get(id_)
+        if not generated:
+            return generation
+        return replace(
+            generation, prompt=(*generation.prompt, *generated), max_output=generation.max_output - len(generated)
+        )
+
     def _finish(self, id_: int, token: int) -> FinishReason | None:
         generation = self._generations[id_]
         running = self._pool.decoding.get(id_)
-        count = 1 if running is None else running.generated + 1
+        count = 1 + (running or self._pool.encoding[id_]).generated
         if token in generation.stop_token_ids or count == generation.output_length:
             return "stop"
         return "length" if count == generation.max_output else None
@@ -165,4 +182,5 @@ class Engine:
         freed = list(ids)
         for id_ in freed:
             del self._generations[id_]
+            self._generated.pop(id_, None)
         self._executor.release(freed)

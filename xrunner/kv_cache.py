@@ -37,7 +37,7 @@ class KvCache:
         return len(self._free)
 
     def allocate(self, id_: int, num_tokens: int) -> np.ndarray:
-        """Give a request every block that its `num_tokens` may come to need; the pool has made sure of room.
+        """Give a request the blocks of its first `num_tokens`; the pool has made sure of room.
 
         Returns:
             Its block table. # int32 [ceil(num_tokens / block_size)]
@@ -49,6 +49,13 @@ class KvCache:
         del self._free[-count:]
         self._owned[id_] = blocks
         return np.array(blocks, dtype=np.int32)
+
+    def extend(self, id_: int) -> int:
+        """Give a request one more block; the pool has made sure of room."""
+        assert self._free, f"request {id_} needs a block, none is free"
+        block = self._free.pop()
+        self._owned[id_].append(block)
+        return block
 
     def free(self, ids: Iterable[int]) -> None:
         """Take the blocks of these requests back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,11 @@ class Worker:
         self._tables = np.zeros((0, 1), dtype=np.int32)
 
     def start(self, generation: Generation) -> None:
-        """Reserve blocks and a row for a request; the pool has made sure that there is room."""
+        """Set aside a row and the blocks of the prompt; the pool has made sure that there is room."""
         num_tokens = len(generation.prompt) + generation.max_output
         limit = self.model.spec.max_context
         assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
-        blocks = self.cache.allocate(generation.id, num_tokens)
+        blocks = self.cache.allocate(generation.id, len(generation.prompt))
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
@@ -85,6 +86,7 @@ class Worker:
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
+        self._extend(step.decode, rows[:num_decodes])
         self._context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
         self._context[rows] += query_len
         pieces = [self._prompts[id_][start : start + length] for id_, start, length in step.encode]
@@ -98,6 +100,15 @@ class Worker:
             wants_logits=wants_logits,
             device=self._device,
         )
+
+    def _extend(self, ids: Collection[int], rows: np.ndarray) -> None:
+        """One more block for each decoding request whose blocks are full."""
+        num_blocks, offset = np.divmod(self._context[rows], self.cache.block_size)
+        full = offset == 0
+        if full.any():
+            self._widen(int(num_blocks.max()) + 1)
+            for id_, row, end in zip(compress(ids, full), rows[full], num_blocks[full], strict=True):
+                self._tables[row, end] = self.cache.extend(id_)
 
     def _rows(self, ids: Collection[int]) -> np.ndarray:
         return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))

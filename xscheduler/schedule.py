@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import sha256
 from xgpt.schema import (
+    Admission,
     ClusterSpec,
     Constraint,
     Estimate,
+    KvPromise,
     ModelSpec,
     Plan,
     Profile,
@@ -25,7 +27,7 @@ from xscheduler.space import POLICIES, Limits, Settings, Space
 from xsimulator.analytic import OneLaneModel
 from xsimulator.cost import CostModel
 from xsimulator.lengths import Lengths
-from xsimulator.memory import activation_bytes, kv_blocks
+from xsimulator.memory import WORKSPACE_BYTES, activation_bytes_per_token, kv_blocks
 
 BLOCK_SIZE = 16
 
@@ -40,6 +42,7 @@ class Problem:
     workload: Workload
     profile: Profile
     constraint: Constraint
+    kv: KvPromise = "reserve"
 
 
 class Scheduler:
@@ -59,10 +62,13 @@ class Scheduler:
         cost = CostModel(problem.model, problem.profile)
         self._model = OneLaneModel(cost, lengths, problem.constraint.quantile)
         max_batch = problem.profile.layers[0].decode_attention.batches[-1]
-        step_tokens = max_batch * lengths.max_input
+        model, dtype = problem.model, problem.profile.dtype
+        block_bytes = BLOCK_SIZE * model.kv_bytes_per_token(dtype)
         self._limits = Limits(
-            blocks=kv_blocks(problem.model, problem.cluster, problem.profile.dtype, BLOCK_SIZE, step_tokens),
+            blocks=kv_blocks(model, problem.cluster, dtype, BLOCK_SIZE),
+            blocks_per_step_token=activation_bytes_per_token(model, dtype) / block_bytes,
             block_size=BLOCK_SIZE,
+            kv=problem.kv,
             max_batch=max_batch,
         )
 
@@ -94,6 +100,7 @@ class Scheduler:
     def _plan(self, space: Space, found: Found, settings: Settings, seconds: float) -> Plan:
         problem, limits = self.problem, self._limits
         profile = problem.profile
+        blocks = int(space.blocks_beside(found.values["peak_tokens"]))
         return Plan(
             model=problem.model,
             checkpoint=problem.checkpoint,
@@ -102,9 +109,10 @@ class Scheduler:
             workload=problem.workload,
             constraint=problem.constraint,
             policy=settings,
+            admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
             block_size=limits.block_size,
-            stages=(Stage(devices=(0,), decode_layers=(0, problem.model.num_layers), kv_blocks=limits.blocks),),
-            estimate=self._estimate(found.values),
+            stages=(Stage(devices=(0,), decode_layers=(0, problem.model.num_layers), kv_blocks=blocks),),
+            estimate=self._estimate(found.values, blocks),
             search=SearchCertificate(
                 method=self.method,
                 evaluations=found.evaluations,
@@ -121,15 +129,17 @@ class Scheduler:
             ),
         )
 
-    def _estimate(self, values: dict[str, float]) -> Estimate:
-        problem, limits, lengths = self.problem, self._limits, self._model.lengths
+    def _estimate(self, values: dict[str, float], blocks: int) -> Estimate:
+        problem, lengths = self.problem, self._model.lengths
         rps = values["throughput"]
         output_tokens_per_s = rps * lengths.mean_output
         step_tokens = values["encode_tokens"] + values["decode_batch"]
+        model, dtype = problem.model, problem.profile.dtype
         memory = (
-            problem.model.weight_bytes(problem.profile.dtype)
-            + activation_bytes(problem.model, problem.profile.dtype, step_tokens)
-            + limits.blocks * limits.block_size * problem.model.kv_bytes_per_token(problem.profile.dtype)
+            model.weight_bytes(dtype)
+            + WORKSPACE_BYTES
+            + int(values["peak_tokens"]) * activation_bytes_per_token(model, dtype)
+            + blocks * BLOCK_SIZE * model.kv_bytes_per_token(dtype)
         )
         price = problem.cluster.price_per_device_hour
         return Estimate(

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import ChunkedSettings, Constraint, OrcaSettings, RraSettings, StaticSettings, Variable
+from xgpt.schema import ChunkedSettings, Constraint, KvPromise, OrcaSettings, RraSettings, StaticSettings, Variable
 from xsimulator.analytic import OneLaneModel, Performance
 from xsimulator.memory import capacity
 
@@ -34,11 +34,15 @@ class Limits:
 
     Attributes:
         blocks: K/V blocks of the device; block_size: tokens each.
+        blocks_per_step_token: blocks that the activations of each token in a step displace.
+        kv: how memory is promised to requests. Static batches are always set aside whole.
         max_batch: requests at once that the profile and the runner are made for.
     """
 
     blocks: int
     block_size: int
+    blocks_per_step_token: float = 0.0
+    kv: KvPromise = "reserve"
     max_batch: int = 512
 
 
@@ -61,8 +65,9 @@ class Space:
         self.model = model
         self.constraint = constraint
         self.limits = limits
-        self.capacity = min(float(limits.max_batch), capacity(model.lengths, limits.blocks, limits.block_size))
-        """Requests that may hold K/V at once."""
+        self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
+        self.capacity = float(self.capacity_beside(0))
+        """Requests that may hold K/V at once, beside the smallest steps."""
         self.evaluations = 0
         self._axes = [Axis(variable, self._values(variable.name)) for variable in POLICIES[kind].variables]
         self.searched = [axis for axis in self._axes if axis.variable.throughput != "none"]
@@ -75,6 +80,17 @@ class Space:
         if name == "decode_iterations":
             return tuple(range(1, max(2, lengths.max_output)))
         return tuple(range(1, self.limits.max_batch + 1))
+
+    def capacity_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Requests that may hold K/V at once when the largest step has so many tokens."""
+        limits = self.limits
+        blocks = self.blocks_beside(step_tokens)
+        in_memory = capacity(self.model.lengths, blocks, limits.block_size, self.kv)
+        return np.minimum(in_memory, limits.max_batch)
+
+    def blocks_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """K/V blocks that remain beside the activations of a step of so many tokens."""
+        return np.floor(self.limits.blocks - self.limits.blocks_per_step_token * np.asarray(step_tokens, float))
 
     def branches(self) -> list[dict[str, int]]:
         """One assignment of the enumerated variables each."""
@@ -122,7 +138,7 @@ class Evaluation:
 
     @cached_property
     def fits(self) -> npt.NDArray[np.bool_]:
-        return self.performance.peak_requests <= self._space.capacity
+        return self.performance.peak_requests <= self._space.capacity_beside(self.performance.peak_tokens)
 
     @cached_property
     def excess(self) -> npt.NDArray[np.float64]:

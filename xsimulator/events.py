@@ -91,7 +91,8 @@ class SimulatedEngine:
         finished = [
             chunk.id
             for chunk in step.encode
-            if chunk.start + chunk.length == encoding[chunk.id].input_length and lengths[chunk.id] == 1
+            if chunk.start + chunk.length == encoding[chunk.id].context
+            and lengths[chunk.id] == encoding[chunk.id].generated + 1
         ]
         finished += [id_ for id_ in step.decode if id_ in decoding and decoding[id_].generated + 1 == lengths[id_]]
         return finished
@@ -104,7 +105,7 @@ def cost_clock(cost: CostModel, pool: Pool) -> StepClock:
         encode = []
         for chunk in step.encode:
             end = chunk.start + chunk.length
-            encode.append((chunk.start, end, int(end == pool.encoding[chunk.id].input_length)))
+            encode.append((chunk.start, end, int(end == pool.encoding[chunk.id].context)))
         running = pool.decoding if not pool.held else {**pool.decoding, **pool.held}
         contexts = [running[id_].context for id_ in step.decode]
         sampled = len(contexts) + sum(done for _, _, done in encode)
@@ -148,8 +149,8 @@ def output_lengths(log: Iterable[StepRecord]) -> dict[int, int]:
         for arrival in record.arrivals:
             prompts[arrival.id] = arrival.input_length
         for id_, start, length in record.encode:
-            if start + length == prompts[id_]:
-                counts[id_] = 1
+            if start + length == prompts[id_] + counts.get(id_, 0):
+                counts[id_] = counts.get(id_, 0) + 1
         for id_ in record.decode:
             counts[id_] += 1
         for id_ in record.finished:

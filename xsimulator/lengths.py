@@ -72,6 +72,18 @@ class Lengths:
         blocks = np.ceil((self.inputs + self.max_output) / block_size)
         return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
 
+    def occupied_blocks(self, block_size: int) -> tuple[float, float]:
+        """Mean and mean square of the K/V blocks that a running request holds at a random moment.
+
+        A request that decodes D times is met at each of its ages 0 .. D alike, so an age a is met with probability
+        proportional to P(D >= a).
+        """
+        ages = np.arange(len(self.survival) + 1)
+        met = np.concatenate([[1.0], self.survival])
+        met /= met.sum()
+        blocks = np.ceil((self.inputs[:, None] + 1 + ages) / block_size)  # [inputs, ages]
+        return float(self.input_probabilities @ blocks @ met), float(self.input_probabilities @ blocks**2 @ met)
+
 
 def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
     """c = ceil(D / N_D): the phases that a request stays in decode. Source: ExeGPT sec. 6."""

@@ -33,6 +33,7 @@ class Measured:
         request_latency_s: the quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
+        preemptions: requests that lost their K/V in the window.
         encode_batch, decode_batch: mean requests in steps that encode, and that decode.
         latencies_s: time from admission to the last token of each finished request.
     """
@@ -46,6 +47,7 @@ class Measured:
     request_latency_s: float
     ttft_s: float
     itl_p99_s: float
+    preemptions: int
     encode_batch: float
     decode_batch: float
     latencies_s: Array
@@ -94,6 +96,7 @@ def measure(
         request_latency_s=request_latency_s,
         ttft_s=float(np.mean(ttft)),
         itl_p99_s=steps.gap_quantile(first, last, 0.99),
+        preemptions=sum(len(record.preempted) for record in log[first:last]),
         encode_batch=float(np.mean(encode)) if encode else 0.0,
         decode_batch=float(np.mean(decode)) if decode else 0.0,
         latencies_s=np.asarray(whole),
@@ -118,11 +121,12 @@ class _Steps:
             for arrival in record.arrivals:
                 prompts[arrival.id] = arrival.input_length
             for id_, start, length in record.encode:
+                # A preempted request is encoded again: its admission and its first token stay where they were.
                 if start == 0:
-                    self.admitted[id_] = i
-                if start + length == prompts[id_]:
-                    self.first_token[id_] = i
-                    self.num_tokens[id_] = 1
+                    self.admitted.setdefault(id_, i)
+                if start + length == prompts[id_] + self.num_tokens.get(id_, 0):
+                    self.first_token.setdefault(id_, i)
+                    self.num_tokens[id_] = self.num_tokens.get(id_, 0) + 1
             for id_ in record.decode:
                 if id_ not in done:
                     self.num_tokens[id_] += 1

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
     "xrunner": SHELL | {"xgpt.policies", "xrunner"},
     "xprofiler": SHELL | {"xprofiler"},
-    "xprofiler.measure": SHELL | {"xprofiler", "xrunner"},
+    "xprofiler.measure": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xgpt.app": {"xgpt", *PACKAGES},
     "xgpt.cli": {"xgpt", *PACKAGES},
     "xgpt": {"xgpt.__version__"},

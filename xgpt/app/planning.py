@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from xgpt.io import cache_dir, load_json, write_atomic
-from xgpt.schema import ClusterSpec, Constraint, DType, ModelSpec, Plan, Profile, Workload
+from xgpt.schema import ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def scheduler(subject: Subject, constraint: Constraint, search: str) -> Scheduler:
+def scheduler(subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve") -> Scheduler:
     """The scheduler of a subject, its headroom set from the profile's spread."""
     from typing import cast
 
@@ -108,12 +108,17 @@ def scheduler(subject: Subject, constraint: Constraint, search: str) -> Schedule
         workload=subject.workload,
         profile=subject.profile,
         constraint=constraint,
+        kv=kv,
     )
     return Scheduler(problem, cast(Method, search))
 
 
 def plan_each(
-    subject: Subject, constraint: Constraint, policy: PolicyChoice = "auto", search: str = "branch-and-bound"
+    subject: Subject,
+    constraint: Constraint,
+    policy: PolicyChoice = "auto",
+    search: str = "branch-and-bound",
+    kv: KvPromise = "reserve",
 ) -> dict[str, Plan]:
     """Each policy's best plan, the best of all first.
 
@@ -123,5 +128,5 @@ def plan_each(
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra",)}
-    plans = scheduler(subject, constraint, search).best_of_each(groups.get(policy, (policy,)))
+    plans = scheduler(subject, constraint, search, kv).best_of_each(groups.get(policy, (policy,)))
     return dict(sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps))

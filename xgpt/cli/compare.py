@@ -30,6 +30,7 @@ def command(
     workload: str,
     profile_path: str | None,
     search: str,
+    kv: Any,
     measure: bool,
     num_requests: int,
     seed: int,
@@ -58,7 +59,7 @@ def command(
         subject = resolve(model, cluster, workload, profile_path, progress)
     if measure and not subject.cluster.is_local:
         raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
-    plans = plan_each(subject, constraint, "auto", search)
+    plans = plan_each(subject, constraint, "auto", search, kv)
     reports = {}
     if measure:
         reports = measure_each(

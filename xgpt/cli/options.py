@@ -97,6 +97,13 @@ def search_options(command: F) -> F:
                 default="branch-and-bound",
                 show_default=True,
             ),
+            click.option(
+                "--kv",
+                type=click.Choice(["reserve", "quantile"]),
+                default="reserve",
+                show_default=True,
+                help="Set each request's maximum aside, or admit to the p99.9 of what is used, and preempt.",
+            ),
         ],
         command,
     )

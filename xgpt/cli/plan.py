@@ -34,6 +34,7 @@ def command(
     profile_path: str | None,
     policy: Any,
     search: str,
+    kv: Any,
     output: str,
     as_json: bool,
 ) -> None:
@@ -54,7 +55,7 @@ def command(
     constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
     with render.progress_bar() as progress:
         subject = resolve(model, cluster, workload, profile_path, progress)
-    plans = plan_each(subject, constraint, policy, search)
+    plans = plan_each(subject, constraint, policy, search, kv)
     best = next(iter(plans.values()))
     text = dump_json(best)
     write_atomic(Path(output), text)

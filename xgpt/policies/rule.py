@@ -90,6 +90,7 @@ class OneLaneRule:
     def next_step(self, pool: Pool) -> Step | None:
         """The next step, or None where nothing can run. Admits the requests that the step begins to encode."""
         settings = self.settings
+        preempted = pool.make_room()
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
             encode = self._fill(pool)
@@ -107,7 +108,7 @@ class OneLaneRule:
         if not encode and not decode:
             return None
         self._iterations = 0 if encode else self._iterations + 1
-        return Step(encode, decode)
+        return Step(encode, decode, preempted)
 
     def _fill(self, pool: Pool) -> tuple[Chunk, ...]:
         """Prompts up to the token budget and the largest batch."""
@@ -145,7 +146,7 @@ class OneLaneRule:
         self._credit += target
         chunks: list[Chunk] = []
         while pool.waiting:
-            length = pool.waiting[0].input_length
+            length = pool.waiting[0].context
             must_start = not chunks and not pool.decoding
             if self._credit < length / 2 and not must_start:
                 self._iterations = 0
@@ -161,7 +162,7 @@ class OneLaneRule:
 
 
 def _next_chunk(request: Request, limit: int | None) -> Chunk:
-    missing = request.input_length - request.encoded
+    missing = request.context - request.encoded
     return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))
 
 
@@ -174,5 +175,11 @@ def build(plan: Plan) -> tuple[OneLaneRule, Pool]:
     if isinstance(plan.policy, WaaSettings):
         raise InputError("plan.policy", plan.policy.kind, "this engine runs rra, orca, chunked and static")
     settings = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
-    pool = Pool(plan.stages[0].kv_blocks, plan.block_size, hold_finished=settings.refill_when_empty)
+    pool = Pool(
+        plan.stages[0].kv_blocks,
+        plan.block_size,
+        kv=plan.admission.kv,
+        max_running=plan.admission.max_running,
+        hold_finished=settings.refill_when_empty,
+    )
     return OneLaneRule(settings), pool

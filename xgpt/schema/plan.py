@@ -12,6 +12,7 @@ from xgpt.schema.model import DType, ModelSpec
 from xgpt.schema.policy import PolicySettings
 from xgpt.schema.workload import Workload
 
+KvPromise = Literal["reserve", "quantile"]
 Sla = Literal["length", "request"]
 
 
@@ -33,10 +34,15 @@ class Constraint(Frozen):
 
 
 class Admission(Frozen):
-    """Who enters next, and how K/V memory is promised ("reserve": the request's maximum, ORCA Algorithm 1)."""
+    """Who enters next, and how K/V memory is promised.
+
+    "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" lets in as many requests (`max_running`)
+    as fit in all but one of a thousand moments, and preempts where they do not.
+    """
 
     order: Literal["fcfs"] = "fcfs"
-    kv: Literal["reserve"] = "reserve"
+    kv: KvPromise = "reserve"
+    max_running: PositiveInt | None = None
 
 
 class Stage(Frozen):

@@ -25,6 +25,7 @@ class StepRecord(NamedTuple):
         finished: requests that ended in this step.
         arrivals: requests taken in before this step was scheduled.
         cancelled: requests taken out before this step was scheduled.
+        preempted: requests that lost their K/V for this step and wait again.
     """
 
     start_ns: int
@@ -34,3 +35,4 @@ class StepRecord(NamedTuple):
     finished: tuple[int, ...]
     arrivals: tuple[Arrival, ...]
     cancelled: tuple[int, ...]
+    preempted: tuple[int, ...] = ()

@@ -32,6 +32,7 @@ class Performance:
         encode_tokens: mean prompt tokens in a step that encodes.
         decode_batch: requests in decode (rra, static: at a phase's start).
         peak_requests: requests that hold K/V at once.
+        peak_tokens: tokens of the largest step.
         cycle: from one encode step to the next, s.
     """
 
@@ -44,6 +45,7 @@ class Performance:
     encode_tokens: Array
     decode_batch: Array
     peak_requests: Array
+    peak_tokens: Array
     cycle: Array
 
     def at(self, index: int) -> dict[str, float]:
@@ -106,6 +108,14 @@ class OneLaneModel:
         cost = self.cost
         return cost.tokens(batch) + cost.decode_attention(batch, context) + cost.head(batch) + cost.overhead(batch)
 
+    def _most_tokens(self, requests: Array) -> Array:
+        """Prompt tokens of so many requests at once, hardly ever exceeded (four standard deviations)."""
+        lengths = self.lengths
+        variance = lengths.mean_square_input - lengths.mean_input**2
+        return np.minimum(
+            requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input
+        )
+
     # Policies ------------------------------------------------------------------------------------------------
 
     def _rra(self, encode_batch: Array, decode_iterations: npt.NDArray[np.int_]) -> Performance:
@@ -160,6 +170,7 @@ class OneLaneModel:
             encode_tokens=tokens,
             decode_batch=encode_batch * share[0],
             peak_requests=encode_batch * max(share[0], 1.0),
+            peak_tokens=1.1 * tokens + self.lengths.max_input,
             cycle=cycle,
         )
 
@@ -187,6 +198,7 @@ class OneLaneModel:
             encode_tokens=tokens,
             decode_batch=batch,
             peak_requests=batch,
+            peak_tokens=self._most_tokens(batch),
             cycle=cycle,
         )
 
@@ -217,17 +229,21 @@ class OneLaneModel:
             low, high = np.where(slots < max_batch, rate, low), np.where(slots < max_batch, high, rate)
         decode_batch = rate * mean_decodes
 
-        # A busy step encodes what arrived, up to its room; steps without arrivals only decode.
-        busy = np.maximum(-np.expm1(-rate), load)
+        # A busy step encodes what the slots freed, up to its room. Whoever is still in encode makes a step busy, so in
+        # a step that only decodes every slot does.
+        busy = np.maximum(1 - (1 - rate / max_batch) ** max_batch, load)
         requests, tokens = rate / busy, rate * mean_input / busy
+        idle_batch = np.minimum(max_batch, budget)
+        idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
+        busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
         context = lengths.mean_decode_context
-        idle_s = self._mixed_seconds(decode_batch, context, np.zeros_like(rate), np.zeros_like(rate))
-        busy_s = self._mixed_seconds(decode_batch, context, requests, tokens)
+        idle_s = self._mixed_seconds(idle_batch, context, np.zeros_like(rate), np.zeros_like(rate))
+        busy_s = self._mixed_seconds(busy_batch, context, requests, tokens)
         step_s = busy * busy_s + (1 - busy) * idle_s
 
         # The step that encodes the request itself, and the steps in which only others are encoded.
         own_tokens = np.minimum(room, mean_input * (1 + rate * others))
-        own_s = self._mixed_seconds(decode_batch, context, 1 + rate * others, own_tokens)
+        own_s = self._mixed_seconds(decode_batch * others, context, 1 + rate * others, own_tokens)
         others_busy = np.where(load < 0.99, busy * others, busy)
         decode_s = others_busy * busy_s + (1 - others_busy) * idle_s
         whole_steps = lengths.inputs / room[:, None]
@@ -238,7 +254,7 @@ class OneLaneModel:
         square = rate * lengths.mean_square_input + (rate * mean_input) ** 2
         sd_tokens = np.sqrt(np.maximum(square / busy - tokens**2, 0.0))
         long_tokens = np.clip(tokens + _upper_deviate(others_busy) * sd_tokens, 0.0, room)
-        long_s = self._mixed_seconds(decode_batch, context, requests * long_tokens / tokens, long_tokens)
+        long_s = self._mixed_seconds(busy_batch, context, requests * long_tokens / tokens, long_tokens)
         return Performance(
             throughput=rate / step_s,
             latency=ttft + self.quantile_decodes * decode_s,
@@ -249,6 +265,7 @@ class OneLaneModel:
             encode_tokens=tokens,
             decode_batch=decode_batch,
             peak_requests=max_batch,
+            peak_tokens=np.minimum(budget, self._most_tokens(max_batch)),
             cycle=step_s / busy,
         )
 
