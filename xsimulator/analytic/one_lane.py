@@ -141,14 +141,19 @@ class OneLaneModel:
 
         tokens = encode_batch * self.lengths.mean_input
         te = self._encode_seconds(encode_batch, tokens)
-        td = self._decode_seconds(np.outer(encode_batch, share), context)  # [candidate, iteration]
+        # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that, at most its peak.
+        with np.errstate(divide="ignore"):
+            nobody = np.log1p(-cohorts).sum(axis=0)
+        running = np.maximum(-np.expm1(np.outer(encode_batch, nobody)), share / max(share[0], 1e-300))
+        batch = np.outer(encode_batch, share) / np.maximum(running, 1e-300)
+        td = self._decode_seconds(batch, context)  # [candidate, iteration]
+        cycle = te + (running * td).sum(axis=1)
         elapsed = np.cumsum(td, axis=1)
-        cycle = te + elapsed[:, -1]
 
         decodes = self.quantile_decodes
         num_phases = -(-decodes // n)
         rest = decodes - (num_phases - 1) * n  # iterations in the last phase
-        decoding = (num_phases - 1) * cycle + elapsed[:, rest - 1] if decodes else np.zeros_like(te)
+        decoding = (num_phases - 1) * (te + elapsed[:, -1]) + elapsed[:, rest - 1] if decodes else np.zeros_like(te)
 
         # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary by this much around
         # their mean; a request meets a large phase more often than a small one.

@@ -1,0 +1,122 @@
+"""Planning problems on analytic profiles, and the event simulation that judges what is predicted for them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from xgpt.policies import OneLaneRule, Pool, lane_settings
+from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.schema import (
+    ChunkedSettings,
+    Constraint,
+    Curve,
+    LayerTimes,
+    OrcaSettings,
+    Profile,
+    RraSettings,
+    StaticSettings,
+    Surface,
+    Workload,
+)
+from xgpt.workload import sample
+from xprofiler import analytic
+from xscheduler.schedule import Problem
+from xscheduler.space import Settings
+from xsimulator.analytic import OneLaneModel
+from xsimulator.cost import CostModel
+from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
+from xsimulator.lengths import Lengths
+from xsimulator.measure import Measured, measure
+
+BLOCK_SIZE = 16
+
+
+@functools.cache
+def problem(model: str, cluster: str, workload: str, latency_bound_s: float | None = None) -> Problem:
+    """A problem on one device of the cluster, profiled from its datasheet."""
+    spec, _ = load_model(model)
+    devices = load_cluster(cluster)
+    profile = analytic.profile(spec, devices, spec.default_dtype)
+    constraint = Constraint(latency_bound_s=latency_bound_s)
+    return Problem(spec, None, devices, load_workload(workload, spec), profile, constraint)
+
+
+@functools.cache
+def one_lane(model: str, cluster: str, workload: str) -> OneLaneModel:
+    of = problem(model, cluster, workload)
+    return OneLaneModel(CostModel(of.model, of.profile), Lengths(of.workload))
+
+
+def simulate(
+    model: OneLaneModel, workload: Workload, settings: Settings, num_requests: int, rng: np.random.Generator
+) -> Measured:
+    """Run a saturated engine, and measure so many requests after its warm-up. K/V memory never binds."""
+    estimate = model.estimate(settings)
+    warm_up = round(3 * estimate["peak_requests"]) + 50
+    total = warm_up + num_requests + round(2 * estimate["peak_requests"]) + 50
+    inputs, outputs = sample(workload, total, rng)
+    lengths = model.lengths
+    static = settings.kind == "static"
+    pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
+    rule = OneLaneRule(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]))
+    requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
+    log = SimulatedEngine(rule, pool, cost_clock(model.cost, pool), requests).run()
+    return measure(
+        log,
+        quantile=0.99,
+        quantile_output=lengths.decodes_at(0.99) + 1,
+        skip_requests=warm_up,
+        num_requests=num_requests,
+        static=static,
+    )
+
+
+def random_settings(kind: str, rng: np.random.Generator) -> Settings:
+    """Control variables, drawn evenly on a logarithmic scale."""
+
+    def draw(low: int, high: int) -> int:
+        return round(low * (high / low) ** rng.random())
+
+    match kind:
+        case "rra":
+            return RraSettings(encode_batch=draw(1, 64), decode_iterations=draw(1, 60))
+        case "orca":
+            return OrcaSettings(max_batch=draw(1, 256))
+        case "chunked":
+            return ChunkedSettings(token_budget=draw(64, 2048), max_batch=draw(1, 256))
+    assert kind == "static"
+    return StaticSettings(batch=draw(4, 128))
+
+
+def random_profile(rng: np.random.Generator, *, monotone: bool) -> Profile:
+    """Piecewise linear tables; uneven ones rise and fall by up to 40% around a trend, as noisy measurements do."""
+
+    def noise(shape: int | tuple[int, int]) -> np.ndarray:
+        return np.ones(shape) if monotone else rng.uniform(0.6, 1.4, shape)
+
+    tokens = (1, 4, 16, 64, 256, 1024)
+    batches, lengths = (1, 4, 16, 64), (1, 16, 64, 256)
+
+    def curve(points: tuple[int, ...]) -> Curve:
+        fixed, each = 1e-3 * rng.random(), 1e-4 * rng.random()
+        seconds = (fixed + each * np.asarray(points)) * noise(len(points))
+        return Curve(points=points, seconds=tuple(seconds.tolist()))
+
+    def surface(power: int) -> Surface:
+        each = 1e-5 * rng.random() / (100 if power == 2 else 1)
+        seconds = each * np.outer(batches, np.asarray(lengths, float) ** power) * noise((len(batches), len(lengths)))
+        return Surface(batches=batches, lengths=lengths, seconds=tuple(map(tuple, seconds.tolist())))
+
+    layer = LayerTimes(rest=curve(tokens), encode_attention=surface(2), decode_attention=surface(1))
+    return Profile(
+        source="analytic",
+        model="random",
+        dtype="float32",
+        device="random",
+        layers=(layer,),
+        embedding=curve(tokens),
+        head=curve(batches),
+        overhead=curve(batches),
+    )

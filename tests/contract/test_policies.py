@@ -1,0 +1,141 @@
+"""What holds of every policy: its estimate is finite, repeatable, as monotone as declared, and what the engine does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import one_lane, problem, random_settings, simulate
+from xgpt.io import dump_json
+from xgpt.schema import Plan, RraSettings, Variable
+from xscheduler.schedule import Scheduler
+from xscheduler.space import POLICIES, Settings
+from xsimulator.analytic import OneLaneModel
+
+KINDS = tuple(POLICIES)
+DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
+WORKLOADS = ("summarization", "translation", "code-generation", "chat-short", "chat-long", "orca")
+
+NUM_CASES = 25
+LARGEST_BATCH = 300
+
+DIRECTION_TOLERANCE = 0.02
+GRIDS = {
+    "encode_batch": (1, 2, 3, 5, 8, 13, 21, 34, 55, 89),
+    "decode_iterations": (1, 2, 3, 5, 8, 13, 21, 34, 55, 79),
+    "max_batch": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "token_budget": (32, 64, 128, 256, 512, 1024, 2048, 4096),
+    "batch": (1, 2, 4, 8, 16, 32, 64, 128),
+}
+
+NOT_MONOTONE = {("latency", "token_budget")}
+"""A larger budget lengthens every step, but cuts long prompts into fewer: in the simulated engine, too, latency falls
+by up to 5% before it rises. No search goes along this direction, as `token_budget` is enumerated."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_is_finite_repeatable_and_round_trips(kind: str) -> None:
+    of = problem("llama-3.1-8b", "h200x1", "orca", latency_bound_s=4.0)
+    plan, again = (Scheduler(of).best([kind]) for _ in range(2))
+    assert np.isfinite([value for value in plan.estimate.model_dump().values() if isinstance(value, float)]).all()
+    assert plan.estimate == again.estimate
+    assert plan.policy == again.policy
+    assert Plan.model_validate_json(dump_json(plan)) == plan
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prediction_does_not_depend_on_its_neighbours(kind: str) -> None:
+    model, rng = one_lane("opt-125m", "h200x1", "orca"), np.random.default_rng(3)
+    drawn = [random_settings(kind, rng) for _ in range(20)]
+    names = [variable.name for variable in POLICIES[kind].variables]
+    together = model.evaluate(kind, **{name: [getattr(s, name) for s in drawn] for name in names})
+    for i, settings in enumerate(drawn):
+        alone = model.estimate(settings)
+        assert min(alone.values()) >= 0
+        assert np.isfinite(list(alone.values())).all()
+        assert together.at(i) == pytest.approx(alone, rel=1e-12)
+
+
+def broken_directions(model: OneLaneModel, kind: str, variables: tuple[Variable, ...]) -> list[str]:
+    """Where throughput or latency falls by over 2% from a value to a faster one, or rises to a slower one."""
+    broken = []
+    axes = [np.asarray(GRIDS[variable.name]) for variable in variables]
+    grids = np.meshgrid(*axes, indexing="ij")
+    performance = model.evaluate(kind, **{v.name: g.ravel() for v, g in zip(variables, grids, strict=True)})
+    for axis, variable in enumerate(variables):
+        for name, direction in (("throughput", variable.throughput), ("latency", variable.latency)):
+            if direction == "none" or (name, variable.name) in NOT_MONOTONE:
+                continue
+            lines = np.moveaxis(getattr(performance, name).reshape(grids[0].shape), axis, -1)
+            rising = lines if direction == "rises" else lines[..., ::-1]
+            highest = np.maximum.accumulate(rising, axis=-1)
+            worst = float((rising / highest).min())
+            if worst < 1 - DIRECTION_TOLERANCE:
+                broken.append(f"{name} {direction} with {variable.name}: broken by {1 - worst:.1%}")
+    return broken
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(("model", "cluster"), DEVICES)
+def test_directions_hold_as_declared(kind: str, workload: str, model: str, cluster: str) -> None:
+    assert broken_directions(one_lane(model, cluster, workload), kind, POLICIES[kind].variables) == []
+
+
+def test_a_wrong_direction_is_caught() -> None:
+    encode_batch, decode_iterations = RraSettings.variables
+    model = one_lane("opt-13b", "a40x4", "summarization")
+    swapped = (encode_batch, decode_iterations._replace(throughput="rises"))
+    (message,) = broken_directions(model, "rra", swapped)
+    assert message.startswith("throughput rises with decode_iterations: broken by")
+    assert len(broken_directions(model, "rra", (encode_batch._replace(latency="falls"), decode_iterations))) == 1
+
+
+def errors_of(kind: str) -> list[tuple[float, float, str]]:
+    """Relative errors of predicted throughput and latency, and which case they are of."""
+    rng = np.random.default_rng(0)
+    errors: list[tuple[float, float, str]] = []
+    while len(errors) < NUM_CASES:
+        device, workload = DEVICES[rng.integers(len(DEVICES))], WORKLOADS[rng.integers(len(WORKLOADS))]
+        settings, model = random_settings(kind, rng), one_lane(*device, workload)
+        predicted = model.estimate(settings)
+        if predicted["peak_requests"] > LARGEST_BATCH or runs_dry(settings, predicted["decode_batch"]):
+            continue
+        num_requests = int(np.clip(20 * predicted["peak_requests"], 300, 1500))
+        measured = simulate(model, problem(*device, workload).workload, settings, num_requests, rng)
+        latency_s = measured.request_latency_s if alone_in_engine(settings) else measured.latency_s
+        errors.append(
+            (
+                abs(predicted["throughput"] / measured.throughput_rps - 1),
+                abs(predicted["latency"] / latency_s - 1),
+                f"{settings!r} of {device} on {workload}",
+            )
+        )
+    return errors
+
+
+def alone_in_engine(settings: Settings) -> bool:
+    """`latency_s` extends a stay over the steps that follow it.
+
+    With one slot those encode the slot's next requests, which a longer stay would have kept out: there only the
+    requests themselves show what a stay costs. (Static batches: see Measured.)
+    """
+    return getattr(settings, "max_batch", None) == 1
+
+
+def runs_dry(settings: Settings, decode_batch: float) -> bool:
+    """One ragged prompt a phase: a fifth of the phases encode nothing, and a lane that is empty then starts early.
+
+    The engine has up to 8% more throughput than predicted there, at the latency predicted. Left out.
+    """
+    return isinstance(settings, RraSettings) and settings.encode_batch == 1 and decode_batch < 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
+    errors = errors_of(kind)
+    throughput, latency = np.asarray([error[:2] for error in errors]).T
+    assert throughput.max() <= 0.05, errors[int(throughput.argmax())]
+    assert latency.max() <= 0.08, errors[int(latency.argmax())]
+    assert np.median(throughput) <= 0.02
+    assert np.median(latency) <= 0.03
