@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
 from xgpt.schema import ModelSpec
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine, Generation, Logprobs
 from xrunner.server import EngineThread, create_app
 
 VOCAB_SIZE = 1000
@@ -39,7 +39,9 @@ def expected_tokens(prompt: Collection[int], count: int) -> list[int]:
 
 
 class FakeExecutor:
-    """Answers a prompt with its tokens' sum, and counts on from there.
+    """Answers a prompt with its tokens' sum, and counts on from there, whatever sampling is asked for.
+
+    A token is reported with the log probability -1, the next ones with -2, -3, ...
 
     Args:
         step_s: seconds that a step takes.
@@ -51,10 +53,12 @@ class FakeExecutor:
         self._step_s = step_s
         self._fail_at = fail_at
         self._next: dict[int, int] = {}
+        self.logprobs: dict[int, Logprobs] = {}
 
     def start(self, generation: Generation) -> None:
         self.running[generation.id] = generation
-        self._next[generation.id] = sum(generation.prompt) % VOCAB_SIZE
+        prompt = generation.prompt[: len(generation.prompt) - generation.num_resumed]
+        self._next[generation.id] = (sum(prompt) + generation.num_resumed) % VOCAB_SIZE
 
     def execute(self, step: Step) -> dict[int, int]:
         time.sleep(self._step_s)
@@ -64,6 +68,11 @@ class FakeExecutor:
             raise RuntimeError("the device has gone")
         for id_, token in tokens.items():
             self._next[id_] = (token + 1) % VOCAB_SIZE
+        asking = {id_: n for id_ in tokens if (n := self.running[id_].sampling.logprobs) is not None}
+        self.logprobs = {
+            id_: Logprobs(-1.0, tuple(((tokens[id_] + i) % VOCAB_SIZE, -1.0 - i) for i in range(n)))
+            for id_, n in asking.items()
+        }
         return tokens
 
     def release(self, ids: Collection[int]) -> None:

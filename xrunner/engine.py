@@ -16,6 +16,50 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen; the default is the highest logit.
+
+    Attributes:
+        temperature: 0: the highest logit.
+        top_k: only the so many most probable tokens; 0: all.
+        top_p: of these only the most probable that together have this probability.
+        min_p: of these only those at least so probable, relative to the most probable.
+        seed: the same seed gives the same tokens, whatever else is in the batch.
+        presence_penalty: taken off the logit of every token that the output holds.
+        frequency_penalty: taken off it once for each time that the output holds it.
+        logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+
+    @property
+    def has_penalty(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the highest logit is all that is asked for."""
+        return not self.temperature and self.logprobs is None and not self.has_penalty
+
+
+GREEDY = SamplingParams()
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A request as the server hands it in.
 
@@ -25,6 +69,8 @@ class Generation:
         stop_token_ids: tokens that end the output.
         output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come then.
             Hidden from the schedule.
+        sampling: how its tokens are chosen.
+        num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
     """
 
     id: int
@@ -32,6 +78,8 @@ class Generation:
     max_output: int
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     output_length: int | None = None
+    sampling: SamplingParams = GREEDY
+    num_resumed: int = 0
 
 
 class Token(NamedTuple):
@@ -40,10 +88,17 @@ class Token(NamedTuple):
     id: int
     token: int
     finish: FinishReason | None
+    logprobs: Logprobs | None = None
 
 
 class Executor(Protocol):
-    """The workers behind the engine: they hold weights and K/V, and execute steps."""
+    """The workers behind the engine: they hold weights and K/V, and execute steps.
+
+    Attributes:
+        logprobs: of the last step's tokens, for the requests that ask for them.
+    """
+
+    logprobs: dict[int, Logprobs]
 
     def start(self, generation: Generation) -> None:
         """Set aside the K/V blocks of a request that is about to be encoded."""
@@ -150,8 +205,11 @@ class Engine:
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
+        logprobs = self._executor.logprobs
         tokens = [
-            Token(id_, token, self._finish(id_, token)) for id_, token in sampled.items() if id_ not in self._pool.held
+            Token(id_, token, self._finish(id_, token), logprobs.get(id_))
+            for id_, token in sampled.items()
+            if id_ not in self._pool.held
         ]
         if self._pool.kv == "quantile":
             for token in tokens:
@@ -167,7 +225,10 @@ class Engine:
         if not generated:
             return generation
         return replace(
-            generation, prompt=(*generation.prompt, *generated), max_output=generation.max_output - len(generated)
+            generation,
+            prompt=(*generation.prompt, *generated),
+            max_output=generation.max_output - len(generated),
+            num_resumed=len(generated),
         )
 
     def _finish(self, id_: int, token: int) -> FinishReason | None:

@@ -14,9 +14,10 @@ from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
-from xrunner.engine import Generation
+from xrunner.engine import Generation, Logprobs
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
+from xrunner.sampling import Sampler
 from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
 
 
@@ -39,6 +40,8 @@ class Worker:
         self._context = np.zeros(0, dtype=np.int32)
         """Tokens whose K/V is in the cache."""
         self._tables = np.zeros((0, 1), dtype=np.int32)
+        self._sampler = Sampler(model.spec.vocab_size, self._device)
+        self.logprobs: dict[int, Logprobs] = {}
 
     def start(self, generation: Generation) -> None:
         """Set aside a row and the blocks of the prompt; the pool has made sure that there is room."""
@@ -53,13 +56,18 @@ class Worker:
         self._tables[row, : len(blocks)] = blocks
         self._row[generation.id] = row
         self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
+        self._sampler.start(
+            row, generation.sampling, generation.prompt[len(generation.prompt) - generation.num_resumed :]
+        )
 
     def release(self, ids: Collection[int]) -> None:
         """Free what these requests hold; one that never started holds nothing."""
         started = [id_ for id_ in ids if id_ in self._row]
         self.cache.free(started)
         for id_ in started:
-            self._free_rows.append(self._row.pop(id_))
+            row = self._row.pop(id_)
+            self._sampler.release(row)
+            self._free_rows.append(row)
             del self._prompts[id_]
 
     def execute(self, step: Step) -> dict[int, int]:
@@ -67,9 +75,11 @@ class Worker:
         ends = [chunk.start + chunk.length == len(self._prompts[chunk.id]) for chunk in step.encode]
         rows = self._rows((*step.decode, *(chunk.id for chunk in step.encode)))
         batch = self._batch(step, rows, np.array([True] * len(step.decode) + ends))
-        tokens = self.next_tokens(batch)
         sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
-        self._last_token[self._rows(sampled)] = tokens
+        sampled_rows = self._rows(sampled)
+        self.logprobs = {}
+        tokens = self.next_tokens(batch) if self._sampler.is_idle else self._chosen(batch, sampled, sampled_rows)
+        self._last_token[sampled_rows] = tokens
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray:
@@ -80,6 +90,14 @@ class Worker:
     def sample(self, logits: Tensor) -> Tensor:
         """Greedy choice. # [sampled, vocab] -> int64 [sampled]"""
         return logits.argmax(dim=-1)
+
+    def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray) -> np.ndarray:
+        """Run the model, and choose as each request asks. # int64 [sampled]"""
+        with torch.inference_mode():
+            logits = self.model(batch, self.cache, self.backend)
+            tokens, logprobs = self._sampler(logits, rows, self._context[rows])
+        self.logprobs = {ids[index]: value for index, value in logprobs.items()}
+        return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
         """The step as the model takes it; `rows` are those of its decodes, then of its chunks."""

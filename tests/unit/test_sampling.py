@@ -1,0 +1,198 @@
+"""Tokens follow the distribution that was asked for, and depend on nothing but their own request."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.schema import ModelSpec
+from xrunner.engine import Engine, Generation, SamplingParams
+from xrunner.sampling import Sampler, uniform
+from xrunner.worker import build_worker
+
+VOCAB = 40
+NUM_DRAWS = 20_000
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+CPU = torch.device("cpu")
+
+
+def draws(params: SamplingParams, logits: torch.Tensor, count: int) -> np.ndarray:
+    """Tokens at positions 0, 1, ... of a request that would see the same logits all along."""
+    sampler = Sampler(len(logits), CPU)
+    sampler.start(0, params)
+    tokens, _ = sampler(logits.expand(count, -1), np.zeros(count, dtype=np.int64), np.arange(count, dtype=np.int32))
+    return tokens
+
+
+def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray:
+    """The distribution as transformers' own warpers make it, in double precision."""
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits.double()[None])
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    return scores.softmax(-1)[0].numpy()
+
+
+def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Nothing that has no probability; chi-square over the rest, rare tokens taken together."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * len(tokens)
+    rare = (expected < 10) & (probabilities > 0)
+    observed, wanted = counts[expected >= 10], expected[expected >= 10]
+    if rare.any():
+        observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())
+    assert stats.chisquare(observed, wanted).pvalue > 0.001
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.5, seed=2),
+        SamplingParams(temperature=1.7, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, seed=4),
+        SamplingParams(temperature=1.0, top_p=0.8, seed=5),
+        SamplingParams(temperature=1.3, top_k=12, top_p=0.7, seed=6),
+        SamplingParams(temperature=1.3, min_p=0.1, seed=7),
+        SamplingParams(temperature=2.0, top_k=20, top_p=0.95, min_p=0.05, seed=8),
+        SamplingParams(temperature=1.0, top_k=VOCAB + 7, seed=9),
+    ],
+)
+def test_tokens_follow_the_exact_distribution(params: SamplingParams) -> None:
+    assert_follows(draws(params, LOGITS, NUM_DRAWS), exact(params, LOGITS))
+
+
+def test_top_p_beyond_the_tokens_that_are_sorted_first() -> None:
+    logits = torch.randn(2000, generator=torch.Generator().manual_seed(4)) * 0.3
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
+    tokens = draws(params, logits, 2000)
+    assert (exact(params, logits)[tokens] > 0).all()
+    assert len(set(tokens.tolist())) > 500
+
+
+def test_the_extremes() -> None:
+    best = int(LOGITS.argmax())
+    for params in (
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, top_p=1e-9),
+        SamplingParams(temperature=1.0, min_p=1.0),
+        SamplingParams(temperature=1e-4),
+        SamplingParams(temperature=1e-300),
+    ):
+        assert set(draws(params, LOGITS, 50).tolist()) == {best}
+
+
+def test_random_numbers_are_even_and_independent() -> None:
+    seeds, positions = (a.ravel() for a in np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300)))
+    numbers = uniform(seeds, positions)
+    assert stats.kstest(numbers, "uniform").pvalue > 0.001
+    grid = numbers.reshape(300, 300)
+    for neighbours in (grid[:, 1:] * 1, grid[1:]), (grid[:, :-1], grid[:-1]):
+        assert abs(np.corrcoef(neighbours[0].ravel()[:80_000], neighbours[1].ravel()[:80_000])[0, 1]) < 0.02
+
+
+def test_each_row_as_if_alone() -> None:
+    """Greedy, drawn, penalised and reporting rows in one batch."""
+    params = {
+        3: SamplingParams(temperature=1.0, seed=5),
+        100: SamplingParams(),
+        7: SamplingParams(temperature=0.7, top_p=0.9, seed=-(2**63), frequency_penalty=1.0),
+        0: SamplingParams(logprobs=2),
+        8: SamplingParams(temperature=0.7, top_k=3, seed=2**63 - 1),
+    }
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(5))
+    positions = np.arange(5, dtype=np.int32) * 9
+    together = Sampler(VOCAB, CPU)
+    alone = []
+    for index, (row, wanted) in enumerate(params.items()):
+        together.start(row, wanted)
+        sampler = Sampler(VOCAB, CPU)
+        sampler.start(row, wanted)
+        alone.append(sampler(logits[index : index + 1], np.array([row]), positions[index : index + 1])[0][0])
+    tokens, logprobs = together(logits, np.array(list(params)), positions)
+    assert tokens.tolist() == alone
+    assert tokens[1] == logits[1].argmax()
+    assert list(logprobs) == [3]
+    for row in params:
+        together.release(row)
+    assert together.is_idle
+
+
+def test_penalties_by_hand() -> None:
+    """Each time a token is said, its price rises; what was said before a preemption counts."""
+    logits = torch.tensor([[3.0, 2.4, 2.0, -9.0]])
+    sampler = Sampler(4, CPU)
+    sampler.start(0, SamplingParams(presence_penalty=0.25, frequency_penalty=0.5), output=[1])
+    row = np.array([0])
+    # Scores before each choice: 3, 1.65, 2 | 2.25, 1.65, 2 | 1.75, 1.65, 2 | 1.75, 1.65, 1.25
+    said = [int(sampler(logits, row, row)[0][0]) for _ in range(4)]
+    assert said == [0, 0, 2, 0]
+    sampler.release(0)
+    sampler.start(0, SamplingParams(presence_penalty=0.25))  # the counts that were released are clean again
+    assert [int(sampler(logits, row, row)[0][0]) for _ in range(2)] == [0, 0]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
+    sampler = Sampler(VOCAB, CPU)
+    sampler.start(0, SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=5, presence_penalty=2.0))
+    sampler.start(1, SamplingParams(logprobs=0))
+    tokens, logprobs = sampler(logits, np.array([0, 1]), np.array([4, 4]))
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    for index in (0, 1):
+        assert math.isclose(logprobs[index].chosen, float(expected[index, tokens[index]]), abs_tol=1e-5)
+    values, ids = expected[0].topk(5)
+    assert [token for token, _ in logprobs[0].top] == ids.tolist()
+    assert [value for _, value in logprobs[0].top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert logprobs[1].top == ()
+
+
+SPEC = ModelSpec(
+    name="tiny",
+    family="opt",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_size=64,
+    vocab_size=97,
+    max_context=128,
+)
+PROMPTS = [tuple((i * 31 + j) % 97 for j in range(3 + i)) for i in range(12)]
+
+
+def outputs(ids: list[int], max_batch: int, kv_blocks: int = 200, kv: str = "reserve") -> dict[int, list[int]]:
+    """The worker's tokens for these requests; every third is greedy, the others draw, some with penalties."""
+    worker = build_worker(SPEC, "float32", num_blocks=kv_blocks, block_size=4)
+    pool = Pool(kv_blocks, 4, kv=kv)
+    engine = Engine(OneLaneRule(LaneSettings(mix=True, max_batch=max_batch, token_budget=9)), pool, worker)
+    for id_ in ids:
+        params = SamplingParams(temperature=1.5 * (id_ % 3), top_p=0.9, seed=id_, presence_penalty=id_ % 2)
+        engine.submit(Generation(id_, PROMPTS[id_], max_output=20, sampling=params))
+    said: dict[int, list[int]] = {id_: [] for id_ in ids}
+    while (tokens := engine.step()) is not None:
+        for token in tokens:
+            said[token.id].append(token.token)
+    assert worker.cache.num_free == kv_blocks
+    assert kv == "reserve" or pool.num_preemptions > 0
+    return said
+
+
+def test_same_tokens_whatever_else_is_in_the_batch() -> None:
+    everyone = outputs(list(range(12)), max_batch=12)
+    assert everyone == {id_: outputs([id_], max_batch=1)[id_] for id_ in range(12)}
+    assert everyone == outputs(list(range(12))[::-1], max_batch=5)
+    assert len({tuple(said) for said in everyone.values()}) == 12
+
+
+def test_same_tokens_after_a_preemption() -> None:
+    assert outputs(list(range(12)), max_batch=12) == outputs(list(range(12)), max_batch=12, kv_blocks=30, kv="quantile")

@@ -1,0 +1,225 @@
+"""From logits to tokens: greedy, or drawn at random after temperature, top-k, top-p, min-p and penalties.
+
+A drawn token depends on its request alone: its one random number is a hash of the request's seed and the token's
+position, so that neither the rest of the batch nor a preemption changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xrunner.engine import Logprobs, SamplingParams
+
+MIN_TEMPERATURE = 1e-5
+"""Below it the highest logit wins in any case, and the division would overflow."""
+
+CANDIDATES = 256
+"""Highest scores that are sorted at first; where top-p needs more, all are."""
+
+_SETTINGS = np.dtype(
+    [
+        ("temperature", "f4"),
+        ("top_k", "i8"),
+        ("top_p", "f8"),
+        ("min_p", "f4"),
+        ("seed", "u8"),
+        ("presence_penalty", "f4"),
+        ("frequency_penalty", "f4"),
+        ("num_logprobs", "i2"),
+        ("counts", "i4"),
+    ]
+)
+_GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, -1, -1), _SETTINGS)
+
+
+class Sampler:
+    """Picks the next tokens of a batch; remembers what each row of the worker asked for.
+
+    Where nobody asks for more than the highest logit, `is_idle` holds and there is nothing to call.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._settings = np.full(0, _GREEDY)
+        self._active: set[int] = set()
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        """How often each token stands in the output, one line for each request with a penalty."""
+        self._free_counts: list[int] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every row takes its highest logit and wants to know no more."""
+        return not self._active
+
+    def start(self, row: int, params: SamplingParams, output: Sequence[int] = ()) -> None:
+        """Note what the request of `row` asks for; `output`: what it had generated before a preemption."""
+        if params.is_plain:
+            return
+        if row >= len(self._settings):
+            self._settings = np.append(self._settings, np.full(row + 1, _GREEDY))
+        counts = self._take_counts(output) if params.has_penalty else -1
+        self._active.add(row)
+        self._settings[row] = (
+            params.temperature if params.temperature >= MIN_TEMPERATURE else 0,
+            min(params.top_k, self._vocab_size) or self._vocab_size,
+            params.top_p,
+            params.min_p,
+            params.seed % 2**64,
+            params.presence_penalty,
+            params.frequency_penalty,
+            -1 if params.logprobs is None else params.logprobs,
+            counts,
+        )
+
+    def release(self, row: int) -> None:
+        """Forget the request of `row`."""
+        if row not in self._active:
+            return
+        self._active.remove(row)
+        if (counts := int(self._settings["counts"][row])) >= 0:
+            self._free_counts.append(counts)
+        self._settings[row] = _GREEDY
+
+    def __call__(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, Logprobs]]:
+        """The next tokens.
+
+        Args:
+            logits: # [sampled, vocab]
+            rows: of the worker. # int64 [sampled]
+            positions: each next token's place in its sequence. # int32 [sampled]
+
+        Returns:
+            The tokens, # int64 [sampled]
+            and log probabilities by index into `rows`, of those that ask for them.
+        """
+        if not len(rows):
+            return np.zeros(0, dtype=np.int64), {}
+        settings = self._settings_of(rows)
+        scores = logits.float()
+        penalised = np.flatnonzero(settings["counts"] >= 0)
+        if penalised.size:
+            scores = scores.clone()
+            scores[penalised] -= self._penalties(settings[penalised])
+        tokens = scores.argmax(dim=-1)
+        drawn = np.flatnonzero(settings["temperature"])
+        if drawn.size:
+            tokens[drawn] = _draw(scores[drawn], settings[drawn], positions[drawn])
+        if penalised.size:
+            self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
+        asking = np.flatnonzero(settings["num_logprobs"] >= 0)
+        logprobs = _logprobs(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
+        return tokens.cpu().numpy(), dict(zip(asking.tolist(), logprobs, strict=True))
+
+    def _settings_of(self, rows: np.ndarray) -> np.ndarray:
+        settings = np.full(len(rows), _GREEDY)
+        known = rows < len(self._settings)
+        settings[known] = self._settings[rows[known]]
+        return settings
+
+    def _penalties(self, settings: np.ndarray) -> Tensor:
+        """What to take off the scores: a price for each time, and one for being there. # [penalised, vocab]"""
+        counts = self._counts[_lines(settings)].float()
+        frequency, presence = (_column(settings[name], counts) for name in ("frequency_penalty", "presence_penalty"))
+        return frequency * counts + presence * (counts > 0)
+
+    def _take_counts(self, output: Sequence[int]) -> int:
+        if not self._free_counts:
+            old = len(self._counts)
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(max(8, old), self._vocab_size)])
+            self._free_counts.extend(range(old, len(self._counts)))
+        line = self._free_counts.pop()
+        counted = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)
+        self._counts[line] = torch.from_numpy(counted).to(self._counts)
+        return line
+
+
+def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray) -> Tensor:
+    """One token a row, by the inverse of its cumulative distribution in the order of token ids.
+
+    Args:
+        scores: # float32 [rows, vocab]
+
+    Returns:
+        # int64 [rows]
+    """
+    # The highest score becomes 0 before the division: a low temperature then only sends others to -inf.
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / _column(settings["temperature"], scores)
+    vocab = scores.shape[-1]
+    cut = np.flatnonzero((settings["top_k"] < vocab) | (settings["top_p"] < 1) | (settings["min_p"] > 0))
+    if cut.size:
+        kept = scores[cut]
+        scores[cut] = kept.masked_fill(kept < _lowest_kept(kept, settings[cut]), -torch.inf)
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    target = _column(uniform(settings["seed"], positions), cumulative) * cumulative[:, -1:]
+    # Right of equals: a token of probability 0 adds nothing to the sum, and is stepped over.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
+    """The score below which top-k, then top-p among those, and min-p drop a token; equals are kept together.
+
+    Args:
+        scores: the highest of each row is 0. # float32 [rows, vocab]
+        width: highest scores to sort, at least.
+
+    Returns:
+        # float32 [rows, 1]
+    """
+    vocab = scores.shape[-1]
+    top_k, top_p, min_p = (_column(settings[name], scores) for name in ("top_k", "top_p", "min_p"))
+    limits = settings["top_k"][settings["top_k"] < vocab]
+    width = min(vocab, max(width, int(limits.max(initial=0))))
+    best = scores.topk(width, dim=-1).values
+    weights = best.double().exp().masked_fill(torch.arange(width, device=best.device) >= top_k, 0)
+    total = torch.where(top_k < vocab, weights.sum(-1, keepdim=True), scores.double().exp().sum(-1, keepdim=True))
+    reached = weights.cumsum(dim=-1) >= top_p * total
+    is_found = reached.any(dim=-1, keepdim=True)
+    if width < vocab and not bool((is_found | (top_k < vocab) | (top_p == 1)).all()):
+        return _lowest_kept(scores, settings, vocab)
+    last = torch.where((top_p < 1) & is_found, reached.int().argmax(dim=-1, keepdim=True), top_k.long() - 1)
+    lowest = best.gather(-1, last.clamp(max=width - 1))
+    lowest = lowest.masked_fill((top_k == vocab) & (top_p == 1), -torch.inf)
+    return torch.maximum(lowest, min_p.log())
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each pair, as good as drawn at random. # float64 [rows]
+
+    Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position.
+    """
+    mixed = _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Logprobs]:
+    """Log probabilities under the model's own distribution: before penalties, temperature and cuts."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    values, ids = (part.tolist() for part in logprobs.topk(int(num_top.max()), dim=-1))
+    return [
+        Logprobs(own, tuple(zip(top_ids[:count], top[:count], strict=True)))
+        for own, top_ids, top, count in zip(chosen, ids, values, num_top.tolist(), strict=True)
+    ]
+
+
+def _lines(settings: np.ndarray) -> Tensor:
+    """# int64 [rows]"""
+    return torch.from_numpy(settings["counts"].astype(np.int64))
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    """Numbers of each row, to be broadcast over the vocabulary. # [rows, 1]"""
+    return torch.from_numpy(values.astype(np.float64)).to(like)[:, None]
