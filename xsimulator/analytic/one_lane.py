@@ -143,7 +143,7 @@ class OneLaneModel:
         te = self._encode_seconds(encode_batch, tokens)
         # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that, at most its peak.
         with np.errstate(divide="ignore"):
-            nobody = np.log1p(-cohorts).sum(axis=0)
+            nobody = np.log1p(-np.minimum(cohorts, 1.0)).sum(axis=0)
         running = np.maximum(-np.expm1(np.outer(encode_batch, nobody)), share / max(share[0], 1e-300))
         batch = np.outer(encode_batch, share) / np.maximum(running, 1e-300)
         td = self._decode_seconds(batch, context)  # [candidate, iteration]
