@@ -75,7 +75,7 @@ class ChunkedSettings(_SingleLane):
     max_batch: PositiveInt
 
     variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("token_budget", "none", "rises", "tokens in a step at most"),
+        Variable("token_budget", "none", "none", "tokens in a step at most"),
         Variable("max_batch", "rises", "rises", "requests in a step at most"),
     )
 

@@ -27,15 +27,14 @@ def search(space: Space, *, num_trials: int = NUM_TRIALS, seed: int = 0) -> Foun
         }
         evaluation = space.evaluate(columns)
         overfull = float(evaluation.performance.peak_requests[0] / space.capacity - 1)
-        trial.set_user_attr("violations", [overfull, float(evaluation.excess[0])])
+        trial.set_constraint("memory", overfull)
+        trial.set_constraint("latency", float(evaluation.excess[0]))
         throughput = float(evaluation.performance.throughput[0])
         if evaluation.feasible[0] and (best is None or throughput > best.throughput):
             best = Found(space.settings(columns, 0), evaluation.performance.at(0), 0, None, "")
         return throughput
 
-    sampler = optuna.samplers.TPESampler(
-        seed=seed, multivariate=True, constraints_func=lambda trial: trial.user_attrs["violations"]
-    )
+    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
     settings, values = (best.settings, best.values) if best else (None, {})
     return Found(settings, values, space.evaluations, None, "none: sampled points prove no bound")
