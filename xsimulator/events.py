@@ -70,7 +70,16 @@ class SimulatedEngine:
         self.pool.settle(step, finished)
         cancelled = self._cancellations.get(self._num_steps, ())
         self._num_steps += 1
-        return StepRecord(start_ns, self.now_ns, step.encode, step.decode, tuple(finished), tuple(arrivals), cancelled)
+        return StepRecord(
+            start_ns,
+            self.now_ns,
+            step.encode,
+            step.decode,
+            tuple(finished),
+            tuple(arrivals),
+            cancelled,
+            step.preempted,
+        )
 
     def run(self) -> list[StepRecord]:
         """Run to the end."""

@@ -134,8 +134,8 @@ def bench_notes(report: BenchReport) -> list[str]:
         kept = "kept" if report.bound_kept else "BROKEN"
         assert report.share_within_bound is not None
         notes.append(
-            f"latency bound {report.latency_bound_s:g} s: {kept}; {100 * report.share_within_bound:.1f}% of all requests "
-            "within it"
+            f"latency bound {report.latency_bound_s:g} s: {kept}; {100 * report.share_within_bound:.1f}% of all "
+            "requests within it"
         )
     notes.append(f"end to end with waiting, p99: {report.end_to_end_p99_s:.2f} s")
     notes.append("machine before and after: " + ", ".join(f"{rate:.0f} GFLOP/s" for rate in report.calibration_gflops))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -20,7 +21,7 @@ class Curve(Frozen):
     def _check(self) -> Curve:
         if len(self.points) != len(self.seconds):
             raise ValueError(f"{len(self.points)} points but {len(self.seconds)} times")
-        if any(b <= a for a, b in zip(self.points, self.points[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.points)):
             raise ValueError("points must rise")
         if min(self.seconds) < 0:
             raise ValueError(f"a time is negative: {min(self.seconds)}")
@@ -37,7 +38,7 @@ class Surface(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Surface:
         for name, points in (("batches", self.batches), ("lengths", self.lengths)):
-            if any(b <= a for a, b in zip(points, points[1:], strict=False)):
+            if any(b <= a for a, b in pairwise(points)):
                 raise ValueError(f"{name} must rise")
         if len(self.seconds) != len(self.batches) or any(len(r) != len(self.lengths) for r in self.seconds):
             raise ValueError("seconds must have a row for each batch and a column for each length")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -43,7 +44,7 @@ class Histogram(Frozen):
     def _check(self) -> Histogram:
         if len(self.lengths) != len(self.probabilities):
             raise ValueError(f"{len(self.lengths)} lengths but {len(self.probabilities)} probabilities")
-        if any(b <= a for a, b in zip(self.lengths, self.lengths[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.lengths)):
             raise ValueError("lengths must rise")
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-6:
             raise ValueError(f"probabilities must be >= 0 and sum to 1, not {sum(self.probabilities):.6g}")

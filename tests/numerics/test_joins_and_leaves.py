@@ -1,0 +1,107 @@
+"""hypothesis drives the real engine: random joins, leaves and preemptions; tokens are always those of a solitary run."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xgpt.checkpoint import read_spec
+from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xrunner.engine import Engine, Generation
+from xrunner.kv_cache import KvCache
+from xrunner.worker import Worker, build_worker
+from xsimulator.events import replay
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 12
+LANES = {
+    "rra": LaneSettings(mix=False, encode_every=3, encode_tokens=14.0, carried_batch=3.0, decode_batch=5.0),
+    "orca": LaneSettings(mix=True, max_batch=5),
+    "chunked": LaneSettings(mix=True, token_budget=7, max_batch=5),
+    "static": LaneSettings(mix=False, max_batch=3, refill_when_empty=True),
+}
+NUM_REQUESTS = 8
+RNG = np.random.default_rng(3)
+PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 16, NUM_REQUESTS)]
+OUTPUTS = [int(n) for n in RNG.integers(1, 20, NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def worker(small_opt):
+    return build_worker(read_spec(small_opt[0]), "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+def fresh(worker):
+    """The same weights with an empty cache."""
+    cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    return Worker(worker.model, cache, worker.backend)
+
+
+@pytest.fixture(scope="module")
+def solitary(worker):
+    """Tokens of each request on its own."""
+    tokens = []
+    worker = fresh(worker)
+    for prompt, output in zip(PROMPTS, OUTPUTS, strict=True):
+        engine = Engine(OneLaneRule(LANES["orca"]), Pool(NUM_BLOCKS, BLOCK_SIZE), worker)
+        engine.submit(Generation(0, prompt, output))
+        tokens.append([token.token for step in iter(engine.step, None) for token in step])
+    return tokens
+
+
+def owners(worker):
+    """Who owns which block: free or of one request, none twice, none lost."""
+    owned = [block for blocks in worker.cache._owned.values() for block in blocks]
+    everything = sorted(owned + worker.cache._free)
+    assert everything == list(range(NUM_BLOCKS))
+    return len(owned)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize(
+    ("policy", "kv"),
+    [(policy, kv) for policy in LANES for kv in ("reserve", "quantile") if (policy, kv) != ("static", "quantile")],
+)
+def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, data):
+    worker = fresh(worker)
+    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
+    log = []
+    engine = Engine(OneLaneRule(LANES[policy]), pool, worker, on_step=log.append)
+    waiting = data.draw(st.permutations(range(NUM_REQUESTS)))
+    leavers = data.draw(st.sets(st.integers(0, NUM_REQUESTS - 1), max_size=3))
+    tokens = {id_: [] for id_ in waiting}
+    ended = set()
+    while waiting or not pool.is_idle:
+        for _ in range(data.draw(st.integers(0 if not pool.is_idle else 1, 3))):
+            if waiting:
+                id_ = waiting.pop()
+                engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+        for token in engine.step() or ():
+            tokens[token.id].append(token.token)
+            if token.finish:
+                ended.add(token.id)
+        assert owners(worker) <= pool.reserved_blocks <= NUM_BLOCKS
+        for id_ in leavers & tokens.keys():
+            if id_ not in waiting and len(tokens[id_]) >= OUTPUTS[id_] // 2:
+                engine.cancel(id_)
+    engine.step()  # takes in the last cancellations
+    assert owners(worker) == 0 and pool.reserved_blocks == 0
+    for id_, solo in enumerate(solitary):
+        assert tokens[id_] == solo[: len(tokens[id_])]
+        assert id_ in leavers or (id_ in ended and tokens[id_] == solo)
+
+    again = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
+    replayed = replay(OneLaneRule(LANES[policy]), again, log)
+    assert [(r.encode, r.decode, r.preempted) for r in replayed] == [(r.encode, r.decode, r.preempted) for r in log]
+
+
+def test_preemption_happens_here(worker):
+    pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv="quantile")
+    engine = Engine(OneLaneRule(LANES["orca"]), pool, fresh(worker))
+    for id_ in range(NUM_REQUESTS):
+        engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+    while engine.step() is not None:
+        pass
+    assert pool.num_preemptions > 0
