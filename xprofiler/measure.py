@@ -247,19 +247,15 @@ def _fastest_num_threads(bench: _Bench) -> int:
 
 
 def _surface(measured: dict[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]) -> Surface:
-    """Fill the corner that was too large to measure: cost beyond it grows with the work."""
+    """Fill the corner that was too large to measure: there, cost grows with the batch."""
     rows: list[list[float]] = []
-    for batch in batches:
-        row: list[float] = []
-        for i, length in enumerate(lengths):
-            if (batch, length) in measured:
-                row.append(measured[batch, length])
-            elif i >= 2:
-                slope = (row[i - 1] - row[i - 2]) / (lengths[i - 1] - lengths[i - 2])
-                row.append(row[i - 1] + max(slope, 0.0) * (length - lengths[i - 1]))
-            else:
-                row.append(rows[-1][i] * batch / batches[len(rows) - 1])
-        rows.append(row)
+    for i, batch in enumerate(batches):
+        rows.append(
+            [
+                measured[batch, length] if (batch, length) in measured else rows[-1][j] * batch / batches[i - 1]
+                for j, length in enumerate(lengths)
+            ]
+        )
     return Surface(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
 
 

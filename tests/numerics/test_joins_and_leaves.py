@@ -1,4 +1,4 @@
-"""hypothesis drives the real engine: random joins, leaves and preemptions; tokens are always those of a solitary run."""
+"""Random joins, leaves and preemptions, drawn by hypothesis: tokens are always those of a solitary run."""
 
 import numpy as np
 import pytest
