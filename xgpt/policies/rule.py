@@ -89,6 +89,8 @@ class OneLaneRule:
 
     def next_step(self, pool: Pool) -> Step | None:
         """The next step, or None where nothing can run. Admits the requests that the step begins to encode."""
+        if pool.is_idle:
+            return None  # asking an idle engine must not count as a phase: how often one asks depends on the clock
         settings = self.settings
         preempted = pool.make_room()
         encode: tuple[Chunk, ...] = ()

@@ -1,0 +1,120 @@
+"""One rule, two clocks: a log of the real engine replays on the simulated one, step for step, for every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
+from xgpt.schema import KvPromise
+from xgpt.schema.step_log import StepRecord
+from xrunner.engine import Engine, Generation, Logprobs
+from xsimulator.events import replay
+
+BLOCK_SIZE = 4
+LONGEST_INPUT, LONGEST_OUTPUT = 20, 12
+LARGEST = -(-(LONGEST_INPUT + LONGEST_OUTPUT) // BLOCK_SIZE)
+
+LANES = {
+    "rra": LaneSettings(mix=False, encode_every=3, encode_tokens=5.0, carried_batch=0.6, decode_batch=1.1),
+    "orca": LaneSettings(mix=True, max_batch=5),
+    "chunked": LaneSettings(mix=True, token_budget=12, max_batch=3),
+    "static": LaneSettings(mix=False, max_batch=4, refill_when_empty=True),
+}
+OTHERS = {
+    "rra": [replace(LANES["rra"], encode_every=4), replace(LANES["rra"], encode_tokens=9.0)],
+    "orca": [replace(LANES["orca"], max_batch=4), LANES["chunked"]],
+    "chunked": [replace(LANES["chunked"], token_budget=10), replace(LANES["chunked"], max_batch=2)],
+    "static": [replace(LANES["static"], max_batch=3), replace(LANES["static"], refill_when_empty=False, mix=True)],
+}
+CASES = pytest.mark.parametrize(("kind", "kv"), [(kind, "reserve") for kind in LANES] + [
+    (kind, "quantile") for kind in LANES if kind != "static"
+])  # fmt: skip
+
+
+class Executor:
+    """Answers every request with token 0; what it holds must be what the engine says."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Generation] = {}
+        self.logprobs: dict[int, Logprobs] = {}
+
+    def start(self, generation: Generation) -> None:
+        assert generation.id not in self.running
+        self.running[generation.id] = generation
+
+    def execute(self, step: Step) -> dict[int, int]:
+        ended = [c.id for c in step.encode if c.start + c.length == len(self.running[c.id].prompt)]
+        assert self.running.keys() >= {*ended, *step.decode}
+        return dict.fromkeys([*ended, *step.decode], 0)
+
+    def release(self, ids: Collection[int]) -> None:
+        for id_ in ids:
+            self.running.pop(id_, None)
+
+
+def pool_for(lane: LaneSettings, kv: KvPromise, blocks: int) -> Pool:
+    return Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=lane.refill_when_empty)
+
+
+def jittered_clock(rng: np.random.Generator) -> Iterator[int]:
+    now = int(rng.integers(10**6))
+    while True:
+        now += int(rng.integers(1, 1000))
+        yield now
+
+
+def run_engine(lane: LaneSettings, kv: KvPromise, blocks: int, rng: np.random.Generator) -> list[StepRecord]:
+    """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none."""
+    log: list[StepRecord] = []
+    executor, pool, clock = Executor(), pool_for(lane, kv, blocks), jittered_clock(rng)
+    engine = Engine(OneLaneRule(lane), pool, executor, clock=lambda: next(clock), on_step=log.append)
+    num_requests, arrival_chance = int(rng.integers(5, 40)), rng.random()
+    submitted = 0
+    while submitted < num_requests or not pool.is_idle:
+        while submitted < num_requests and rng.random() < arrival_chance:
+            engine.submit(random_generation(submitted, rng))
+            submitted += 1
+        if submitted and rng.random() < 0.1:
+            engine.cancel(int(rng.integers(submitted)))
+        engine.step()
+    assert pool.num_running == pool.reserved_blocks == 0
+    assert executor.running == {}
+    return log
+
+
+def random_generation(id_: int, rng: np.random.Generator) -> Generation:
+    max_output = int(rng.integers(1, LONGEST_OUTPUT + 1))
+    output = int(rng.integers(1, max_output + 1)) if rng.random() < 0.8 else None
+    return Generation(id_, (1,) * int(rng.integers(1, LONGEST_INPUT + 1)), max_output, output_length=output)
+
+
+def schedule(log: list[StepRecord]) -> list[tuple[object, ...]]:
+    return [(record.encode, record.decode, record.finished, record.preempted) for record in log]
+
+
+@CASES
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
+def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int) -> None:
+    lane, blocks = LANES[kind], LARGEST + spare_blocks
+    log = run_engine(lane, kv, blocks, np.random.default_rng(seed))
+    if log:
+        assert schedule(replay(OneLaneRule(lane), pool_for(lane, kv, blocks), log)) == schedule(log)
+
+
+def test_preemption_is_among_what_replays() -> None:
+    log = run_engine(LANES["orca"], "quantile", LARGEST + 3, np.random.default_rng(1))
+    assert sum(len(record.preempted) for record in log) > 3
+
+
+@pytest.mark.parametrize(("kind", "index"), [(kind, i) for kind in LANES for i in range(2)])
+def test_another_rule_does_not_replay(kind: str, index: int) -> None:
+    log = run_engine(LANES[kind], "reserve", 1000, np.random.default_rng(2))
+    other = OTHERS[kind][index]
+    assert schedule(replay(OneLaneRule(other), pool_for(LANES[kind], "reserve", 1000), log)) != schedule(log)
