@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
 from xgpt.schema import ModelSpec
 from xrunner.engine import Engine, Generation, Logprobs
-from xrunner.server import EngineThread, create_app
+from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app
 
 VOCAB_SIZE = 1000
 SPEC = ModelSpec(
@@ -98,6 +98,21 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+CHAT_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role not in ("system", "user", "assistant") %}
+        {{- raise_exception("who is " + message.role) }}
+    {%- endif %}
+    {{- "<" + message.role + ">" + message.content + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<assistant>" }}{% endif %}
+"""
+
+
+def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
+    return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
+
+
 def fake_app(engine: Engine, **options: Any) -> FastAPI:
     """The endpoint of model "fake"; `options` go to create_app."""
     defaults: dict[str, Any] = {"tokenizer": None, "eos_token_ids": (), "plan_json": '{"schema_version": 1}'}
@@ -118,3 +133,11 @@ def running(app: FastAPI) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold within five seconds."""
+    deadline = time.monotonic() + 5
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()

@@ -177,6 +177,7 @@ class _Client:
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_tokens,
             "output_length": request.output_length,
+            "temperature": 0,
             "stream": True,
         }
         content = msgspec.json.encode(body)

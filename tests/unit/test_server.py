@@ -1,12 +1,8 @@
 """The endpoint over the real engine with a fake executor, through the clients that users have."""
 
 import json
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -15,7 +11,9 @@ import pytest
 
 from tests.fakes import (
     FakeExecutor,
+    byte_codec,
     byte_tokenizer,
+    eventually,
     expected_tokens,
     fake_app,
     fake_engine,
@@ -36,7 +34,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def text_url() -> Iterator[str]:
-    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_tokenizer())) as url:
+    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_codec())) as url:
         yield url
 
 
@@ -52,13 +50,6 @@ def post(url: str, **fields: object) -> httpx.Response:
 
 def get(url: str, path: str) -> httpx.Response:
     return httpx.get(f"{url}{path}", trust_env=False, timeout=10)
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
 
 
 def metric(url: str, name: str) -> float:
@@ -142,7 +133,7 @@ def test_text_in_text_out(text_url: str) -> None:
 
 def test_errors_have_openais_shape(url: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="fake", prompt=PROMPT, temperature=1)
+        client.completions.create(model="fake", prompt=PROMPT, temperature=3)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="other", prompt=PROMPT)
@@ -242,29 +233,28 @@ def test_port_in_use(url: str) -> None:
         serve(app, "127.0.0.1", port)
 
 
-PROGRAM = """
-from tests.fakes import *
-from xrunner.server import serve
-try:
-    serve(fake_app(fake_engine(FakeExecutor())), "127.0.0.1", 0)
-except KeyboardInterrupt:
-    print("interrupted")
-print("cleaned up")
-"""
+def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    with running(fake_app(fake_engine(executor, max_batch=1), max_waiting=3)) as url, ThreadPoolExecutor(4) as pool:
+        long = pool.submit(post, url, max_tokens=60)
+        assert eventually(lambda: bool(executor.running))
+        waiting = [pool.submit(post, url, max_tokens=1, n=n) for n in (1, 2)]
+        assert eventually(lambda: metric(url, "xgpt_requests_waiting") == 3)
+        refused = post(url)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        assert [answer.result().status_code for answer in (long, *waiting)] == [200, 200, 200]
+        assert post(url, max_tokens=1).status_code == 200
+        assert "3 are accepted" in post(url, n=4).json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "says"), [(signal.SIGTERM, "cleaned up\n"), (signal.SIGINT, "interrupted\ncleaned up\n")]
-)
-def test_serve_until_a_signal(sent: signal.Signals, says: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stderr is not None
-        ready = process.stderr.readline()
-        assert ready.startswith("listening on http://127.0.0.1:")
-        assert get(ready.split()[-1], "/health").status_code == 200
-        process.send_signal(sent)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (0, says, "")
+def test_openapi_describes_every_route(url: str) -> None:
+    document = get(url, "/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(document["paths"])
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]["properties"]
+    assert {"prompt", "temperature", "stop"} <= set(properties)
+    for path, methods in document["paths"].items():
+        if "get" in methods:
+            assert get(url, path).status_code == 200

@@ -7,41 +7,61 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fakes import SPEC
-from xrunner.server.protocol import ApiError, check_tokens, parse_request, prompts_of
+from xrunner.server.protocol import ApiError, check_tokens, parse_chat, parse_completion
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+CAPACITY = 400
+
+
+def parse(**fields: object):
+    return parse_completion(json.dumps(GOOD | fields).encode())
+
+
+def parse_chat_with(**fields: object):
+    return parse_chat(json.dumps(CHAT | fields).encode())
 
 
 def error_of(**fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        request = parse_request(json.dumps(GOOD | fields).encode())
-        for prompt in prompts_of(request):
-            check_tokens(list(prompt), request, SPEC)
+        request = parse(**fields)
+        for prompt in request.prompts():
+            check_tokens(list(prompt), request, SPEC, CAPACITY)
     return caught.value
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"temperature": 0.7}, "temperature", "only greedy"),
-        ({"top_p": 0.5}, "top_p", "only greedy"),
-        ({"n": 2}, "n", "one choice"),
-        ({"best_of": 2}, "best_of", "one choice"),
+        ({"temperature": 2.1}, "temperature", "<= 2"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"temperature": "hot"}, "temperature", "Expected `float"),
+        ({"top_p": 0}, "top_p", "> 0"),
+        ({"top_k": -2}, "top_k", ">= -1"),
+        ({"min_p": 2}, "min_p", "<= 1"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"best_of": 2}, "best_of", "send n"),
         ({"echo": True}, "echo", "not implemented"),
-        ({"logprobs": 0}, "logprobs", "not implemented"),
-        ({"stop": "x"}, "stop", "not implemented"),
-        ({"stop": ["x"]}, "stop", "not implemented"),
+        ({"logprobs": 21}, "logprobs", "<= 20"),
+        ({"logprobs": True}, "logprobs", "Expected `int"),
+        ({"stop": ""}, "stop", "length >= 1"),
+        ({"stop": ["x", 1]}, "stop", "Expected `str"),
+        ({"stop": ["x"] * 17}, "stop", "length <= 16"),
+        ({"stop_token_ids": [1000]}, "stop_token_ids", "token id 1000 is outside"),
         ({"suffix": "x"}, "suffix", "not implemented"),
-        ({"seed": 1}, "seed", "no random number"),
-        ({"presence_penalty": 1}, "presence_penalty", "not implemented"),
+        ({"seed": 2**63}, "seed", "9223372036854775807"),
+        ({"presence_penalty": 3}, "presence_penalty", "<= 2"),
         ({"logit_bias": {"1": 1}}, "logit_bias", "not implemented"),
-        ({"max_tokens": 0}, "max_tokens", "send 1 or more"),
-        ({"max_tokens": -3}, "max_tokens", "-3"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": -3}, "max_tokens", ">= 1"),
         ({"max_tokens": "4"}, "max_tokens", "Expected `int"),
         ({"max_tokens": True}, "max_tokens", "Expected `int"),
         ({"max_tokens": 510}, "max_tokens", "context of 512"),
-        ({"output_length": 0}, "output_length", "within 1 and 16"),
-        ({"output_length": 17}, "output_length", "within 1 and 16"),
+        ({"max_tokens": 398}, "max_tokens", "K/V memory"),
+        ({"output_length": 4, "stop": "x"}, "output_length", "cannot stop earlier"),
+        ({"output_length": 0}, "output_length", ">= 1"),
+        ({"output_length": 17}, "output_length", "more than max_tokens 16"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only a stream"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "empty"),
@@ -53,7 +73,7 @@ def error_of(**fields: object) -> ApiError:
         ({"prompt": [1] * 512}, "prompt", "context of 512"),
         ({"prompt": None}, "prompt", "Expected"),
         ({"frobnicate": 1}, "frobnicate", "unknown field"),
-        ({"stream_options": {"x": 1}, "stream": True}, "x", "unknown field"),
+        ({"stream_options": {"x": 1}, "stream": True}, "stream_options", "unknown field `x`"),
     ],
 )
 def test_refused_with_the_field(fields: dict[str, object], param: str, says: str) -> None:
@@ -63,14 +83,57 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
     assert says in str(error)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": [{"role": "user"}]}, "messages", "missing required field `content`"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages", "length >= 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "Invalid value"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "says otherwise"),
+        ({"tools": [{}]}, "tools", "not implemented"),
+        ({"tool_choice": "auto"}, "tool_choice", "not implemented"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "only plain text"),
+        ({"prompt": "x"}, "prompt", "unknown field"),
+    ],
+)
+def test_chats_refused_with_the_field(fields: dict[str, object], param: str, says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat_with(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert says in str(caught.value)
+
+
 def test_values_without_effect_are_accepted() -> None:
-    neutral = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False, "stop": [], "seed": None}
-    assert parse_request(json.dumps(GOOD | neutral | {"user": "me"}).encode()).output_limit == 16
+    neutral = {"best_of": 1, "echo": False, "stop": [], "seed": None, "logit_bias": {}, "user": "me"}
+    assert parse(**neutral).max_output(100) == 16
+    plain = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "top_logprobs": 0}
+    assert parse_chat_with(**plain).num_logprobs is None
 
 
-def test_context_may_be_filled_to_the_last_token() -> None:
-    request = parse_request(json.dumps(GOOD | {"max_tokens": 509}).encode())
-    check_tokens([1, 2, 3], request, SPEC)
+def test_how_tokens_are_chosen() -> None:
+    default = parse().sampling(7)
+    assert (default.temperature, default.top_k, default.top_p, default.seed, default.logprobs) == (1, 0, 1, 7, None)
+    given = {"temperature": 0, "top_k": -1, "top_p": 0.5, "min_p": 0.1, "presence_penalty": -1, "logprobs": 0}
+    chosen = parse(**given).sampling(7)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0, 0, 0.5, 0.1)
+    assert (chosen.presence_penalty, chosen.frequency_penalty, chosen.logprobs) == (-1, 0, 0)
+    assert parse_chat_with(logprobs=True).num_logprobs == 0
+
+
+def test_context_and_memory_may_be_filled_to_the_last_token() -> None:
+    assert check_tokens([1, 2, 3], parse(max_tokens=509), SPEC, 512) == 509
+    assert check_tokens([1, 2, 3], parse(max_tokens=397), SPEC, CAPACITY) == 397
+
+
+def test_a_chat_fills_what_there_is_unless_told() -> None:
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000) == 500
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100) == 88
+    assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100) == 7
+    with pytest.raises(ApiError, match="context of 512") as caught:
+        check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000)
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +147,7 @@ def test_context_may_be_filled_to_the_last_token() -> None:
     ],
 )
 def test_prompt_shapes(prompt: object, expected: list[object]) -> None:
-    assert prompts_of(parse_request(json.dumps(GOOD | {"prompt": prompt}).encode())) == expected
+    assert parse(prompt=prompt).prompts() == expected
 
 
 @given(st.binary())
@@ -97,7 +160,8 @@ def test_prompt_shapes(prompt: object, expected: list[object]) -> None:
 @example(b'{"prompt":' + b"[" * 100_000)
 @example(b'{"temperature":1e999}')
 def test_no_body_is_worse_than_a_400(body: bytes) -> None:
-    with pytest.raises(ApiError) as caught:
-        parse_request(body)
-    assert caught.value.status == 400
-    assert json.loads(caught.value.body())["error"]["type"] == "invalid_request_error"
+    for parse_body in (parse_completion, parse_chat):
+        with pytest.raises(ApiError) as caught:
+            parse_body(body)
+        assert caught.value.status == 400
+        assert json.loads(caught.value.body())["error"]["type"] == "invalid_request_error"

@@ -4,7 +4,8 @@ HTTP requests enter; token streams, metrics and the plan leave. May be imported 
 """
 
 from xrunner.server.app import create_app, serve
+from xrunner.server.chat import ChatTemplate
 from xrunner.server.engine_thread import EngineStopped, EngineThread
-from xrunner.server.text import load_tokenizer
+from xrunner.server.text import TextCodec, load_tokenizer
 
-__all__ = ["EngineStopped", "EngineThread", "create_app", "load_tokenizer", "serve"]
+__all__ = ["ChatTemplate", "EngineStopped", "EngineThread", "TextCodec", "create_app", "load_tokenizer", "serve"]

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, answers that stop when nobody listens any more, and the server process."""
+"""The HTTP side: routes, limits, and the server process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
@@ -17,25 +16,29 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
-from tokenizers import Tokenizer
 
 from xgpt.errors import MachineError
 from xgpt.schema import ModelSpec
-from xrunner.engine import Token
-from xrunner.server.engine_thread import EngineStopped, EngineThread, Stream
+from xrunner.server.answer import Answer, Prompt, error_response
+from xrunner.server.engine_thread import EngineThread
+from xrunner.server.openapi import describe
 from xrunner.server.protocol import (
     ApiError,
-    CompletionRequest,
-    CompletionWriter,
+    GenerationRequest,
     check_tokens,
-    parse_request,
-    prompts_of,
+    parse_chat,
+    parse_completion,
     refuse,
 )
-from xrunner.server.text import Detokenizer
+from xrunner.server.text import TextCodec
+from xrunner.server.writers import ChatWriter, CompletionWriter
 
 MAX_BODY_BYTES = 32 << 20
+BODY_TIMEOUT_S = 60
+"""How long a body may take to come in."""
+MAX_WAITING = 4096
+MAX_OUTPUTS = 1024
+"""Prompts times choices of one request, at most."""
 SHUTDOWN_GRACE_S = 10
 """How long running requests may go on after the first SIGTERM or SIGINT."""
 KEEP_ALIVE_S = 60
@@ -47,9 +50,11 @@ def create_app(
     *,
     model_name: str,
     spec: ModelSpec,
-    tokenizer: Tokenizer | None,
+    tokenizer: TextCodec | None,
     eos_token_ids: Collection[int],
     plan_json: str,
+    max_waiting: int = MAX_WAITING,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The endpoint; the engine's thread runs from the app's startup to its shutdown.
 
@@ -58,9 +63,12 @@ def create_app(
         tokenizer: None: prompts are token ids only, and answers carry no text.
         eos_token_ids: tokens that end an output.
         plan_json: what GET /plan answers.
+        max_waiting: outputs that may wait for their first step; what comes beyond is answered with 429.
+        max_body_bytes: longer bodies are answered with 413.
     """
-    service = _Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids))
+    service = _Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids), max_waiting)
     created = int(time.time())
+    description = describe()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,11 +82,11 @@ def create_app(
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return _error(error)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        return _error(ApiError(error.status_code, str(error.detail)))
+        return error_response(ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
@@ -86,7 +94,15 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await service.complete(await _body(request))
+        return await service.complete(await _body(request, max_body_bytes))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await service.chat(await _body(request, max_body_bytes))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return _json(description)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -143,6 +159,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # A second Ctrl-C does not wait for answers; the engine must still stop before its loop is closed.
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
@@ -151,14 +175,19 @@ class _Server(uvicorn.Server):
             print(f"listening on http://{shown}:{port}", file=sys.stderr, flush=True)
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, max_bytes: int) -> bytes:
+    """Raises ApiError (413, 408)."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes:
+                    raise ApiError(413, f"the body is longer than {max_bytes} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S} s") from None
     return b"".join(parts)
 
 
@@ -166,210 +195,89 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, media_type="application/json")
-
-
 class _Service:
-    """What every completion needs to know."""
+    """From a body to an answer: what every request needs to know."""
 
     def __init__(
         self,
         engine_thread: EngineThread,
         model_name: str,
         spec: ModelSpec,
-        tokenizer: Tokenizer | None,
+        codec: TextCodec | None,
         eos_token_ids: frozenset[int],
+        max_waiting: int,
     ) -> None:
-        self.engine_thread = engine_thread
-        self.model_name = model_name
-        self.spec = spec
-        self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
+        self._engine_thread = engine_thread
+        self._model_name = model_name
+        self._spec = spec
+        self._codec = codec
+        self._eos_token_ids = eos_token_ids
+        self._max_waiting = max_waiting
 
     async def complete(self, body: bytes) -> Response:
-        request = parse_request(body)
-        if request.model != self.model_name:
+        request = parse_completion(body)
+        self._check(request)
+        prompts = request.prompts()
+        limit = min(MAX_OUTPUTS, self._max_waiting)
+        if len(prompts) * request.num_choices > limit:
+            refuse("prompt", f"{len(prompts)} prompts, {request.num_choices} choices each: {limit} are accepted")
+        tokens = [await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self._answer(request, tokens, CompletionWriter)
+
+    async def chat(self, body: bytes) -> Response:
+        request = parse_chat(body)
+        self._check(request)
+        if self._codec is None or self._codec.chat_template is None:
+            raise ApiError(
+                400, f"{self._model_name} has no chat template; use /v1/completions", code="no_chat_template"
+            )
+        render = self._codec.chat_template.render
+        try:
+            text = await asyncio.to_thread(
+                render,
+                [message.for_template() for message in request.messages],
+                add_generation_prompt=request.add_generation_prompt is not False,
+                variables=request.chat_template_kwargs,
+            )
+        except ValueError as error:
+            refuse("messages", f"the chat template refuses them: {error}")
+        return self._answer(request, [await self._encode(text, "messages", add_special_tokens=False)], ChatWriter)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.model != self._model_name:
             raise ApiError(
                 404,
-                f"model: {request.model!r} is not served here; ask for {self.model_name!r}",
+                f"model: {request.model!r} is not served here; ask for {self._model_name!r}",
                 param="model",
                 code="model_not_found",
             )
-        prompts = [await self._encode(prompt) for prompt in prompts_of(request)]
-        for prompt in prompts:
-            check_tokens(prompt, request, self.spec)
-            if not self.engine_thread.can_ever_fit(len(prompt), request.output_limit):
-                refuse(
-                    "max_tokens",
-                    f"{len(prompt)} prompt tokens and max_tokens {request.output_limit} are more than this "
-                    "server's K/V memory holds",
-                )
-        return _Completion(self, request, prompts)
+        if request.stops and self._codec is None:
+            refuse("stop", "this model has no tokenizer; send stop_token_ids")
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            refuse("prompt", "this model has no tokenizer; send token ids")
-        encoding = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        return encoding.ids or refuse("prompt", "it has no tokens")
-
-
-class _Completion(Response):
-    """The answer to one request, whole or as server-sent events. Takes its prompts out of the engine when the
-    client goes away."""
-
-    def __init__(self, service: _Service, request: CompletionRequest, prompts: list[list[int]]) -> None:
-        super().__init__()  # routes copy headers and background tasks onto any response
-        self._service = service
-        self._request = request
-        self._prompts = prompts
-        self._num_prompt_tokens = sum(map(len, prompts))
-        self._writer = CompletionWriter(f"cmpl-{uuid.uuid4().hex}", int(time.time()), request)
-        self._streams: dict[int, Stream] = {}
-        self._inbox: asyncio.Queue[Token | EngineStopped] = asyncio.Queue()
-        self._stop_token_ids = (
-            frozenset() if request.ignore_eos or request.output_length is not None else service.eos_token_ids
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write = self._events if self._request.stream else self._whole
-        answer = asyncio.ensure_future(write(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answer.result()
-        except asyncio.CancelledError:
-            # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
-            self._inbox.put_nowait(EngineStopped("the server is shutting down"))
-            await answer
-        finally:
-            answer.cancel()
-            gone.cancel()
-            for stream in self._streams.values():
-                self._service.engine_thread.cancel(stream)
-
-    def _submit(self) -> None:
-        """Raises EngineStopped."""
-        for prompt in self._prompts:
-            stream = self._service.engine_thread.submit(
-                tuple(prompt),
-                max_output=self._request.output_limit,
-                stop_token_ids=self._stop_token_ids,
-                output_length=self._request.output_length,
-                inbox=self._inbox,
+    async def _encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._codec is None:
+            refuse(field, "this model has no tokenizer; send token ids")
+        longest = self._spec.max_context * self._codec.longest_token
+        if len(text) > longest:
+            # Not worth the time and memory of taking it apart.
+            refuse(
+                field,
+                f"{len(text)} characters are more than any {self._spec.max_context} tokens, the model's context, hold",
+                "context_length_exceeded",
             )
-            self._streams[stream.id] = stream
+        tokens = await asyncio.to_thread(self._codec.encode, text, add_special_tokens=add_special_tokens)
+        return tokens or refuse(field, "it has no tokens")
 
-    async def _next(self) -> Token:
-        """Raises EngineStopped."""
-        item = await self._inbox.get()
-        if isinstance(item, EngineStopped):
-            raise item
-        return item
-
-    def _outputs(self) -> dict[int, _Output]:
-        """One a prompt, in order, by the engine's id."""
-        return {
-            id_: _Output(index, Detokenizer(self._service.tokenizer), self._stop_token_ids)
-            for index, id_ in enumerate(self._streams)
-        }
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._submit()
-            outputs = self._outputs()
-            running = len(outputs)
-            while running:
-                token = await self._next()
-                outputs[token.id].push(token)
-                running -= token.finish is not None
-        except EngineStopped as error:
-            await _error(ApiError(500, str(error)))(scope, receive, send)
-            return
-        choices = [("".join(o.texts), o.token_ids, o.finish) for o in outputs.values()]
-        body = self._writer.whole(choices, self._num_prompt_tokens, self._timings())
-        await Response(body, media_type="application/json")(scope, receive, send)
-
-    async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
-        has_begun = False
-        try:
-            self._submit()
-            outputs = self._outputs()
-            running = len(outputs)
-            num_tokens = 0
-            while running:
-                token = await self._next()
-                if not has_begun:
-                    has_begun = True
-                    await send(_EVENT_STREAM_HEAD)
-                # All that has come meanwhile goes into one write.
-                chunks: list[bytes] = []
-                while True:
-                    num_tokens += 1
-                    running -= token.finish is not None
-                    text = outputs[token.id].push(token)
-                    timings = None if running else self._timings()
-                    chunks.append(self._writer.chunk(outputs[token.id].index, text, token.token, token.finish, timings))
-                    if self._inbox.empty():
-                        break
-                    token = await self._next()
-                if not running:
-                    chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
-                await _send_body(send, b"".join(chunks), more=bool(running))
-        except EngineStopped as error:
-            failure = ApiError(500, str(error))
-            if has_begun:
-                await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)
-            else:
-                await _error(failure)(scope, receive, send)
-
-    def _timings(self) -> dict[str, float]:
-        """Of the slowest prompt; all of them have ended."""
-        streams = self._streams.values()
-        return {
-            "queued_s": max(s.started_s - s.submitted_s for s in streams),
-            "ttft_s": max(s.first_token_s - s.submitted_s for s in streams),
-            "total_s": max(s.last_token_s - s.submitted_s for s in streams),
-        }
-
-
-class _Output:
-    """What has come of one prompt's output."""
-
-    def __init__(self, index: int, detokenizer: Detokenizer, stop_token_ids: frozenset[int]) -> None:
-        self.index = index
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.finish = ""
-        self._detokenizer = detokenizer
-        self._stop_token_ids = stop_token_ids
-
-    def push(self, token: Token) -> str:
-        """Account for a token; returns the text that it adds. A stop token is counted, but has no text."""
-        self.token_ids.append(token.token)
-        text = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
-        if token.finish is not None:
-            self.finish = token.finish
-            text += self._detokenizer.flush()
-        self.texts.append(text)
-        return text
-
-
-_EVENT_STREAM_HEAD = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
-}
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    def _answer(
+        self, request: GenerationRequest, prompts: list[list[int]], writer: type[CompletionWriter | ChatWriter]
+    ) -> Answer:
+        capacity = self._engine_thread.capacity
+        return Answer(
+            self._engine_thread,
+            request,
+            [Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity)) for tokens in prompts],
+            writer(request.model, int(time.time()), include_usage=request.include_usage),
+            self._codec,
+            self._eos_token_ids,
+            self._max_waiting,
+        )

@@ -10,8 +10,7 @@ import time
 from dataclasses import dataclass
 
 from xgpt.errors import XgptError
-from xgpt.policies import Request
-from xrunner.engine import Engine, Generation, Token
+from xrunner.engine import Engine, Generation, SamplingParams, Token
 from xrunner.server.metrics import Metrics
 
 IDLE_S = 0.1
@@ -54,6 +53,8 @@ class EngineThread:
         self._engine = engine
         self._ids = itertools.count()
         self._streams: dict[int, Stream] = {}
+        self._waiting: set[int] = set()
+        """Streams whose first step is not known to have begun."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -68,9 +69,15 @@ class EngineThread:
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)
 
-    def can_ever_fit(self, input_length: int, max_output: int) -> bool:
-        """Whether the K/V pool could hold such a request if it were alone."""
-        return self._engine.pool.can_ever_fit(Request(-1, input_length, max_output))
+    @property
+    def capacity(self) -> int:
+        """Tokens that the K/V pool holds: prompt and output of a request that is alone."""
+        return self._engine.pool.kv_blocks * self._engine.pool.block_size
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has taken up yet."""
+        return len(self._waiting)
 
     def submit(
         self,
@@ -79,6 +86,7 @@ class EngineThread:
         max_output: int,
         stop_token_ids: frozenset[int],
         output_length: int | None,
+        sampling: SamplingParams,
         inbox: Inbox,
     ) -> Stream:
         """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
@@ -88,18 +96,20 @@ class EngineThread:
         """
         if self.failure is not None:
             raise EngineStopped(self.failure)
-        generation = Generation(next(self._ids), prompt, max_output, stop_token_ids, output_length)
+        generation = Generation(next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling)
         stream = Stream(generation.id, inbox, time.perf_counter())
         self._streams[stream.id] = stream
+        self._waiting.add(stream.id)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit(generation)
         return stream
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: Stream, *, finish_reason: str = "cancelled") -> None:
         """Take a request out; one that has ended already is left alone."""
         if self._streams.pop(stream.id, None) is not None:
+            self._waiting.discard(stream.id)
             self._engine.cancel(stream.id)
-            self.metrics.requests.labels("cancelled").inc()
+            self.metrics.requests.labels(finish_reason).inc()
 
     def _run(self) -> None:
         try:
@@ -128,12 +138,14 @@ class EngineThread:
         for id_ in encoding:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = start_s
+                self._waiting.discard(id_)
         for token in tokens:
             stream = self._streams.get(token.id)
             if stream is None:  # cancelled while the step ran
                 continue
             if not stream.first_token_s:
                 stream.started_s = stream.started_s or start_s
+                self._waiting.discard(token.id)
                 stream.first_token_s = end_s
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
@@ -151,3 +163,4 @@ class EngineThread:
             self.metrics.requests.labels("failed").inc()
             stream.inbox.put_nowait(EngineStopped(reason))
         self._streams.clear()
+        self._waiting.clear()

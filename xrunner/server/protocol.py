@@ -1,40 +1,62 @@
-"""The bodies of /v1/completions: what is accepted, what answers, what errors look like.
+"""The bodies of /v1/completions and /v1/chat/completions: what is accepted, what errors look like.
 
 Beside OpenAI's fields a request may carry:
+    top_k, min_p: further cuts of the distribution.
     ignore_eos: run on to max_tokens, whatever tokens come.
+    stop_token_ids: tokens that end an output.
+    include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
-and an answer carries:
-    token_ids: of each choice, its tokens (in a stream: of each chunk).
-    xgpt: {queued_s, ttft_s, total_s}, the server's own times from taking the request in to the start of its
-        first step, its first token and its last; of several prompts, those of the slowest. A stream brings it
-        with the last token.
+    add_generation_prompt, chat_template_kwargs (chat): what the template is told.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
+from msgspec import Meta
 
 from xgpt.schema import ModelSpec
+from xrunner.engine import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI has it; a chat's answer may fill the context."""
+
+MAX_LOGPROBS = 20
 
 Prompt = str | list[int]
+Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+Count = Annotated[int, Meta(ge=1)]
+TokenId = Annotated[int, Meta(ge=0)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape."""
+    """An answer other than 200, in OpenAI's shape.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    Args:
+        retry_after_s: when to try again, where that may help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
 
     def body(self) -> bytes:
-        type_ = "invalid_request_error" if self.status < 500 else "server_error"
+        kinds = {429: "rate_limit_error"}
+        type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
@@ -43,179 +65,239 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions; a field may be null for its default."""
+class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of request have in common; a field may be null for its default."""
+
+    PROMPT_FIELD: ClassVar[str]
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
+    """Fields accepted only at the value that changes nothing, and why."""
 
     model: str
-    prompt: str | list[int | str | list[int]]
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    output_length: int | None = None
-    user: str | None = None
-    # Accepted only at the value that changes nothing: see _WITHOUT_EFFECT.
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    stop: str | list[str] | None = None
-    suffix: str | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    output_length: Count | None = None
     logit_bias: dict[str, float] | None = None
+    user: str | None = None
 
     @property
-    def output_limit(self) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    def num_choices(self) -> int:
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
-    "temperature": (0, "only greedy decoding is implemented; send 0 or leave it out"),
-    "top_p": (1, "only greedy decoding is implemented; send 1 or leave it out"),
-    "n": (1, "one choice a prompt is implemented; send 1 or leave it out"),
-    "best_of": (1, "one choice a prompt is implemented; send 1 or leave it out"),
-    "echo": (False, "echo is not implemented; leave it out"),
-    "logprobs": (None, "log probabilities are not implemented; leave it out"),
-    "stop": ([], "stop sequences are not implemented; leave it out"),
-    "suffix": (None, "insertion is not implemented; leave it out"),
-    "seed": (None, "greedy decoding draws no random number; leave it out"),
-    "presence_penalty": (0, "penalties are not implemented; send 0 or leave it out"),
-    "frequency_penalty": (0, "penalties are not implemented; send 0 or leave it out"),
-    "logit_bias": ({}, "logit biases are not implemented; leave it out"),
-}
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most probable tokens to report beside each chosen one; None: nothing."""
+        raise NotImplementedError
 
-_FIELD = re.compile(r"`\$\.(\w+)|field `(\w+)`")
-"""The field in a message of msgspec: "... - at `$.n`", "... unknown field `foo`"."""
+    def max_output(self, room: int) -> int:
+        """Output tokens at most; `room`: those that would fit."""
+        raise NotImplementedError
 
-_decoder = msgspec.json.Decoder(CompletionRequest)
+    def sampling(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logprobs=self.num_logprobs,
+        )
+
+    def check(self) -> None:
+        """What fields say together. Raises ApiError (400)."""
+        for field, (neutral, reason) in self.WITHOUT_EFFECT.items():
+            value = getattr(self, field)
+            if value is not None and value != neutral:
+                refuse(field, reason)
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options", "only a stream has stream options")
+        if self.output_length is not None and (self.stops or self.stop_token_ids):
+            refuse("output_length", "an output of fixed length cannot stop earlier; leave stop and stop_token_ids out")
+
+
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    PROMPT_FIELD = "prompt"
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
+        "best_of": (1, "it is not implemented; leave it out, or send n for several choices"),
+        "echo": (False, "it is not implemented; leave it out"),
+        "suffix": (None, "insertion is not implemented; leave it out"),
+        "logit_bias": ({}, "logit biases are not implemented; leave it out"),
+    }
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def max_output(self, room: int) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[Prompt]:
+        """A string, token ids, or a list of either.
+
+        Raises:
+            ApiError: 400, a prompt is empty, or token ids stand beside prompts.
+        """
+        given = self.prompt
+        prompts: list[Prompt] = []
+        if isinstance(given, str):
+            prompts = [given]
+        elif given and all(isinstance(item, int) for item in given):
+            prompts = [[item for item in given if isinstance(item, int)]]
+        else:
+            for item in given:
+                if isinstance(item, int):
+                    refuse("prompt", "token ids and prompts are mixed in one list")
+                prompts.append(item)
+        if not prompts or not all(prompts):
+            refuse("prompt", "it is empty")
+        return prompts
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """A piece of a message's content."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": self.role, "content": content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    PROMPT_FIELD = "messages"
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
+        "tools": ([], "tools are not implemented; leave it out"),
+        "tool_choice": ("none", "tools are not implemented; leave it out"),
+        "response_format": ({"type": "text"}, "only plain text is implemented; leave it out"),
+        "logit_bias": ({}, "logit biases are not implemented; leave it out"),
+    }
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def max_output(self, room: int) -> int:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return room if limit is None else limit
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "send logprobs: true with it")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            refuse("max_tokens", f"max_completion_tokens {self.max_completion_tokens} says otherwise; send one of them")
+
+
+_FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
+"""The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
+
+_decode_completion = msgspec.json.Decoder(CompletionRequest).decode
+_decode_chat = msgspec.json.Decoder(ChatRequest).decode
 
 
 def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
     raise ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def parse_request(body: bytes) -> CompletionRequest:
-    """The request in a body, with all that can be checked without the model's tokenizer or the pool.
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The request in a body, with all that can be checked without the model. Raises ApiError (400)."""
+    return _parse(body, _decode_completion)
 
-    Raises:
-        ApiError: 400.
-    """
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The request in a body, with all that can be checked without the model. Raises ApiError (400)."""
+    return _parse(body, _decode_chat)
+
+
+def _parse(body: bytes, decode: Any) -> Any:
     try:
-        request = _decoder.decode(body)
+        request = decode(body)
     except msgspec.ValidationError as error:
-        match = _FIELD.search(str(error))
-        raise ApiError(400, str(error), param=match and (match[1] or match[2])) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = (pattern.search(str(error)) for pattern in _FIELDS)
+        raise ApiError(400, str(error), param=next((match[1] for match in found if match), None)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    for field, (neutral, reason) in _WITHOUT_EFFECT.items():
-        value = getattr(request, field)
-        if value is not None and value != neutral:
-            refuse(field, reason)
-    if request.output_limit < 1:
-        refuse("max_tokens", f"{request.output_limit} is not accepted; send 1 or more")
-    if request.stream_options is not None and not request.stream:
-        refuse("stream_options", "only a stream has stream options")
-    if request.output_length is not None and not 1 <= request.output_length <= request.output_limit:
-        refuse("output_length", f"{request.output_length} is not within 1 and {request.output_limit} (max_tokens)")
+    request.check()
     return request
 
 
-def prompts_of(request: CompletionRequest) -> list[Prompt]:
-    """A request's prompts: a string, token ids, or a list of either.
+def check_tokens(prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int) -> int:
+    """How many tokens the output of a prompt may have.
+
+    Args:
+        capacity: tokens that the K/V memory holds.
 
     Raises:
-        ApiError: 400, a prompt is empty, or token ids stand beside prompts.
+        ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
     """
-    given = request.prompt
-    prompts: list[Prompt] = []
-    if isinstance(given, str):
-        prompts = [given]
-    elif given and all(isinstance(item, int) for item in given):
-        prompts = [[item for item in given if isinstance(item, int)]]
-    else:
-        for item in given:
-            if isinstance(item, int):
-                refuse("prompt", "token ids and prompts are mixed in one list")
-            prompts.append(item)
-    if not prompts or not all(prompts):
-        refuse("prompt", "it is empty")
-    return prompts
-
-
-def check_tokens(prompt: list[int], request: CompletionRequest, spec: ModelSpec) -> None:
-    """Raises ApiError (400) where the vocabulary lacks a token, or the context is too short."""
-    if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
-        outside = next(token for token in prompt if not 0 <= token < spec.vocab_size)
-        refuse("prompt", f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
-    if len(prompt) + request.output_limit > spec.max_context:
+    field = request.PROMPT_FIELD
+    room = spec.max_context - len(prompt)
+    limit = request.max_output(max(1, min(room, capacity - len(prompt))))
+    if limit > room:
         refuse(
-            "prompt" if len(prompt) >= spec.max_context else "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {request.output_limit} are more than the model's "
-            f"context of {spec.max_context}",
+            field if room < 1 else "max_tokens",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the model's context of "
+            f"{spec.max_context}",
             "context_length_exceeded",
         )
-
-
-class CompletionWriter:
-    """Renders one answer: as a whole, or chunk by chunk, in which case most of a chunk is the same bytes."""
-
-    def __init__(self, id_: str, created: int, request: CompletionRequest) -> None:
-        self._envelope = {
-            "id": id_,
-            "object": "text_completion",
-            "created": created,
-            "model": request.model,
-        }
-        self._include_usage = request.include_usage
-        head = msgspec.json.encode(self._envelope)[:-1].decode()
-        self._head = f'data: {head},"choices":[{{"index":'
-        self._tail = ',"usage":null' if request.include_usage else ""
-
-    def chunk(self, index: int, text: str, token: int, finish: str | None, timings: dict[str, float] | None) -> bytes:
-        """One token of one choice; `timings` with the last token of the answer."""
-        quoted = msgspec.json.encode(text).decode() if text else '""'
-        reason = f'"{finish}"' if finish else "null"
-        extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
-        return (
-            f'{self._head}{index},"text":{quoted},"token_ids":[{token}],"logprobs":null,'
-            f'"finish_reason":{reason}}}]{self._tail}{extension}}}\n\n'
-        ).encode()
-
-    def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
-        """What follows the last chunk of a stream."""
-        if not self._include_usage:
-            return b"data: [DONE]\n\n"
-        last = self._envelope | {"choices": [], "usage": _usage(prompt_tokens, completion_tokens)}
-        return b"data: " + msgspec.json.encode(last) + b"\n\ndata: [DONE]\n\n"
-
-    def whole(
-        self,
-        choices: list[tuple[str, list[int], str]],
-        prompt_tokens: int,
-        timings: dict[str, float],
-    ) -> bytes:
-        """The answer of a request that is no stream; `choices` are (text, token ids, finish reason)."""
-        rendered = [
-            {"index": index, "text": text, "token_ids": ids, "logprobs": None, "finish_reason": finish}
-            for index, (text, ids, finish) in enumerate(choices)
-        ]
-        completion_tokens = sum(len(ids) for _, ids, _ in choices)
-        return msgspec.json.encode(
-            self._envelope | {"choices": rendered, "usage": _usage(prompt_tokens, completion_tokens), "xgpt": timings}
+    if len(prompt) + limit > capacity:
+        refuse(
+            "max_tokens",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than this server's K/V memory holds",
         )
-
-
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    for name, tokens in ((field, prompt), ("stop_token_ids", request.stop_token_ids or [0])):
+        if not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < spec.vocab_size)
+            refuse(name, f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
+    if request.output_length is not None and request.output_length > limit:
+        refuse("output_length", f"{request.output_length} is more than max_tokens {limit}")
+    return limit

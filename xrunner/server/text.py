@@ -1,30 +1,55 @@
-"""Text to token ids and back, where the checkpoint brings a tokenizer."""
+"""Text to token ids and back, where the checkpoint brings a tokenizer; the end of a text at a stop string."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from xgpt.errors import InputError
+from xrunner.server.chat import ChatTemplate, load_chat_template
 
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""
 
 
-def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
+class TextCodec:
+    """A checkpoint's tokenizer, and its chat template where it has one.
+
+    Attributes:
+        longest_token: characters of the longest token: a text of n tokens is at most n times as long.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A rendered chat has its special tokens already."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     """The tokenizer of a checkpoint directory, or None where it has none.
 
     Raises:
-        InputError: tokenizer.json is there but cannot be read.
+        InputError: tokenizer.json or the chat template is there but cannot be read.
     """
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         return None
     try:
-        return Tokenizer.from_buffer(path.read_bytes())
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
+    return TextCodec(tokenizer, load_chat_template(checkpoint))
+
+
+def token_text(codec: TextCodec | None, token: int) -> str:
+    """How a single token is shown beside its log probability."""
+    return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)
 
 
 class Detokenizer:
@@ -34,8 +59,8 @@ class Detokenizer:
     depends on its neighbours (a leading space, the bytes of one character).
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, codec: TextCodec | None) -> None:
+        self._tokenizer = None if codec is None else codec.tokenizer
         self._ids: list[int] = []
         self._num_given = 0
         """Leading tokens of `_ids` whose text has been given already."""
@@ -59,3 +84,46 @@ class Detokenizer:
         del self._ids[: self._num_given]
         self._num_given = len(self._ids)
         return text[len(given) :]
+
+
+class StopStrings:
+    """Ends a text at the first stop string, however the text is cut into pieces.
+
+    What may be the beginning of one is held back until it is sure that it is not. Of several, the one that is
+    complete first ends the text; of those, the longest.
+
+    Args:
+        include: leave the stop string in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._include = include
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The text that may go out after `piece` has come, and whether it ends here."""
+        if not self._stops:
+            return piece, False
+        text = self._held + piece
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self._held = ""
+            return text[: end if self._include else start], True
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """What is still held back when the output ends."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = min(len(text), len(self._stops[0]) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

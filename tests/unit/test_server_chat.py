@@ -1,0 +1,249 @@
+"""Chats, choices, log probabilities and stop strings, through the client that users have."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.fakes import (
+    CHAT_TEMPLATE,
+    FakeExecutor,
+    byte_codec,
+    byte_tokenizer,
+    eventually,
+    expected_tokens,
+    fake_app,
+    fake_engine,
+    running,
+)
+from xgpt.errors import InputError
+from xrunner.server import ChatTemplate, load_tokenizer
+from xrunner.server.chat import load_chat_template
+
+TOKENIZER = byte_tokenizer()
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé"}]
+RENDERED = "<system>Be brief.</s><user>hé</s><assistant>"
+TOKENS = expected_tokens(TOKENIZER.encode(RENDERED).ids, 500)
+TEXT = TOKENIZER.decode(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_codec())) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=8)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert choice.token_ids == TOKENS[:8]
+    assert choice.message.content == TOKENIZER.decode(TOKENS[:8])
+    assert (answer.object, answer.usage.completion_tokens) == ("chat.completion", 8)
+    assert answer.usage.prompt_tokens == len(TOKENIZER.encode(RENDERED).ids)
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=300, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *tokens, end = chunks
+    assert [chunk.choices[0].delta.role for chunk in tokens] == ["assistant"] + [None] * 299
+    assert "".join(chunk.choices[0].delta.content for chunk in tokens) == TOKENIZER.decode(TOKENS[:300])
+    assert [chunk.choices[0].finish_reason for chunk in tokens] == [None] * 299 + ["length"]
+    assert (end.choices, end.usage.completion_tokens) == ([], 300)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_chat_without_max_tokens_fills_the_context(client: openai.OpenAI) -> None:
+    usage = client.chat.completions.create(model="fake", messages=MESSAGES).usage
+    assert usage.total_tokens == 512
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_choices(client: openai.OpenAI, stream: bool) -> None:
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5, n=2, stream=stream)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            tokens[choice.index] += choice.token_ids
+    assert tokens == {0: TOKENS[:5], 1: TOKENS[:5]}
+
+
+def test_choices_of_several_prompts_stand_together(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=[[1], [2, 3]], max_tokens=2, n=2)
+    assert [choice.token_ids for choice in answer.choices] == [[1, 2], [1, 2], [5, 6], [5, 6]]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    wanted = {"model": "fake", "messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    content = client.chat.completions.create(**wanted).choices[0].logprobs.content
+    assert [entry.token for entry in content] == [TOKENIZER.decode([token]) for token in TOKENS[:3]]
+    assert [entry.logprob for entry in content] == [-1, -1, -1]
+    assert [[top.logprob for top in entry.top_logprobs] for entry in content] == [[-1, -2]] * 3
+    chunks = list(client.chat.completions.create(**wanted, stream=True))
+    assert [chunk.choices[0].logprobs.content for chunk in chunks] == [[entry] for entry in content]
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    prompt = TOKENIZER.encode("A").ids
+    choice = client.completions.create(model="fake", prompt=prompt, max_tokens=3, logprobs=2).choices[0]
+    assert choice.text == "ABC"
+    assert choice.logprobs.tokens == ["A", "B", "C"]
+    assert choice.logprobs.token_logprobs == [-1, -1, -1]
+    assert choice.logprobs.top_logprobs == [{"A": -1, "B": -2}, {"B": -1, "C": -2}, {"C": -1, "D": -2}]
+    assert choice.logprobs.text_offset == [0, 1, 2]
+    none = client.completions.create(model="fake", prompt=prompt, max_tokens=1, logprobs=0).choices[0]
+    assert none.logprobs.top_logprobs == [None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("include", "text"), [(False, "AB"), (True, "ABCDE")])
+def test_a_stop_string_over_several_tokens(client: openai.OpenAI, stream: bool, include: bool, text: str) -> None:
+    answer = client.completions.create(
+        model="fake",
+        prompt=TOKENIZER.encode("A").ids,
+        max_tokens=100,
+        stop=["CDE", "nowhere"],
+        stream=stream,
+        extra_body={"include_stop_str_in_output": include},
+    )
+    choices = [part.choices[0] for part in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == text
+    assert choices[-1].finish_reason == "stop"
+    assert sum(len(choice.token_ids) for choice in choices) == 5
+
+
+def test_a_stop_string_frees_the_slot() -> None:
+    executor = FakeExecutor(step_s=0.002)
+    engine = fake_engine(executor, max_batch=1)
+    with (
+        running(fake_app(engine, tokenizer=byte_codec())) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        for _ in range(3):
+            client.completions.create(model="fake", prompt=TOKENIZER.encode("A").ids, max_tokens=500, stop="D")
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        assert 'xgpt_requests_total{finish_reason="stop"} 3.0' in metrics
+        assert eventually(lambda: engine.pool.reserved_blocks == 0)
+
+
+def test_what_may_begin_a_stop_string_comes_out_at_the_end(client: openai.OpenAI) -> None:
+    choice = client.completions.create(
+        model="fake", prompt=TOKENIZER.encode("A").ids, max_tokens=3, stop="CDE"
+    ).choices[0]
+    assert (choice.text, choice.finish_reason) == ("ABC", "length")
+
+
+def test_stop_token_ids(client: openai.OpenAI) -> None:
+    choice = client.completions.create(
+        model="fake", prompt=[40], max_tokens=50, extra_body={"stop_token_ids": [43], "ignore_eos": True}
+    ).choices[0]
+    assert (choice.token_ids, choice.finish_reason) == ([40, 41, 42, 43], "stop")
+
+
+def test_what_the_template_refuses(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the chat template refuses them: who is tool"):
+        client.chat.completions.create(model="fake", messages=[{"role": "tool", "content": "x", "name": "y"}])
+
+
+def test_content_in_parts(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "é"}]
+    messages = [MESSAGES[0], {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(model="fake", messages=messages, max_tokens=2)
+    assert answer.choices[0].token_ids == TOKENS[:2]
+
+
+@pytest.mark.parametrize("tokenizer", [None, byte_codec(template=None)])
+def test_no_template_no_chat(tokenizer) -> None:
+    with (
+        running(fake_app(fake_engine(FakeExecutor()), tokenizer=tokenizer)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="fake has no chat template") as caught:
+            client.chat.completions.create(model="fake", messages=MESSAGES)
+        assert caught.value.code == "no_chat_template"
+
+
+def test_a_text_that_no_context_holds_is_not_even_tokenised(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="9000000 characters are more than any 512 tokens") as caught:
+        client.completions.create(model="fake", prompt="x" * 9_000_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+TEMPLATES = {
+    "ours": CHAT_TEMPLATE,
+    "blocks": """
+{% for message in messages %}
+    {% if loop.first %}
+{{ bos_token }}{{ tools_note | default("no tools") }}
+    {% endif %}
+    {% if message['role'] == 'skip' %}
+        {% continue %}
+    {% endif %}
+{{ message | tojson }}
+    {% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endif %}
+{% endfor %}
+{{ {"b": 1, "a": "<é>"} | tojson(indent=2) }}""",
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_renders_as_transformers_does(source: str, add_generation_prompt: bool) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, bos_token="<s>", eos_token="</s>")
+    messages = [*MESSAGES, {"role": "assistant", "content": "<b>&"}]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    ours = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ours.render(messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+def test_templates_have_helpers_and_no_way_out() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]).isdigit()
+    assert ChatTemplate("{{ enable_thinking }}").render([], variables={"enable_thinking": False}) == "False"
+    for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ 1 + 'x' }}"):
+        with pytest.raises(ValueError):
+            ChatTemplate(escape).render([])
+    with pytest.raises(InputError, match="line 1"):
+        ChatTemplate("{% if %}")
+
+
+def test_load_chat_template(tmp_path) -> None:
+    def rendered() -> str:
+        template = load_chat_template(tmp_path)
+        assert template is not None
+        return template.render([])
+
+    assert load_chat_template(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ bos_token }}"})
+    )
+    assert rendered() == "<s>"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    config.write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
+    assert rendered() == "yes"
+    (tmp_path / "chat_template.jinja").write_text("file {{ bos_token }}")
+    assert rendered() == "file <s>"
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    codec = load_tokenizer(tmp_path)
+    assert codec is not None and codec.chat_template is not None
+    for broken in ("{", "[]"):
+        config.write_text(broken)
+        with pytest.raises(InputError, match="tokenizer_config"):
+            load_tokenizer(tmp_path)

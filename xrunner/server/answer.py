@@ -1,0 +1,240 @@
+"""One request's answer: tokens in from the engine, text out to the client, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from xrunner.engine import Token
+from xrunner.server.engine_thread import EngineStopped, EngineThread, Stream
+from xrunner.server.protocol import ApiError, GenerationRequest
+from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
+from xrunner.server.writers import ChoiceResult, Delta, TokenReport, Writer
+
+RETRY_AFTER_S = 1
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the choices of a prompt: far enough that another request's seed does not meet them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that the model can take, and how long its output may be."""
+
+    tokens: tuple[int, ...]
+    max_output: int
+
+
+class Answer(Response):
+    """Submits a request's prompts, n times each, when it is its turn to be sent; takes them out of the engine when
+    the client goes away."""
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        request: GenerationRequest,
+        prompts: list[Prompt],
+        writer: Writer,
+        codec: TextCodec | None,
+        eos_token_ids: frozenset[int],
+        max_waiting: int,
+    ) -> None:
+        super().__init__()  # routes copy headers and background tasks onto any response
+        self._engine_thread = engine_thread
+        self._request = request
+        self._prompts = prompts
+        self._writer = writer
+        self._codec = codec
+        self._max_waiting = max_waiting
+        self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self._streams: dict[int, Stream] = {}
+        self._choices: dict[int, _Choice] = {}
+        self._num_running = 0
+        self._inbox: asyncio.Queue[Token | EngineStopped] = asyncio.Queue()
+        ends = frozenset(request.stop_token_ids or ())
+        runs_on = request.ignore_eos or request.output_length is not None
+        self._stop_token_ids = ends if runs_on else ends | eos_token_ids
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        write = self._events if self._request.stream else self._whole
+        answer = asyncio.ensure_future(write(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        except asyncio.CancelledError:
+            # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
+            self._inbox.put_nowait(EngineStopped("the server is shutting down"))
+            await answer
+        finally:
+            answer.cancel()
+            gone.cancel()
+            for stream in self._streams.values():
+                self._engine_thread.cancel(stream)
+
+    def _submit(self) -> None:
+        """Hand all choices to the engine, or none.
+
+        Raises:
+            ApiError: 429, too many wait already; 500, the engine has failed.
+        """
+        if self._engine_thread.failure is not None:
+            raise ApiError(500, self._engine_thread.failure)
+        num_choices = self._request.num_choices
+        num_waiting = self._engine_thread.num_waiting
+        if num_waiting + len(self._prompts) * num_choices > self._max_waiting:
+            raise ApiError(
+                429,
+                f"{num_waiting} requests wait already, {self._max_waiting} may; try again later",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
+        for prompt in self._prompts:
+            for index in range(num_choices):
+                stream = self._engine_thread.submit(
+                    prompt.tokens,
+                    max_output=prompt.max_output,
+                    stop_token_ids=self._stop_token_ids,
+                    output_length=self._request.output_length,
+                    sampling=self._request.sampling(seed + index * SEED_STRIDE),
+                    inbox=self._inbox,
+                )
+                self._streams[stream.id] = stream
+                self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
+        self._num_running = len(self._choices)
+
+    async def _next(self) -> Delta | None:
+        """What the next token adds; None where its choice has ended before.
+
+        Raises:
+            ApiError: 500, no more tokens will come.
+        """
+        item = await self._inbox.get()
+        if isinstance(item, EngineStopped):
+            raise ApiError(500, str(item))
+        choice = self._choices[item.id]
+        if choice.finish:
+            return None
+        delta = choice.push(item)
+        if choice.finish:
+            self._num_running -= 1
+            if item.finish is None:
+                self._engine_thread.cancel(self._streams[item.id], finish_reason=choice.finish)
+        return delta
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._submit()
+            while self._num_running:
+                await self._next()
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        results = [choice.result() for choice in self._choices.values()]
+        body = self._writer.whole(results, self._num_prompt_tokens, self._timings())
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
+        has_begun = False
+        try:
+            self._submit()
+            while self._num_running:
+                # All that has come meanwhile goes into one write.
+                chunks: list[bytes] = []
+                while not chunks or (self._num_running and not self._inbox.empty()):
+                    if (delta := await self._next()) is not None:
+                        timings = None if self._num_running else self._timings()
+                        chunks.append(self._writer.chunk(delta, timings))
+                if not self._num_running:
+                    num_tokens = sum(len(choice.token_ids) for choice in self._choices.values())
+                    chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
+                if not has_begun:
+                    has_begun = True
+                    await send(_EVENT_STREAM_HEAD)
+                await _send_body(send, b"".join(chunks), more=bool(self._num_running))
+        except ApiError as error:
+            if has_begun:
+                await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+            else:
+                await error_response(error)(scope, receive, send)
+
+    def _timings(self) -> dict[str, float]:
+        """Of the slowest choice; all of them have ended."""
+        streams = self._streams.values()
+        return {
+            "queued_s": max(s.started_s - s.submitted_s for s in streams),
+            "ttft_s": max(s.first_token_s - s.submitted_s for s in streams),
+            "total_s": max(s.last_token_s - s.submitted_s for s in streams),
+        }
+
+
+class _Choice:
+    """What has come of one output."""
+
+    def __init__(
+        self, index: int, request: GenerationRequest, codec: TextCodec | None, stop_token_ids: frozenset[int]
+    ) -> None:
+        self.finish: str | None = None
+        self.token_ids: list[int] = []
+        self._index = index
+        self._codec = codec
+        self._stop_token_ids = stop_token_ids
+        self._detokenizer = Detokenizer(codec)
+        self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
+        self._texts: list[str] = []
+        self._num_chars = 0
+        self._reports: list[TokenReport] = []
+
+    def push(self, token: Token) -> Delta:
+        """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
+        self.token_ids.append(token.token)
+        report = self._report(token)
+        piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
+        if token.finish is not None:
+            piece += self._detokenizer.flush()
+        text, is_stopped = self._stops.push(piece)
+        self.finish = "stop" if is_stopped else token.finish
+        if self.finish is not None and not is_stopped:
+            text += self._stops.flush()
+        self._texts.append(text)
+        self._num_chars += len(text)
+        return Delta(self._index, text, token.token, self.finish, report, len(self.token_ids) == 1)
+
+    def result(self) -> ChoiceResult:
+        """Of a choice that has ended."""
+        assert self.finish is not None
+        return ChoiceResult("".join(self._texts), self.token_ids, self.finish, self._reports)
+
+    def _report(self, token: Token) -> TokenReport | None:
+        if token.logprobs is None:
+            return None
+        top = [(token_text(self._codec, id_), value) for id_, value in token.logprobs.top]
+        report = TokenReport(token_text(self._codec, token.token), token.logprobs.chosen, self._num_chars, top)
+        self._reports.append(report)
+        return report
+
+
+_EVENT_STREAM_HEAD = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

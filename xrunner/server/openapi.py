@@ -1,0 +1,56 @@
+"""The endpoint's description: /openapi.json, from the types that requests are parsed with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from xgpt import __version__
+from xrunner.server.protocol import ChatRequest, CompletionRequest
+
+_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+_REFUSALS = {
+    "400": "A field is not accepted; the message says why.",
+    "404": "This model is not served here.",
+    "408": "The body did not come in time.",
+    "413": "The body is too long.",
+    "429": "Too many requests wait; Retry-After says when to try again.",
+    "500": "The engine has failed.",
+}
+
+
+def describe() -> dict[str, Any]:
+    """The OpenAPI document."""
+    bodies, components = msgspec.json.schema_components(
+        (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
+    )
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    failed = {"503": {"description": "The engine has failed.", "content": _JSON}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "xgpt", "version": __version__, "description": "A plan behind OpenAI's API."},
+        "paths": {
+            "/v1/completions": {"post": _generation("Continue prompts.", bodies[0])},
+            "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1])},
+            "/v1/models": {"get": _reading("The model that is served.", _JSON)},
+            "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
+            "/metrics": {"get": _reading("Prometheus metrics.", text)},
+            "/plan": {"get": _reading("The plan that is run.", _JSON)},
+        },
+        "components": {"schemas": components},
+    }
+
+
+def _generation(summary: str, body: dict[str, Any]) -> dict[str, Any]:
+    refusals = {status: {"description": reason, "content": _JSON} for status, reason in _REFUSALS.items()}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "The answer.", "content": _JSON | _EVENTS}} | refusals,
+    }
+
+
+def _reading(summary: str, content: dict[str, Any], others: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"summary": summary, "responses": {"200": {"description": summary, "content": content}} | (others or {})}
