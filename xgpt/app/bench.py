@@ -46,7 +46,7 @@ def bench_plan(
 
     check_fits(plan, workload)
     closed = arrival_rate is None
-    spare = warm_up_requests(plan) + outstanding_requests(plan) if closed else 0
+    spare = outstanding_requests(plan) + (warm_up_requests(plan) if closed else 0)
     total = num_requests + spare
     inputs, outputs = sample(workload, total, rng)
     times = None if arrival_rate is None else poisson_arrivals(arrival_rate, total, rng)

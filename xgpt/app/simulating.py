@@ -69,8 +69,9 @@ def simulate(
     from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
 
     rule, pool = policies.build(plan)
-    warm_up, spare = warm_up_requests(plan), outstanding_requests(plan)
-    total = num_requests + (warm_up + spare if arrival_rate is None else 0)
+    # The window closes at a step that encodes: there must be requests left for it.
+    spare = outstanding_requests(plan) + (warm_up_requests(plan) if arrival_rate is None else 0)
+    total = num_requests + spare
     inputs, outputs = sample(workload, total, rng)
     arrivals = [0] * total if arrival_rate is None else (1e9 * poisson_arrivals(arrival_rate, total, rng)).astype(int)
     max_output = workload.output.lengths[-1]

@@ -46,19 +46,25 @@ def progress_bar() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    with Bar(
+    bar = Bar(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("profiling", visible=False)
+    )
+    task = bar.add_task("profiling")
 
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what, visible=True)
+    def report(done: int, total: int, what: str) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total, description=what)
 
+    try:
         yield report
+    finally:
+        # A bar that never started would still print an empty line.
+        if bar.live.is_started:
+            bar.stop()
 
 
 def settings_text(plan: Plan) -> str:

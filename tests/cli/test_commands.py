@@ -1,0 +1,224 @@
+"""Exit codes, one line on standard error, nothing half done: what scripts rely on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli import COMMANDS, main
+from xgpt.io import config_names
+
+PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+class Xgpt:
+    """Runs commands in an empty directory with a cache of its own."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, *arguments: str) -> Ran:
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        assert isinstance(end.value.code, int)
+        return Ran(end.value.code, *self._capfd.readouterr())
+
+    def fails(self, code: int, *arguments: str) -> str:
+        """Run what must fail: one line on standard error, nothing on standard output, no file. Returns the line."""
+        before = set(Path.cwd().iterdir())
+        ran = self(*arguments)
+        assert ran.code == code, ran
+        assert ran.out == ""
+        assert ran.err.startswith("xgpt: ")
+        assert ran.err.count("\n") == 1
+        assert "Traceback" not in ran.err
+        assert set(Path.cwd().iterdir()) == before
+        return ran.err
+
+
+@pytest.fixture
+def xgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Xgpt:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return Xgpt(capfd)
+
+
+@pytest.fixture
+def plan(xgpt: Xgpt) -> Path:
+    assert xgpt("plan", "--latency-bound", "4", *PROBLEM).code == 0
+    return Path("plan.json")
+
+
+@pytest.mark.parametrize("kind", ["model", "cluster", "workload"])
+def test_an_unknown_name_lists_what_exists(xgpt: Xgpt, kind: str) -> None:
+    arguments = dict(zip(PROBLEM[::2], PROBLEM[1::2], strict=True)) | {f"--{kind}": "nothing-like-this"}
+    line = xgpt.fails(2, "plan", "--latency-bound", "4", *(word for pair in arguments.items() for word in pair))
+    assert "nothing-like-this" in line
+    for name in config_names(f"{kind}s"):  # type: ignore[arg-type]
+        assert name in line
+
+
+def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
+    line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, "--policy", "best")
+    for name in ("'best'", "rra", "chunked", "orca", "static"):
+        assert name in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no requests"),
+        ("input,output\n", "holds no requests"),
+        ("input,output\n10,20\n-5,20\n", "line 3, input: '-5'"),
+        ("input,output\n10,many\n", "line 2, output: 'many'"),
+        ("input,output\n10\n", "line 2"),
+        ("prompt,answer\n10,20\n", "header must name"),
+        ("input,output\n100000,200000\n", "over the context"),
+    ],
+)
+def test_a_broken_trace_is_refused(xgpt: Xgpt, tmp_path: Path, text: str, said: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text)
+    assert said in xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM[:4], "--workload", str(trace))
+
+
+@pytest.mark.parametrize("bound", ["0", "-1", "nan", "fast", "", "-inf"])
+def test_a_bound_that_is_none_is_refused(xgpt: Xgpt, bound: str) -> None:
+    line = xgpt.fails(2, "plan", "--latency-bound", bound, *PROBLEM)
+    assert f"'{bound}'" in line
+    assert "inf for no bound" in line
+
+
+@pytest.mark.parametrize("option", [("--quantile", "1"), ("--quantile", "0"), ("--ttft", "0"), ("--tpot", "inf")])
+def test_other_numbers_out_of_range_are_refused(xgpt: Xgpt, option: tuple[str, str]) -> None:
+    assert option[0] in xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, *option)
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_an_impossible_bound_names_the_nearest_which_works(xgpt: Xgpt, command: str) -> None:
+    line = xgpt.fails(1, command, "--latency-bound", "0.01", *PROBLEM)
+    assert "infeasible: latency_bound_s" in line
+    match = re.search(r"nearest bound that one keeps is ([\d.]+) s", line)
+    assert match is not None
+    assert xgpt(command, "--latency-bound", match[1], *PROBLEM).code == 0
+
+
+def test_too_little_memory_is_said(xgpt: Xgpt) -> None:
+    line = xgpt.fails(1, "plan", "--latency-bound", "inf", "--model", "gpt3-175b", "--cluster", "h200x1")
+    assert "infeasible: memory: gpt3-175b needs" in line
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "simulate"])
+def test_a_broken_plan_is_refused(xgpt: Xgpt, plan: Path, tmp_path: Path, command: str) -> None:
+    document = json.loads(plan.read_text())
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        (json.dumps(document | {"schema_version": 99}), "plan.schema_version: 99"),
+        (json.dumps(document | {"surprise": 1}), "plan.surprise"),
+        (json.dumps(document | {"replicas": 0}), "plan.replicas: 0"),
+    ):
+        broken = tmp_path / "broken.json"
+        broken.write_text(text)
+        assert said in xgpt.fails(2, command, str(broken))
+    assert "there is no such file" in xgpt.fails(2, command, "missing.json")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "plan.json"), ("serve", "plan.json", "--dry-run"), ("bench", "plan.json")]
+)
+def test_a_plan_for_another_machine_is_refused(
+    xgpt: Xgpt, plan: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = xgpt.fails(3, *arguments)
+    assert "h200" in line
+
+
+def test_an_output_that_cannot_be_written_is_said(xgpt: Xgpt, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    line = xgpt.fails(3, "plan", "--latency-bound", "4", *PROBLEM, "-o", str(tmp_path / "file" / "plan.json"))
+    assert "cannot write" in line
+
+
+def test_plan_writes_what_it_prints(xgpt: Xgpt) -> None:
+    ran = xgpt("plan", "--latency-bound", "4", *PROBLEM, "--json", "-o", "deep/er/p.json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    assert document == json.loads(Path("deep/er/p.json").read_text())
+    assert document["constraint"]["latency_bound_s"] == 4.0
+    assert document["estimate"]["latency_s"] <= 4.0
+    assert sorted(Path.cwd().iterdir()) == [Path.cwd() / "deep"]
+
+
+def test_every_json_is_one_document(xgpt: Xgpt, plan: Path) -> None:
+    for arguments in (
+        ("plan", "--latency-bound", "inf", *PROBLEM),
+        ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "exegpt", "--search", "exhaustive"),
+        ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--search", "optuna"),
+        ("compare", "--latency-bound", "4", *PROBLEM),
+        ("profile", *PROBLEM[:4]),
+        ("simulate", str(plan), "--requests", "200"),
+        ("simulate", str(plan), "--requests", "200", "--arrival-rate", "1.5"),
+    ):
+        ran = xgpt(*arguments, "--json")
+        assert ran.code == 0, ran
+        assert isinstance(json.loads(ran.out), dict)
+        assert "Warning" not in ran.err
+
+
+def test_simulate_is_repeatable(xgpt: Xgpt, plan: Path) -> None:
+    first, second, third = (
+        xgpt("simulate", str(plan), "--requests", "200", "--seed", seed, "--json").out for seed in ("1", "1", "2")
+    )
+    assert first == second
+    assert first != third
+
+
+def test_compare_measures_only_here(xgpt: Xgpt) -> None:
+    assert "--measure" in xgpt.fails(2, "compare", "--latency-bound", "4", *PROBLEM, "--measure")
+
+
+def test_what_is_not_a_command_is_refused(xgpt: Xgpt) -> None:
+    assert "No such command 'plam'" in xgpt.fails(2, "plam")
+    assert "--latency-bound" in xgpt.fails(2, "plan")
+    assert "--fast" in xgpt.fails(2, "plan", "--latency-bound", "4", "--fast")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(xgpt: Xgpt, command: str) -> None:
+    ran = xgpt(command, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert "Example" in ran.out
+    assert f"xgpt {command}" in ran.out
+
+
+def test_an_internal_error_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("xgpt.app.planning.resolve", broken)
+    line = xgpt.fails(4, "plan", "--latency-bound", "4")
+    assert line == "xgpt: internal error: RuntimeError: two lines (XGPT_TRACEBACK=1 shows where)\n"
+
+
+def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xgpt.app.planning.resolve", interrupted)
+    ran = xgpt("plan", "--latency-bound", "4")
+    # click ends the terminal's "^C" line first.
+    assert (ran.code, ran.out, ran.err) == (130, "", "\nxgpt: interrupted\n")

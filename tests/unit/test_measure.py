@@ -1,0 +1,83 @@
+"""Throughput and latencies off a log that is short enough to check by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xgpt.errors import InputError
+from xgpt.schema.step_log import Arrival, StepRecord
+from xsimulator.measure import Measured, measure
+
+S = 10**9
+
+
+def log() -> list[StepRecord]:
+    """RRA with two decode iterations of 1 s a phase; encoding takes 3 s. All prompts have 10 tokens.
+
+    Requests 0, 2, 4, .. of phase k end after 2 tokens, 1, 3, 5, .. after 4 (so they stay for two phases).
+    """
+    records = []
+    now = 0
+    for phase in range(6):
+        short, long = 2 * phase, 2 * phase + 1
+        arrivals = tuple(Arrival(id_, 10, 8, now * S) for id_ in (short, long))
+        encode = ((short, 0, 10), (long, 0, 10))
+        records.append(StepRecord(now * S, (now + 3) * S, encode, (), (), arrivals, ()))
+        before = (long - 2,) if phase else ()
+        records.append(StepRecord((now + 3) * S, (now + 4) * S, (), (*before, short, long), (*before, short), (), ()))
+        records.append(StepRecord((now + 4) * S, (now + 5) * S, (), (long,), (), (), ()))
+        now += 5
+    return records
+
+
+def measured(**changes: int) -> Measured:
+    arguments = {"quantile_output": 4, "skip_requests": 2, "num_requests": 6, **changes}
+    return measure(log(), quantile=0.5, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_window_holds_whole_cycles() -> None:
+    """Endings up to the start of each phase: 0, 1, 3, 5, 7, ..; the window goes from 3 to 9."""
+    result = measured()
+    assert result.num_requests == 6
+    assert result.window_s == 15.0
+    assert result.throughput_rps == pytest.approx(6 / 15)
+    assert result.output_tokens_per_s == pytest.approx((3 * 2 + 3 * 4) / 15)
+
+
+def test_latencies_count_from_admission() -> None:
+    result = measured()
+    assert result.ttft_s == 3.0
+    # Four tokens: 3 s for the first, two decode steps, the next phase's encoding, a decode step.
+    assert result.latency_s == 3 + 2 + 3 + 1
+    assert result.latency_p99_s == 9.0
+    assert sorted(result.latencies_s) == [4.0] * 3 + [9.0] * 3
+    assert result.request_latency_s == pytest.approx(6.5)
+    assert result.share_within(5.0) == 0.5
+
+
+def test_virtual_latency_does_not_depend_on_the_requests_own_lengths() -> None:
+    assert measured(quantile_output=1).latency_s == 3.0
+    assert measured(quantile_output=2).latency_s == 4.0
+    assert measured(quantile_output=6).latency_s == 3 + 2 + 3 + 2 + 3 + 1
+
+
+def test_gaps_span_the_phases_in_between() -> None:
+    """Of four tokens' gaps (1, 1, 4 s) and two tokens' gap (1 s), the pause is a quarter."""
+    assert measured().itl_p99_s == pytest.approx(np.quantile([1.0] * 9 + [4.0] * 3, 0.99))
+
+
+def test_batches() -> None:
+    result = measured()
+    assert result.encode_batch == 2.0
+    assert result.decode_batch == pytest.approx((3 + 1) / 2)
+
+
+def test_static_takes_the_requests_own_latency() -> None:
+    result = measure(log(), quantile=0.5, quantile_output=6, skip_requests=2, num_requests=6, static=True)
+    assert result.latency_s == result.request_latency_s
+
+
+def test_a_log_too_short_is_refused() -> None:
+    with pytest.raises(InputError, match=r"requests: 11 is not accepted; the log needs over 14 finished requests"):
+        measured(skip_requests=4, num_requests=10)
