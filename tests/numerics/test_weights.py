@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
@@ -56,7 +57,7 @@ def test_tied_head_shares_the_embedding(small_opt):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "mamba"}, "known families: opt"),
+        ({"model_type": "mamba"}, "known families: gpt2, llama, opt, qwen2, qwen3"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before: False is not accepted"),
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; only 64"),
         ({"activation_function": "mish"}, "known activations"),
@@ -87,13 +88,145 @@ def test_pickled_weights_are_refused(small_opt, tmp_path):
         load_checkpoint(directory)
 
 
-def test_missing_shard_is_named(small_opt, tmp_path):
-    _, model = small_opt
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+@pytest.fixture
+def sharded(small_opt, tmp_path):
+    """A checkpoint in several files that a test may break."""
+    small_opt[1].save_pretrained(tmp_path, max_shard_size="100KB")
+    return tmp_path
+
+
+def shards_of(directory):
+    return sorted(directory.glob("*.safetensors"))
+
+
+def rewrite(path, name, change):
+    tensors = load_file(path)
+    save_file(tensors | {name: change(tensors[name])}, path, metadata={"format": "pt"})
+
+
+def refused(directory, *parts, monkeypatch):
+    """Loading ends in one line that names all of `parts`, before any model is allocated."""
+
+    def allocate(*_, **options):
+        assert options["device"] == "meta", "allocated before the checkpoint was checked"
+        return torch_empty(*_, **options)
+
+    torch_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", allocate)
+    with pytest.raises(InputError) as caught:
+        load_checkpoint(directory)
+    assert caught.value.exit_code == 2
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_missing_shard(sharded):
+    gone = shards_of(sharded)[1]
+    inside = list(load_file(gone))
     gone.unlink()
-    with pytest.raises(InputError, match=gone.name):
-        load_checkpoint(tmp_path)
+    with pytest.raises(InputError, match=gone.name) as caught:
+        load_checkpoint(sharded)
+    assert any(name in str(caught.value) for name in inside)
+
+
+@pytest.mark.parametrize("kept", [5, 40, -1], ids=["length", "header", "tensors"])
+def test_truncated_shard(sharded, monkeypatch, kept):
+    path = shards_of(sharded)[1]
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(sharded, path.name, "cut short", monkeypatch=monkeypatch)
+
+
+def test_tensor_of_another_shape(sharded, monkeypatch):
+    path = shards_of(sharded)[1]
+    name = next(name for name, tensor in load_file(path).items() if tensor.dim() > 1)
+    rewrite(path, name, lambda tensor: tensor[:-1].clone())
+    refused(sharded, path.name, name, "must have the shape", monkeypatch=monkeypatch)
+
+
+def test_tensor_of_integers(sharded, monkeypatch):
+    path = shards_of(sharded)[1]
+    name = next(iter(load_file(path)))
+    rewrite(path, name, lambda tensor: tensor.to(torch.int8))
+    refused(sharded, path.name, name, "I8", "F32, F16, BF16", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("place", ["../elsewhere.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
+def test_index_that_points_outside(sharded, monkeypatch, place):
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = next(iter(content["weight_map"]))
+    content["weight_map"][name] = place
+    index.write_text(json.dumps(content))
+    refused(sharded, place, name, "same directory", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"weight_map": 3}', '{"weight_map": {}}'])
+def test_broken_index(sharded, monkeypatch, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    refused(sharded, "model.safetensors.index.json", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config, generation, expected",
+    [
+        ({"eos_token_id": 5}, None, (5,)),
+        ({"eos_token_id": [5, 6]}, {}, (5, 6)),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 8]}, (7, 8)),
+        ({"eos_token_id": None}, {"eos_token_id": None}, ()),
+    ],
+)
+def test_stop_tokens_are_those_of_the_generation_config(small_opt, tmp_path, config, generation, expected):
+    directory = copy_with(small_opt[0], tmp_path / "changed", **config)
+    (directory / "generation_config.json").unlink()
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    assert read_spec(directory).eos_token_ids == expected
+
+
+OLDER_ROPE = {
+    "rope_parameters": None,
+    "rope_theta": 500.0,
+    "rope_scaling": {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def test_rope_settings_of_older_configs(checkpoint, tmp_path):
+    directory, _ = checkpoint("llama-grouped")
+    older = copy_with(directory, tmp_path / "same", **OLDER_ROPE)
+    same = {"name": "same"}
+    assert read_spec(older) == read_spec(directory).model_copy(update=same)
+
+
+def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_path):
+    directory = copy_with(small_opt[0], tmp_path / "changed", dtype=None)
+    assert read_spec(directory).default_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("gpt2-tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
+        ("llama-grouped", {"mlp_bias": True}, "mlp_bias: True"),
+        ("llama-grouped", {"head_dim": 15}, "even"),
+        ("llama-grouped", {"num_key_value_heads": 3}, "does not divide"),
+        ("llama-grouped", {"rope_parameters": {"rope_type": "yarn"}}, "known types: default, llama3"),
+        ("llama-grouped", {"rope_parameters": {"rope_type": "llama3"}}, "it must set factor"),
+        ("llama-grouped", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+        ("llama-grouped", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama-grouped", {"dtype": "float64"}, "known dtypes"),
+        ("qwen2-grouped", {"use_sliding_window": True}, "use_sliding_window: True"),
+        ("qwen3-grouped", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_refused_variants_of_families(checkpoint, tmp_path, name, changes, message):
+    with pytest.raises(InputError, match=message):
+        read_spec(copy_with(checkpoint(name)[0], tmp_path / "changed", **changes))
 
 
 def test_directory_without_config(tmp_path):

@@ -1,0 +1,108 @@
+"""Small random checkpoints as `transformers` saves them."""
+
+import copy
+
+import torch
+import transformers
+
+VOCABULARY = 211
+CONTEXT = 128
+
+OPT_SHAPES = {
+    "tied": {"hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 256, "num_hidden_layers": 2},
+    "untied-odd": {
+        "hidden_size": 60,
+        "num_attention_heads": 3,
+        "ffn_dim": 101,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": False,
+    },
+    "gelu": {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "ffn_dim": 77,
+        "num_hidden_layers": 1,
+        "activation_function": "gelu",
+    },
+}
+GPT2_SHAPES = {
+    "tied": {"n_embd": 64, "n_head": 4, "n_layer": 2},
+    "untied-odd": {"n_embd": 60, "n_head": 3, "n_inner": 101, "n_layer": 3, "tie_word_embeddings": False},
+    "relu": {"n_embd": 40, "n_head": 5, "n_inner": 77, "n_layer": 1, "activation_function": "relu"},
+}
+# Of the families below: grouped-query heads; heads that are wider together than the hidden size, one of keys; tied.
+SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GROUPED = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+ONE_KV_HEAD = {
+    "hidden_size": 60,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 22,
+    "intermediate_size": 101,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+}
+TIED = {
+    "hidden_size": 42,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 14,
+    "intermediate_size": 77,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": True,
+}
+LLAMA_SHAPES = {
+    "grouped": GROUPED | {"rope_parameters": SCALED | {"original_max_position_embeddings": 32}},
+    "one-kv-head": ONE_KV_HEAD | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "tied-biased": TIED | {"attention_bias": True},
+}
+QWEN2_SHAPES = {"grouped": GROUPED, "one-kv-head": ONE_KV_HEAD, "tied": TIED}
+QWEN3_SHAPES = {
+    "grouped": GROUPED | {"head_dim": 32},
+    "one-kv-head": ONE_KV_HEAD,
+    "tied-biased": LLAMA_SHAPES["tied-biased"],
+}
+
+FAMILIES = {
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA_SHAPES),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, OPT_SHAPES),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2_SHAPES),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3_SHAPES),
+}
+CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
+
+
+def save(directory, family, shape, dtype=torch.float32):
+    """Save seeded weights, large enough to tell tokens apart; in half precision layers keep to trained magnitude, since
+    larger ones multiply the errors of rounding.
+
+    Returns the directory and the transformers model, which computes in float32 with the weights that were saved.
+    """
+    config_class, model_class, shapes = FAMILIES[family]
+    settings = dict(shapes[shape])
+    settings |= {"word_embed_proj_dim": settings["hidden_size"], "dropout": 0.0} if family == "opt" else {}
+    settings |= {"bos_token_id": 2, "eos_token_id": 2}
+    config = config_class(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **settings)
+    torch.manual_seed(7)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                gain = 1.0 if dtype != torch.float32 and (".layers." in name or ".h." in name) else 1.6
+                fan_in = weight.shape[0 if "c_" in name else -1]
+                weight.normal_(0.0, gain * fan_in**-0.5)
+            elif name.endswith("bias"):
+                weight.normal_(0.0, 0.1)
+            else:
+                weight.uniform_(0.8, 1.2)
+            weight.copy_(weight.to(dtype))
+    copy.deepcopy(model).to(dtype).save_pretrained(directory)
+    return directory, model

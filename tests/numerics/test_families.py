@@ -1,0 +1,240 @@
+"""Every family computes what `transformers` computes: logits, and greedy tokens under every policy."""
+
+import numpy as np
+import pytest
+import torch
+
+import xrunner.attention.reference as reference
+from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
+from xgpt.checkpoint import read_spec
+from xgpt.policies import Chunk, LaneSettings, OneLaneRule, Pool, Step
+from xrunner.attention import BACKENDS
+from xrunner.engine import Engine, Generation
+from xrunner.kv_cache import KvCache
+from xrunner.layers import Rotary
+from xrunner.weights import load_checkpoint
+from xrunner.worker import Worker, build_worker
+
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 2e-2
+"""Of bfloat16, relative to the norm of the logits: 8 bits of mantissa, a few layers deep."""
+
+FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
+ROTARY = [name for name in FIRST_SHAPES if name.startswith(("llama", "qwen"))]
+
+
+def make_worker(directory, backend, num_blocks=64, block_size=8, dtype="float32"):
+    return build_worker(
+        read_spec(directory),
+        dtype,
+        checkpoint=directory,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        backend=backend,
+    )
+
+
+def step_logits(worker, step, records):
+    """Execute a step, keeping the logits of the tokens that it samples."""
+    sample = worker.sample
+
+    def keep(logits):
+        records.append(logits.clone())
+        return sample(logits)
+
+    worker.sample = keep
+    try:
+        return worker.execute(step)
+    finally:
+        worker.sample = sample
+
+
+def assert_equal(logits, expected):
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def assert_near(logits, expected):
+    assert (logits.float() - expected).norm() <= HALF_TOLERANCE * expected.norm()
+
+
+def compare(worker, model, check=assert_equal):
+    """Logits of a batch that mixes whole prompts, pieces of prompts and decodes, against transformers' in float32."""
+    rng = np.random.default_rng(3)
+    prompts = {id_: tuple(rng.integers(0, VOCABULARY, n).tolist()) for id_, n in enumerate((19, 1, 33, 8))}
+    for id_, prompt in prompts.items():
+        worker.start(Generation(id_, prompt, max_output=4))
+    steps = [
+        Step((Chunk(0, 0, 19), Chunk(2, 0, 10)), ()),
+        Step((Chunk(2, 10, 16), Chunk(1, 0, 1)), (0,)),
+        Step((Chunk(2, 26, 7), Chunk(3, 0, 8)), (1, 0)),
+        Step((), (3, 2, 1)),
+    ]
+    texts = {id_: list(prompt) for id_, prompt in prompts.items()}
+    for step in steps:
+        records = []
+        sampled = step_logits(worker, step, records)
+        for id_, logits in zip(sampled, records[0], strict=True):
+            with torch.inference_mode():
+                expected = model(torch.tensor([texts[id_]])).logits[0, -1]
+            check(logits, expected)
+            assert expected.std() >= 1, "logits too small for the tolerance to mean anything"
+            texts[id_].append(sampled[id_])
+    worker.release(prompts)
+    assert worker.cache.num_free == worker.cache.num_blocks
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_equal_transformers(checkpoint, name, backend):
+    directory, model = checkpoint(name)
+    compare(make_worker(directory, backend), model)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_bfloat16_keeps_to_the_float32_logits(name, tmp_path):
+    directory, model = save(tmp_path, *name.split("-", 1), torch.bfloat16)
+    assert read_spec(directory).default_dtype == "bfloat16"
+    compare(make_worker(directory, "reference", dtype="bfloat16"), model, assert_near)
+
+
+@pytest.mark.parametrize("name", FIRST_SHAPES)
+def test_logits_equal_without_prepacked_weights(checkpoint, name):
+    directory, model = checkpoint(name)
+    loaded = load_checkpoint(directory)
+    cache = KvCache(loaded.spec, 64, 8, torch.float32, torch.device("cpu"))
+    compare(Worker(loaded, cache, BACKENDS["reference"]()), model)
+
+
+def must_differ(directory, model, change=lambda worker: None):
+    worker = make_worker(directory, "reference")
+    change(worker)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(worker, model)
+
+
+@pytest.mark.parametrize("name", FIRST_SHAPES)
+def test_the_comparison_notices_a_dropped_causal_mask(checkpoint, name, monkeypatch):
+    monkeypatch.setattr(reference, "causal_mask", lambda n, context, device: torch.zeros(n, context, dtype=torch.bool))
+    must_differ(*checkpoint(name))
+
+
+@pytest.mark.parametrize("name", sorted(set(FIRST_SHAPES) - set(ROTARY)))
+def test_the_comparison_notices_dropped_positions(checkpoint, name):
+    must_differ(*checkpoint(name), lambda worker: worker.model.position_embedding.weight.zero_())
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_comparison_notices_a_dropped_rotation(checkpoint, name, monkeypatch):
+    monkeypatch.setattr(Rotary, "forward", lambda self, positions, *heads: heads)
+    must_differ(*checkpoint(name))
+
+
+def test_the_comparison_notices_dropped_frequency_scaling(checkpoint):
+    directory, model = checkpoint("llama-grouped")
+    spec = read_spec(directory)
+    plain = Rotary(torch.empty, spec.model_copy(update={"rope_scaling": None}))
+
+    def unscale(worker):
+        for layer in worker.model.layers:
+            layer.attention.rotary.frequencies.copy_(plain.frequencies)
+
+    assert spec.rope_scaling is not None
+    must_differ(directory, model, unscale)
+
+
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+def test_the_comparison_notices_a_dropped_norm_of_heads(checkpoint, norm):
+    def drop(worker):
+        for layer in worker.model.layers:
+            setattr(layer.attention, norm, torch.nn.Identity())
+
+    must_differ(*checkpoint("qwen3-grouped"), drop)
+
+
+@pytest.mark.parametrize("name", FIRST_SHAPES)
+def test_the_comparison_notices_a_dropped_head(checkpoint, name, monkeypatch):
+    attend = reference.attend
+
+    def without_last_head(q, keys, values):
+        out = attend(q, keys, values)
+        out[:, -1] = 0
+        return out
+
+    monkeypatch.setattr(reference, "attend", without_last_head)
+    must_differ(*checkpoint(name))
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_comparison_notices_a_dropped_head_of_keys(checkpoint, name, monkeypatch):
+    attend = reference.attend
+
+    def first_kv_head_for_all(q, keys, values):
+        return attend(q, keys[:, :1].expand_as(keys), values)
+
+    monkeypatch.setattr(reference, "attend", first_kv_head_for_all)
+    must_differ(*checkpoint(name))
+
+
+POLICIES = {
+    "rra": LaneSettings(mix=False, encode_every=3, encode_tokens=40.0, decode_batch=6.0),
+    "orca": LaneSettings(mix=True, max_batch=7),
+    "chunked": LaneSettings(mix=True, token_budget=16, max_batch=9),
+    "static": LaneSettings(mix=False, max_batch=6, refill_when_empty=True),
+}
+NUM_REQUESTS = 60
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(checkpoint):
+    """Checkpoint -> 60 requests with the tokens that transformers generates for each, alone; generated once."""
+    made = {}
+
+    def generate(name):
+        if name not in made:
+            made[name] = [solitary(checkpoint(name)[1], *request) for request in requests()]
+        return made[name]
+
+    return generate
+
+
+def requests():
+    rng = np.random.default_rng(11)
+    for id_ in range(NUM_REQUESTS):
+        prompt = tuple(rng.integers(3, VOCABULARY, rng.integers(1, 45)).tolist())
+        yield id_, prompt, int(rng.integers(1, 16))
+
+
+def solitary(model, id_, prompt, max_output):
+    with torch.inference_mode():
+        text = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_output,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=1,
+        )
+    return Generation(id_, prompt, max_output), text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("policy, backend", [*((policy, "numba") for policy in POLICIES), ("chunked", "reference")])
+@pytest.mark.parametrize("name", FIRST_SHAPES)
+def test_greedy_tokens_equal_transformers_whoever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):
+    directory, _ = checkpoint(name)
+    expected = expected_tokens(name)
+    num_blocks, block_size = 60, 8
+    worker = make_worker(directory, backend, num_blocks, block_size)
+    pool = Pool(num_blocks, block_size, hold_finished=policy == "static")
+    engine = Engine(OneLaneRule(POLICIES[policy]), pool, worker)
+    rng = np.random.default_rng(5)
+    waiting = [generation for generation, _ in expected]
+    rng.shuffle(waiting)
+    outputs = {generation.id: [] for generation in waiting}
+    while waiting or not pool.is_idle:
+        for _ in range(min(len(waiting), rng.integers(0, 4))):
+            engine.submit(waiting.pop(0))
+        for token in engine.step() or ():
+            outputs[token.id].append(token.token)
+    assert outputs == {generation.id: tokens for generation, tokens in expected}
+    assert worker.cache.num_free == num_blocks
+    assert len(set().union(*outputs.values())) > 20, "tokens too alike for the comparison to mean anything"
