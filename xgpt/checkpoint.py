@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -21,30 +22,64 @@ ACTIVATIONS = {
 """What Hugging Face calls an activation, and what `ModelSpec` does."""
 
 
+STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What safetensors calls a dtype, and what we do; all that weights may be stored in."""
+
+
 def read_spec(directory: Path) -> ModelSpec:
     """The model that a directory in Hugging Face layout describes.
+
+    Its stop tokens are those of generation_config.json, where there is one that names any.
 
     Raises:
         InputError: there is no config.json, or it is of a family or variant that is not supported.
     """
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("model", str(directory), "the directory must hold a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError("model", str(path), "it must hold a JSON object")
+    config = _read_object(path)
+    if config is None:
+        raise InputError("model", str(directory), "the directory must hold a config.json")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise InputError(f"{path}: model_type", family, f"known families: {', '.join(sorted(FAMILIES))}")
+    generation = _read_object(directory / "generation_config.json") or {}
     try:
-        fields = _common(config) | FAMILIES[family](config)
+        fields = _common(config, generation) | FAMILIES[family](config)
     except KeyError as error:
         raise InputError(str(path), None, f"it must set {error.args[0]}") from None
+    if "default_dtype" not in fields and (stored := _stored_dtype(directory)) is not None:
+        fields["default_dtype"] = stored
     fields |= {"name": directory.resolve().name, "family": family}
     return parse(fields, ModelSpec, str(path))
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError("model", str(path), "it must hold a JSON object")
+    return value
+
+
+def _stored_dtype(directory: Path) -> DType | None:
+    """The dtype of the weights, for configs that leave it out (GPT-2's); None where none can be read.
+
+    A safetensors file starts with the length of its header, 8 bytes little-endian, and the header in JSON. A broken
+    file is reported when its weights are loaded.
+    """
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if 8 + length > path.stat().st_size:
+                return None
+            header = file.read(length)
+        found = {STORED_DTYPES[name] for name in re.findall(r'"dtype":\s*"(B?F\d+)"', header.decode(errors="replace"))}
+        return found.pop() if len(found) == 1 else None
+    return None
 
 
 def require(config: dict[str, Any], field: str, expected: object) -> None:
@@ -56,6 +91,19 @@ def require(config: dict[str, Any], field: str, expected: object) -> None:
     value = config.get(field, expected)
     if value != expected:
         raise InputError(f"config.json: {field}", value, f"only {expected!r} is supported")
+
+
+def count(config: dict[str, Any], field: str) -> int:
+    """A whole number of at least one.
+
+    Raises:
+        InputError: it is something else.
+        KeyError: it is left out.
+    """
+    value = config[field]
+    if type(value) is not int or value < 1:
+        raise InputError(f"config.json: {field}", value, "it must be a whole number, at least 1")
+    return value
 
 
 def activation(config: dict[str, Any], field: str, default: str) -> str:
@@ -70,9 +118,12 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _common(config: dict[str, Any]) -> dict[str, Any]:
+def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
     """What every family writes in the same way."""
-    eos = config.get("eos_token_id")
+    require(config, "quantization_config", None)
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "tie_embeddings": config.get("tie_word_embeddings", True),
@@ -80,13 +131,15 @@ def _common(config: dict[str, Any]) -> dict[str, Any]:
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     }
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if dtype in get_args(DType):
+    if dtype is not None:
+        if dtype not in get_args(DType):
+            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(DType))}")
         fields["default_dtype"] = dtype
     return fields
 
 
 def _opt(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     require(config, "do_layer_norm_before", True)
     require(config, "word_embed_proj_dim", hidden)
     require(config, "enable_bias", True)
@@ -105,5 +158,87 @@ def _opt(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"opt": _opt}
+def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = count(config, "n_embd"), count(config, "n_head")
+    require(config, "scale_attn_weights", True)
+    require(config, "scale_attn_by_inverse_layer_idx", False)
+    require(config, "add_cross_attention", False)
+    return {
+        "num_layers": config["n_layer"],
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_size": config.get("n_inner") or 4 * hidden,
+        "activation": activation(config, "activation_function", "gelu_new"),
+        "max_context": config["n_positions"],
+        "attention_bias": True,
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _llama(config: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    require(config, "mlp_bias", False)
+    head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
+    if head_dim % 2:
+        raise InputError("config.json: head_dim", head_dim, "rotary embeddings take an even one")
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "ffn_size": config["intermediate_size"],
+        "gated_ffn": True,
+        "activation": activation(config, "hidden_act", "silu"),
+        "max_context": config["max_position_embeddings"],
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "attention_bias": config.get("attention_bias", False),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+    } | _rope(config)
+
+
+def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
+    _require_full_attention(config)
+    return _llama(config) | {"attention_bias": True}
+
+
+def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    _require_full_attention(config)
+    return _llama({"head_dim": 128} | config)
+
+
+def _require_full_attention(config: dict[str, Any]) -> None:
+    require(config, "use_sliding_window", False)
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise InputError("config.json: layer_types", kind, "only 'full_attention' is supported")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    require(rope | config, "partial_rotary_factor", 1.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    fields: dict[str, Any] = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    if kind == "llama3":
+        fields["rope_scaling"] = {
+            "factor": rope["factor"],
+            "low_freq_factor": rope["low_freq_factor"],
+            "high_freq_factor": rope["high_freq_factor"],
+            "original_max_position": rope["original_max_position_embeddings"],
+        }
+    elif kind != "default":
+        raise InputError("config.json: rope_type", kind, "known types: default, llama3")
+    return fields
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "opt": _opt,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
 """model_type of config.json to the fields of `ModelSpec` that the family writes in its own way."""

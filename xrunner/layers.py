@@ -5,11 +5,14 @@ Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from xgpt.schema import ModelSpec
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -98,6 +101,18 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; computed in float32 whatever the dtype."""
+
+    def __init__(self, empty: Empty, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = parameter(empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
 class Embedding(nn.Module):
     """Rows of a table. `offset` is added to each index (OPT's positions start at row 2)."""
 
@@ -110,39 +125,96 @@ class Embedding(nn.Module):
         return F.embedding(index + self.offset if self.offset else index, self.weight)
 
 
+class Rotary(nn.Module):
+    """Rotary position embedding; dimension d turns together with d + head_dim / 2, as Hugging Face stores weights.
+
+    The angles are computed anew in every layer: they cost about as much as a norm, and a table over Llama 3.1's
+    context would take 64 MiB.
+
+    Source: RoFormer (arXiv 2104.09864); the scaling of frequencies is Llama 3.1's.
+    """
+
+    frequencies: Tensor  # float32 [head_dim / 2], radians a position
+
+    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+        super().__init__()
+        frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+        if (scaling := spec.rope_scaling) is not None:
+            # Waves that turn often within the trained context stay; those that hardly turn once are stretched by
+            # `factor`; between the two it is interpolated.
+            turns = scaling.original_max_position * frequencies / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            frequencies = torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
+        self.register_buffer("frequencies", frequencies.to(empty(0).device), persistent=False)
+
+    def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
+        """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
+        angles = positions[:, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        turned = []
+        for x in heads:
+            a, b = x.float().chunk(2, dim=-1)
+            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype))
+        return turned
+
+
 class Attention(nn.Module):
-    """Projections around self-attention; `attend` does the attending and owns the cache."""
+    """Projections around self-attention; `attend` does the attending and owns the cache.
+
+    Args:
+        rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
+        qk_norm: normalise each head's query and key (Qwen3).
+    """
 
     def __init__(
         self,
         empty: Empty,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        spec: ModelSpec,
         *,
         qkv_bias: bool,
         out_bias: bool,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.heads = (num_heads, num_kv_heads, num_kv_heads)
-        self.head_dim = head_dim
-        self.qkv = Linear(empty, hidden_size, *(n * head_dim for n in self.heads), bias=qkv_bias)
-        self.out = Linear(empty, num_heads * head_dim, hidden_size, bias=out_bias)
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.head_dim = spec.head_dim
+        self.qkv = Linear(empty, spec.hidden_size, *(n * spec.head_dim for n in self.heads), bias=qkv_bias)
+        self.out = Linear(empty, spec.num_heads * spec.head_dim, spec.hidden_size, bias=out_bias)
+        self.q_norm = RmsNorm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.rotary = rotary
 
-    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(self.heads, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(positions, q, k)
         return self.out(attend(q, k, v))
 
 
 class Mlp(nn.Module):
     """Two projections with an activation between."""
 
-    def __init__(self, empty: Empty, hidden_size: int, ffn_size: int, activation: str, *, bias: bool) -> None:
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
-        self.up = Linear(empty, hidden_size, ffn_size, bias=bias, activation=activation)
-        self.down = Linear(empty, ffn_size, hidden_size, bias=bias)
+        self.up = Linear(empty, spec.hidden_size, spec.ffn_size, bias=bias, activation=spec.activation)
+        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
         return self.down(self.up(hidden))
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up fused; no biases. Source: GLU variants (arXiv 2002.05202)."""
+
+    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up = Linear(empty, spec.hidden_size, spec.ffn_size, spec.ffn_size, bias=False)
+        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=False)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xgpt.checkpoint import read_spec
+from xgpt.checkpoint import STORED_DTYPES, read_spec
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec
 from xrunner.layers import Linear
@@ -24,58 +25,107 @@ DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 
+BASE_PREFIXES = ("model.", "transformer.")
+"""What a model with a head calls the model without."""
+
+
+class Weight(NamedTuple):
+    """One tensor of a checkpoint, and where it goes.
+
+    Attributes:
+        name: what the checkpoint calls it.
+        out: its place in the model: a parameter, or the rows of one that fuses several.
+        transposed: the checkpoint stores it as [in, out].
+    """
+
+    name: str
+    out: Tensor
+    transposed: bool
+
+    @property
+    def stored_shape(self) -> list[int]:
+        return list(self.out.shape)[:: -1 if self.transposed else 1]
+
 
 class WeightSource(Protocol):
     """Where weights come from, one tensor at a time."""
 
-    def read(self, name: str, out: Tensor) -> None:
-        """Fill `out` with the tensor that a checkpoint calls `name`, converted to its dtype and device."""
+    def check(self, weights: Iterable[Weight]) -> None:
+        """Refuse what cannot be read, before anything large is allocated: these have no memory yet."""
+
+    def read(self, weight: Weight) -> None:
+        """Fill `weight.out`, converting to its dtype and device."""
 
 
 class Checkpoint:
     """The *.safetensors of a directory, mapped into memory: nothing is read before it is copied into place.
 
     Raises:
-        InputError: there are none (pickled weights are refused: they can run code), or the index is broken.
+        InputError: there are none (pickled weights are refused: they can run code), or the index or a file is broken.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
         for path in self._paths():
-            file = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError("model", str(path), f"it is cut short or no safetensors file: {error}") from None
+            self._files.update(dict.fromkeys(file.keys(), (path, file)))
 
-    def read(self, name: str, out: Tensor) -> None:
-        """Fill `out` with the tensor `name`; checkpoints of a bare model lack the leading "model.".
+    def check(self, weights: Iterable[Weight]) -> None:
+        """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: there is no such tensor, or its shape differs.
+            InputError: a tensor is missing, of another shape, or not of a floating dtype that we take.
         """
-        found = next((n for n in (name, name.removeprefix("model.")) if n in self._files), None)
-        if found is None:
-            raise InputError("model", str(self._directory), f"its safetensors must hold {name}")
-        tensor = self._files[found].get_tensor(found)
-        if tensor.shape != out.shape:
-            accepted = f"{name} must have the shape {list(out.shape)} that config.json implies"
-            raise InputError("model", f"{self._directory}: {list(tensor.shape)}", accepted)
-        out.copy_(tensor)
+        for weight in weights:
+            path, file, found = self._find(weight.name)
+            stored = file.get_slice(found)
+            if stored.get_shape() != weight.stored_shape:
+                accepted = f"{weight.name} must have the shape {weight.stored_shape} that config.json implies"
+                raise InputError("model", f"{path}: {stored.get_shape()}", accepted)
+            if stored.get_dtype() not in STORED_DTYPES:
+                accepted = f"{weight.name} must be stored as one of {', '.join(STORED_DTYPES)}"
+                raise InputError("model", f"{path}: {stored.get_dtype()}", accepted)
+
+    def read(self, weight: Weight) -> None:
+        """Copy a tensor that has been checked."""
+        _, file, found = self._find(weight.name)
+        tensor = file.get_tensor(found)
+        weight.out.copy_(tensor.t() if weight.transposed else tensor)
+
+    def _find(self, name: str) -> tuple[Path, Any, str]:
+        """File and name of a tensor; checkpoints of a bare model lack the name's first part."""
+        for found in (name, *(name.removeprefix(prefix) for prefix in BASE_PREFIXES)):
+            if found in self._files:
+                return *self._files[found], found
+        raise InputError("model", str(self._directory), f"its safetensors must hold {name}")
 
     def _paths(self) -> list[Path]:
+        """The files, by the index where there is one: each beside it, none elsewhere."""
         index = self._directory / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except (ValueError, KeyError, AttributeError) as error:
-                raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
-            paths = [self._directory / name for name in sorted(names)]
-        else:
+        if not index.is_file():
             paths = sorted(self._directory.glob("*.safetensors"))
-        if not paths or not all(path.is_file() for path in paths):
-            missing = next((path.name for path in paths if not path.is_file()), "*.safetensors")
-            accepted = f"it must hold {missing} (pickled weights are refused: convert them)"
-            raise InputError("model", str(self._directory), accepted)
-        return paths
+            if not paths:
+                accepted = "it must hold *.safetensors (pickled weights are refused: convert them)"
+                raise InputError("model", str(self._directory), accepted)
+            return paths
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = {str(shard): tensor for tensor, shard in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
+        if not shards:
+            raise InputError("model", str(index), "its weight_map must name the tensors")
+        for shard, tensor in shards.items():
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                accepted = f"{tensor} must be in a *.safetensors of the same directory"
+                raise InputError("model", f"{index}: {shard}", accepted)
+            if not (self._directory / shard).is_file():
+                raise InputError("model", str(self._directory), f"it must hold {shard}, with {tensor} in it")
+        return [self._directory / shard for shard in sorted(shards)]
 
 
 class SeededWeights:
@@ -87,12 +137,16 @@ class SeededWeights:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def read(self, name: str, out: Tensor) -> None:
+    def check(self, weights: Iterable[Weight]) -> None:
+        """Any weight can be drawn."""
+
+    def read(self, weight: Weight) -> None:
         """Matrices N(0, 1 / fan-in), biases N(0, 0.02^2), norms one."""
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode(), self._seed))
+        out = weight.out
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(weight.name.encode(), self._seed))
         if out.dim() > 1:
             out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("bias"):
+        elif weight.name.endswith("bias"):
             out.normal_(0.0, 0.02, generator=generator)
         else:
             out.fill_(1.0)
@@ -121,14 +175,24 @@ def load_model(spec: ModelSpec, dtype: DType, source: WeightSource, device: str 
     """Allocate a model on its device and fill each parameter from `source`.
 
     Raises:
-        InputError: this version does not run the family, or the source lacks a weight.
+        InputError: this version does not run the family, or the source lacks a weight or has another shape for it.
     """
-    model = family_of(spec)(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
+    family = family_of(spec)
+    source.check(weights_of(family(spec, partial(torch.empty, device="meta"))))
+    model = family(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
+    for weight in weights_of(model):
+        source.read(weight)
+    return model
+
+
+def weights_of(model: DecoderModel) -> Iterator[Weight]:
+    """Every tensor that a checkpoint of the model holds; a tied head is the embedding's."""
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         names = model.checkpoint_parameters(name)
         owner = modules[name.rpartition(".")[0]]
-        parts = owner.parts if isinstance(owner, Linear) else (parameter.shape[0],)
-        for part_name, part in zip(names, parameter.data.split(list(parts)), strict=True):
-            source.read(part_name, part)
-    return model
+        fused_here_only = isinstance(owner, Linear) and len(names) > 1
+        parts = parameter.data.split(owner.parts) if fused_here_only else (parameter.data,)
+        transposed = model.checkpoint_transposed and name.startswith("layers.") and parameter.dim() > 1
+        for part_name, part in zip(names, parts, strict=True):
+            yield Weight(part_name, part, transposed)

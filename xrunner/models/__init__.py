@@ -5,9 +5,19 @@ from __future__ import annotations
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
 from xrunner.models.base import DecoderModel
+from xrunner.models.gpt2 import Gpt2Model
+from xrunner.models.llama import LlamaModel
 from xrunner.models.opt import OptModel
+from xrunner.models.qwen2 import Qwen2Model
+from xrunner.models.qwen3 import Qwen3Model
 
-FAMILIES: dict[str, type[DecoderModel]] = {"opt": OptModel}
+FAMILIES: dict[str, type[DecoderModel]] = {
+    "gpt2": Gpt2Model,
+    "llama": LlamaModel,
+    "opt": OptModel,
+    "qwen2": Qwen2Model,
+    "qwen3": Qwen3Model,
+}
 
 
 def family_of(spec: ModelSpec) -> type[DecoderModel]:

@@ -1,0 +1,23 @@
+"""Checkpoints that several tests share, each saved once a session."""
+
+import pytest
+
+from tests.numerics.checkpoints import save
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Name as in CHECKPOINTS -> (directory, the transformers model that was saved there)."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), *name.split("-", 1))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_opt(checkpoint):
+    return checkpoint("opt-tied")

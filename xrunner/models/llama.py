@@ -1,0 +1,34 @@
+"""Llama: rotary positions, RMS norm before each block, gated SiLU, grouped-query heads. Source: arXiv 2407.21783."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from xrunner.layers import Attention, Empty, GatedMlp, RmsNorm, Rotary
+from xrunner.models.base import DecoderModel
+
+
+class LlamaModel(DecoderModel):
+    norm = RmsNorm
+    checkpoint_layers = "model.layers"
+    checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
+        "token_embedding": ("model.embed_tokens",),
+        "layers.*.attention_norm": ("input_layernorm",),
+        "layers.*.attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "layers.*.attention.q_norm": ("self_attn.q_norm",),
+        "layers.*.attention.k_norm": ("self_attn.k_norm",),
+        "layers.*.attention.out": ("self_attn.o_proj",),
+        "layers.*.mlp_norm": ("post_attention_layernorm",),
+        "layers.*.mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "layers.*.mlp.down": ("mlp.down_proj",),
+        "final_norm": ("model.norm",),
+    }
+
+    def attention(self, empty: Empty) -> Attention:
+        bias = self.spec.attention_bias
+        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=Rotary(empty, self.spec))
+
+    def mlp(self, empty: Empty) -> nn.Module:
+        return GatedMlp(empty, self.spec)
