@@ -39,7 +39,7 @@ def read_spec(directory: Path) -> ModelSpec:
     if config is None:
         raise InputError("model", str(directory), "the directory must hold a config.json")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"{path}: model_type", family, f"known families: {', '.join(sorted(FAMILIES))}")
     generation = _read_object(directory / "generation_config.json") or {}
     try:
@@ -77,7 +77,8 @@ def _stored_dtype(directory: Path) -> DType | None:
             if 8 + length > path.stat().st_size:
                 return None
             header = file.read(length)
-        found = {STORED_DTYPES[name] for name in re.findall(r'"dtype":\s*"(B?F\d+)"', header.decode(errors="replace"))}
+        names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', header.decode(errors="replace"))
+        found = {STORED_DTYPES[name] for name in names}
         return found.pop() if len(found) == 1 else None
     return None
 
@@ -113,7 +114,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
         InputError: it is not one of those known.
     """
     name = config.get(field, default)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise InputError(f"config.json: {field}", name, f"known activations: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -219,6 +220,8 @@ def _require_full_attention(config: dict[str, Any]) -> None:
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise InputError("config.json: rope_parameters", rope, "it must be an object")
     require(rope | config, "partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     fields: dict[str, Any] = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}

@@ -128,7 +128,7 @@ class Embedding(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding; dimension d turns together with d + head_dim / 2, as Hugging Face stores weights.
 
-    The angles are computed anew in every layer: they cost about as much as a norm, and a table over Llama 3.1's
+    The angles are computed anew in every layer: they cost less than a norm does, and a table over Llama 3.1's
     context would take 64 MiB.
 
     Source: RoFormer (arXiv 2104.09864); the scaling of frequencies is Llama 3.1's.

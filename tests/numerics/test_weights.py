@@ -218,6 +218,10 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
         ("llama-grouped", {"rope_parameters": {"rope_type": "yarn"}}, "known types: default, llama3"),
         ("llama-grouped", {"rope_parameters": {"rope_type": "llama3"}}, "it must set factor"),
         ("llama-grouped", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+        ("llama-grouped", {"rope_parameters": ["yarn"]}, "must be an object"),
+        ("llama-grouped", {"hidden_act": ["silu"]}, "known activations"),
+        ("llama-grouped", {"hidden_size": "64"}, "whole number"),
+        ("llama-grouped", {"model_type": ["llama"]}, "known families"),
         ("llama-grouped", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama-grouped", {"dtype": "float64"}, "known dtypes"),
         ("qwen2-grouped", {"use_sliding_window": True}, "use_sliding_window: True"),
@@ -243,8 +247,9 @@ def test_seeded_weights_depend_on_the_seed_alone(small_opt):
     assert len({first[name].flatten()[0].item() for name in matrices}) == len(matrices)
 
 
+@pytest.mark.parametrize("name", ["gpt2-tied", "llama-grouped", "opt-tied", "qwen2-grouped", "qwen3-grouped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_seeded_logits_have_unit_deviation(small_opt, dtype):
-    model = seeded(read_spec(small_opt[0]), dtype, 0)
+def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
+    model = seeded(read_spec(checkpoint(name)[0]), dtype, 0)
     hidden = torch.randn(50, model.spec.hidden_size, dtype=model.final_norm.weight.dtype)
     assert 0.8 < model.head(hidden).float().std() < 1.3
