@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import sha256
 from xgpt.schema import (
+    SLICE_TOKENS,
     Admission,
     ClusterSpec,
     Constraint,
@@ -138,7 +139,7 @@ class Scheduler:
         memory = (
             model.weight_bytes(dtype)
             + WORKSPACE_BYTES
-            + int(values["peak_tokens"]) * activation_bytes_per_token(model, dtype)
+            + int(min(values["peak_tokens"], SLICE_TOKENS)) * activation_bytes_per_token(model, dtype)
             + blocks * BLOCK_SIZE * model.kv_bytes_per_token(dtype)
         )
         price = problem.cluster.price_per_device_hour

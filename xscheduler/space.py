@@ -9,7 +9,16 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import ChunkedSettings, Constraint, KvPromise, OrcaSettings, RraSettings, StaticSettings, Variable
+from xgpt.schema import (
+    SLICE_TOKENS,
+    ChunkedSettings,
+    Constraint,
+    KvPromise,
+    OrcaSettings,
+    RraSettings,
+    StaticSettings,
+    Variable,
+)
 from xsimulator.analytic import OneLaneModel, Performance
 from xsimulator.memory import capacity
 
@@ -90,7 +99,8 @@ class Space:
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """K/V blocks that remain beside the activations of a step of so many tokens."""
-        return np.floor(self.limits.blocks - self.limits.blocks_per_step_token * np.asarray(step_tokens, float))
+        at_once = np.minimum(step_tokens, SLICE_TOKENS)
+        return np.floor(self.limits.blocks - self.limits.blocks_per_step_token * at_once)
 
     def branches(self) -> list[dict[str, int]]:
         """One assignment of the enumerated variables each."""

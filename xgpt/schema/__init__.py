@@ -4,6 +4,7 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Link
 from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelSpec, RopeScaling
 from xgpt.schema.plan import (
+    SLICE_TOKENS,
     Admission,
     Constraint,
     Estimate,
@@ -30,6 +31,7 @@ from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, 
 
 __all__ = [
     "BYTES_PER_ELEMENT",
+    "SLICE_TOKENS",
     "Admission",
     "BenchReport",
     "ChunkedSettings",

@@ -12,6 +12,9 @@ from xgpt.schema.model import DType, ModelSpec
 from xgpt.schema.policy import PolicySettings
 from xgpt.schema.workload import Workload
 
+SLICE_TOKENS = 2048
+"""Tokens that go through the layers at once: a larger step runs in slices, so that activations stay bounded."""
+
 KvPromise = Literal["reserve", "quantile"]
 Sla = Literal["length", "request"]
 
