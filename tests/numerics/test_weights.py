@@ -42,9 +42,10 @@ def test_sharded_checkpoint_loads_as_the_single_file_does(small_opt, tmp_path):
     assert all(torch.equal(single[name], sharded[name]) for name in single)
 
 
-def test_checkpoint_of_the_bare_model_loads(small_opt, tmp_path):
-    directory, model = small_opt
-    model.model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["gpt2-tied", "llama-tied-biased", "opt-tied", "qwen2-tied", "qwen3-tied-biased"])
+def test_checkpoint_of_the_bare_model_loads(checkpoint, tmp_path, name):
+    directory, model = checkpoint(name)
+    model.base_model.save_pretrained(tmp_path)
     single, bare = weights_of(directory), weights_of(tmp_path)
     assert all(torch.equal(single[name], bare[name]) for name in single)
 
