@@ -51,6 +51,6 @@ def capacity(
         z, (mean, mean_square) = 2.33, lengths.reserved_blocks(block_size)
     else:
         z, (mean, mean_square) = 3.09, lengths.occupied_blocks(block_size)
-    blocks = np.maximum(np.asarray(blocks, float), 0.0)
-    root = (np.sqrt(z * z * mean_square + 4 * mean * blocks) - z * np.sqrt(mean_square)) / (2 * mean)
+    available = np.maximum(np.asarray(blocks, float), 0.0)
+    root = (np.sqrt(z * z * mean_square + 4 * mean * available) - z * np.sqrt(mean_square)) / (2 * mean)
     return root * root

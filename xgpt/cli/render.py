@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from xgpt.app.planning import Progress
     from xgpt.schema import BenchReport, Plan, UrlReport
 
-COLUMN_HELP = "latency: from admission to the last token at the quantile's output length"
-
 
 def show(*parts: object) -> None:
     """Print tables and text on standard output, at a width that pipes keep whole."""
