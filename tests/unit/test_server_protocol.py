@@ -25,7 +25,7 @@ def parse_chat_with(**fields: object):
 def error_of(**fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         request = parse(**fields)
-        for prompt in request.prompts():
+        for prompt in request.prompts(1000):
             check_tokens(list(prompt), request, SPEC, CAPACITY)
     return caught.value
 
@@ -71,6 +71,7 @@ def error_of(**fields: object) -> ApiError:
         ({"prompt": [-1]}, "prompt", "token id -1"),
         ({"prompt": [10**40]}, "prompt", "outside the vocabulary"),
         ({"prompt": [1] * 512}, "prompt", "context of 512"),
+        ({"prompt": [1] * 1001}, "prompt", "at most 1000"),
         ({"prompt": None}, "prompt", "Expected"),
         ({"frobnicate": 1}, "frobnicate", "unknown field"),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options", "unknown field `x`"),
@@ -147,7 +148,7 @@ def test_a_chat_fills_what_there_is_unless_told() -> None:
     ],
 )
 def test_prompt_shapes(prompt: object, expected: list[object]) -> None:
-    assert parse(prompt=prompt).prompts() == expected
+    assert parse(prompt=prompt).prompts(2) == expected
 
 
 @given(st.binary())

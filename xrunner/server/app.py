@@ -217,8 +217,8 @@ class _Service:
     async def complete(self, body: bytes) -> Response:
         request = parse_completion(body)
         self._check(request)
-        prompts = request.prompts()
         limit = min(MAX_OUTPUTS, self._max_waiting)
+        prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
             refuse("prompt", f"{len(prompts)} prompts, {request.num_choices} choices each: {limit} are accepted")
         tokens = [await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]

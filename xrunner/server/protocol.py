@@ -161,13 +161,18 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     def max_output(self, room: int) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, longest: int) -> list[Prompt]:
         """A string, token ids, or a list of either.
 
+        Args:
+            longest: items of a list, of whichever kind, at most: millions are not worth a look at each.
+
         Raises:
-            ApiError: 400, a prompt is empty, or token ids stand beside prompts.
+            ApiError: 400, a prompt is empty or far too long, or token ids stand beside prompts.
         """
         given = self.prompt
+        if len(given) > longest and not isinstance(given, str):
+            refuse("prompt", f"{len(given)} token ids or prompts in one list; at most {longest} are accepted")
         prompts: list[Prompt] = []
         if isinstance(given, str):
             prompts = [given]

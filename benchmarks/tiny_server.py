@@ -1,0 +1,130 @@
+"""A server of its own process over a model of three million parameters: what soak and fuzz measure.
+
+    python -m benchmarks.tiny_server
+
+Ends on SIGTERM with one line of JSON that says how many K/V blocks are free again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.schema import ModelSpec
+from xrunner.engine import Engine
+from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app, serve
+from xrunner.worker import build_worker, warm_up
+
+SPEC = ModelSpec(
+    name="tiny",
+    family="opt",
+    num_layers=3,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_size=1024,
+    vocab_size=2048,
+    max_context=512,
+)
+NUM_BLOCKS = 256
+BLOCK_SIZE = 16
+MAX_BATCH = 16
+TOKEN_BUDGET = 64
+"""Small, so that every shape of a batch soon has come: libraries keep memory for each."""
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def codec() -> TextCodec:
+    """One token a byte, for the first of the vocabulary; the others have no text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(tokenizer, ChatTemplate(TEMPLATE))
+
+
+def main() -> None:
+    worker = build_worker(SPEC, "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, threads=1)
+    warm_up(worker)
+    rule = OneLaneRule(LaneSettings(mix=True, max_batch=MAX_BATCH, token_budget=TOKEN_BUDGET))
+    engine = Engine(rule, Pool(NUM_BLOCKS, BLOCK_SIZE), worker)
+    app = create_app(
+        EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,), plan_json="{}"
+    )
+    serve(app, "127.0.0.1", 0)
+    while engine.step() is not None:  # requests that were taken out while the server stopped
+        pass
+    print(json.dumps({"free_blocks": worker.cache.num_free, "num_blocks": NUM_BLOCKS}))
+
+
+@dataclass(slots=True)
+class Running:
+    """The server while it runs, and what it said of its blocks when it had ended."""
+
+    port: int
+    pid: int
+    last_words: dict[str, int] = field(default_factory=dict)
+
+    def rss_bytes(self) -> int:
+        """Resident memory. Linux only."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def running() -> Iterator[Running]:
+    """The server in a process of its own, until the block ends.
+
+    Raises:
+        RuntimeError: it did not start, or complained of more than requests that are no HTTP.
+    """
+    # Fewer arenas than the allocator's default: what it keeps of freed memory then tells less of its threads.
+    # Few of the allocator's arenas: what it keeps of freed memory then tells less of the number of threads.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.tiny_server"]
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody empties would stop the server
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+        server = Running(_port(process, errors), process.pid)
+        try:
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=60)
+        complaints = _lines(errors)[1:]
+    if complaints := [line for line in complaints if "Invalid HTTP request" not in line]:
+        raise RuntimeError("the server said: " + "\n".join(complaints))
+    server.last_words = json.loads(out)
+
+
+def _port(process: subprocess.Popen[str], errors: IO[str]) -> int:
+    while not (lines := _lines(errors)) and process.poll() is None:
+        time.sleep(0.05)
+    if not lines or not lines[0].startswith("listening on"):
+        raise RuntimeError("\n".join(lines))
+    return int(lines[0].rsplit(":", 1)[1])
+
+
+def _lines(file: IO[str]) -> list[str]:
+    """Those that are complete."""
+    file.seek(0)
+    return file.read().split("\n")[:-1]
+
+
+if __name__ == "__main__":
+    main()
