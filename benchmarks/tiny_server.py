@@ -93,8 +93,9 @@ def running() -> Iterator[Running]:
         RuntimeError: it did not start, or complained of more than requests that are no HTTP.
     """
     # Fewer arenas than the allocator's default: what it keeps of freed memory then tells less of its threads.
-    # Few of the allocator's arenas: what it keeps of freed memory then tells less of the number of threads.
-    environment = os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
+    # What the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
+    allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.tiny_server"]
     with (
         tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody empties would stop the server

@@ -68,7 +68,7 @@ def create_app(
     """
     service = _Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids), max_waiting)
     created = int(time.time())
-    description = describe()
+    description = describe(model_name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +78,7 @@ def create_app(
         finally:
             await engine_thread.stop()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:

@@ -21,11 +21,13 @@ _REFUSALS = {
 }
 
 
-def describe() -> dict[str, Any]:
-    """The OpenAPI document."""
+def describe(model_name: str) -> dict[str, Any]:
+    """The OpenAPI document of a server of this model."""
     bodies, components = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
     )
+    for request in (CompletionRequest, ChatRequest):
+        components[request.__name__]["properties"]["model"] = {"type": "string", "const": model_name}
     text = {"text/plain": {"schema": {"type": "string"}}}
     failed = {"503": {"description": "The engine has failed.", "content": _JSON}}
     return {
