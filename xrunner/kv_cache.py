@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable
 
 import numpy as np
@@ -65,11 +66,17 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take no memory before they are written to: numpy asks the system for zeroed pages."""
+    """Zeros that, on a CPU, take no memory before they are written to, and then take it in huge pages.
+
+    A page fault costs microseconds on a virtual machine; at 4 KiB each, touching fresh K/V made a step of 2048 prompt
+    tokens 15 to 25% longer.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
