@@ -12,7 +12,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
 ENCODE_BATCHES = (1, 4)
+JOBS_A_STEP = 12
+"""A whole step is measured after each so many points."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384
@@ -78,39 +80,38 @@ class _Bench:
         self.max_context = self.model.spec.max_context
 
     def profile(self, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
-        tokens = [n for n in TOKENS if n <= max(MAX_STEP_TOKENS, 1)]
         prompts = [n for n in PROMPTS if n <= self.max_context]
         contexts = [n for n in CONTEXTS if n <= self.max_context]
         encode_points = [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS]
         decode_points = [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
-        samples = [n for n in BATCHES if n <= MAX_STEP_TOKENS]
         jobs: dict[tuple[object, ...], Callable[[], float]] = {}
-        for n in tokens:
+        for n in TOKENS:
             jobs["rest", n] = partial(self.rest, n)
             jobs["embedding", n] = partial(self.embedding, n)
-        for n in samples:
+        for n in BATCHES:
             jobs["head", n] = partial(self.head, n)
             jobs["overhead", n] = partial(self.overhead, n)
         for b, n in encode_points:
             jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
         for b, n in decode_points:
             jobs["decode attention", b, n] = partial(self.attention, [(n - 1, 1)] * b)
-        jobs[("step",)] = self.step
 
         times: dict[tuple[object, ...], list[float]] = {key: [] for key in jobs}
-        done = 0
-        for _ in range(PASSES):
-            for key, job in jobs.items():
-                times[key].append(job())
-                done += 1
-                self.progress(done, PASSES * len(jobs), f"profiling: {key[0]}")
+        steps: list[float] = []
+        keys = list(jobs)
+        for done in range(PASSES * len(jobs)):
+            key = keys[done % len(keys)]
+            self.progress(done, PASSES * len(jobs), f"profiling: {key[0]}")
+            if done % JOBS_A_STEP == 0:
+                steps.append(self.step())
+            times[key].append(jobs[key]())
         median = {key: statistics.median(values) for key, values in times.items()}
 
         def curve(name: str, points: Sequence[int]) -> Curve:
             return Curve(points=tuple(points), seconds=tuple(median[name, n] for n in points))
 
         layer = LayerTimes(
-            rest=curve("rest", tokens),
+            rest=curve("rest", TOKENS),
             encode_attention=_surface(
                 {(b, n): median["encode attention", b, n] for b, n in encode_points}, ENCODE_BATCHES, prompts
             ),
@@ -125,10 +126,10 @@ class _Bench:
             device=cluster.device.name,
             num_threads=torch.get_num_threads() if cluster.device.type == "cpu" else None,
             layers=(layer,),
-            embedding=curve("embedding", tokens),
-            head=curve("head", samples),
-            overhead=curve("overhead", samples),
-            spread=_spread(times.values()),
+            embedding=curve("embedding", TOKENS),
+            head=curve("head", BATCHES),
+            overhead=curve("overhead", BATCHES),
+            spread=float(np.quantile(steps, 0.9)) / statistics.median(steps) - 1,
             environment=_environment(),
         )
 
@@ -192,7 +193,7 @@ class _Bench:
         return statistics.median(seconds)
 
     def step(self) -> float:
-        """A whole forward pass, repeated over the run: its spread is the profile's."""
+        """A whole forward pass, repeated over the run: what it varies by is the profile's spread."""
         batch = self.batch([(100, 1)] * 8 + [(0, 128)])
         return _seconds(lambda: self.model(batch, self.worker.cache, self.worker.backend))
 
@@ -259,11 +260,6 @@ def _surface(measured: dict[tuple[int, int], float], batches: Sequence[int], len
             ]
         )
     return Surface(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
-
-
-def _spread(times: Iterable[list[float]]) -> float:
-    """Half the relative range of a point's passes, in the median over all points."""
-    return statistics.median((max(t) - min(t)) / (2 * statistics.median(t)) for t in times if min(t) > 1e-4)
 
 
 def _environment() -> dict[str, str]:

@@ -62,8 +62,8 @@ class LayerTimes(Frozen):
 class Profile(Frozen):
     """All measured, computed or imported times of a model on a device kind.
 
-    `spread` is the relative spread of repeated measurements of a whole step: what a prediction made from this
-    profile can be wrong by although the model of the step is right. The planner keeps it as headroom.
+    `spread` is by how much the 90th percentile of a whole step, measured again and again, exceeds its median: what a
+    prediction from this profile can be wrong by although it is right. The planner keeps it as headroom.
     """
 
     schema_version: Literal[1] = 1
