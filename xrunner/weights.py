@@ -171,15 +171,23 @@ def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "
     return load_model(spec, dtype or spec.default_dtype, Checkpoint(directory), device)
 
 
+def check_weights(spec: ModelSpec, source: WeightSource) -> None:
+    """Refuse a source that does not hold a model's weights, before anything is allocated.
+
+    Raises:
+        InputError: this version does not run the family, or the source lacks a weight or has another shape for it.
+    """
+    source.check(weights_of(family_of(spec)(spec, partial(torch.empty, device="meta"))))
+
+
 def load_model(spec: ModelSpec, dtype: DType, source: WeightSource, device: str = "cpu") -> DecoderModel:
     """Allocate a model on its device and fill each parameter from `source`.
 
     Raises:
         InputError: this version does not run the family, or the source lacks a weight or has another shape for it.
     """
-    family = family_of(spec)
-    source.check(weights_of(family(spec, partial(torch.empty, device="meta"))))
-    model = family(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
+    check_weights(spec, source)
+    model = family_of(spec)(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
     for weight in weights_of(model):
         source.read(weight)
     return model

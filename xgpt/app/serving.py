@@ -63,7 +63,7 @@ def check_plan(plan: Plan) -> None:
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: the checkpoint is not there or does not have the plan's shape.
+        InputError: the checkpoint is not there, is broken, or does not have the plan's shape.
     """
     from xgpt.machine import detect
 
@@ -74,10 +74,12 @@ def check_plan(plan: Plan) -> None:
         raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
     if plan.checkpoint is not None:
         from xgpt.checkpoint import read_spec
+        from xrunner.weights import Checkpoint, check_weights
 
         found = read_spec(Path(plan.checkpoint))
         if found.model_copy(update={"name": plan.model.name}) != plan.model:
             raise InputError("plan.checkpoint", plan.checkpoint, "its config.json no longer has the plan's shape")
+        check_weights(plan.model, Checkpoint(Path(plan.checkpoint)))
 
 
 def serve_plan(plan: Plan, host: str, port: int, step_log: Path | None = None) -> None:

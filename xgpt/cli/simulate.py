@@ -15,6 +15,7 @@ from xgpt.cli.options import json_option
     "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
 )
 @click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
+@click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def command(
@@ -23,6 +24,7 @@ def command(
     num_requests: int,
     arrival_rate: float | None,
     profile_path: str | None,
+    trace: str | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -30,7 +32,7 @@ def command(
 
     \b
     Example:
-      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5
+      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --trace timeline.json
     """
     import json
     from dataclasses import asdict
@@ -40,14 +42,17 @@ def command(
 
     from xgpt.app.simulating import profile_of, simulate
     from xgpt.cli import render
-    from xgpt.io import load_json
+    from xgpt.io import load_json, write_atomic
     from xgpt.resolve import load_workload
     from xgpt.schema import Plan
+    from xsimulator.timeline import chrome_trace
 
     plan = load_json(Path(plan_path), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     profile = profile_of(plan, profile_path)
-    result, _ = simulate(plan, profile, lengths, num_requests, np.random.default_rng(seed), arrival_rate)
+    result, log = simulate(plan, profile, lengths, num_requests, np.random.default_rng(seed), arrival_rate)
+    if trace is not None:
+        write_atomic(Path(trace), chrome_trace(log, f"{plan.policy.kind}, simulated"))
     figures = {name: value for name, value in asdict(result).items() if name != "latencies_s"}
     if as_json:
         click.echo(json.dumps(figures, indent=1))
