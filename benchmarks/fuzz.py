@@ -250,9 +250,8 @@ def main(num_requests: int, seed: int) -> None:
     for kind, answers in outcome.answers.items():
         click.echo(f"{kind:12} " + "  ".join(f"{status}: {count}" for status, count in sorted(answers.items())))
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in outcome.rss_bytes)
-    click.echo(
-        f"memory at the start, warm, after each tenth: {sizes} MiB; growth over the last half {100 * outcome.rss_growth:+.1f}%"
-    )
+    click.echo(f"memory at the start, warm, after each tenth: {sizes} MiB")
+    click.echo(f"growth over the last half: {100 * outcome.rss_growth:+.1f}%")
     click.echo(f"blocks free again: {server.last_words['free_blocks']} of {server.last_words['num_blocks']}")
     result = {
         "num_requests": num_requests,
