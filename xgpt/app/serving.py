@@ -85,13 +85,14 @@ def check_plan(plan: Plan) -> None:
 def serve_plan(plan: Plan, host: str, port: int, step_log: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
     from xgpt.io import StepLogWriter, dump_json
-    from xrunner.server import EngineThread, create_app, load_tokenizer, serve
+    from xrunner.server import EngineThread, create_app, load_tokenizer, serve, single_thread
 
     log = None if step_log is None else StepLogWriter(step_log)
-    engine = build_engine(plan, on_step=log)
+    thread = single_thread()
+    engine = thread.submit(build_engine, plan, on_step=log).result()
     tokenizer = None if plan.checkpoint is None else load_tokenizer(Path(plan.checkpoint))
     app = create_app(
-        EngineThread(engine),
+        EngineThread(engine, thread),
         model_name=plan.model.name,
         spec=plan.model,
         tokenizer=tokenizer,

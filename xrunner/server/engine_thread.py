@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from xgpt.errors import XgptError
@@ -43,10 +44,21 @@ class Stream:
     last_token_s: float = 0.0
 
 
-class EngineThread:
-    """Runs an engine from `start` to `stop`. All methods belong to the event loop's thread."""
+def single_thread() -> ThreadPoolExecutor:
+    """Where an engine is built and run."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
-    def __init__(self, engine: Engine) -> None:
+
+class EngineThread:
+    """Runs an engine from `start` to `stop`. All methods belong to the event loop's thread.
+
+    Args:
+        thread: an executor of one thread, that in which the engine was built. OpenMP keeps a team of workers for each
+            thread that has used it, and two teams on the same cores make each other's barriers sleep: the steps of an
+            engine that was built in another thread take up to twice as long.
+    """
+
+    def __init__(self, engine: Engine, thread: ThreadPoolExecutor | None = None) -> None:
         self.metrics = Metrics(engine.pool)
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
@@ -56,18 +68,19 @@ class EngineThread:
         self._waiting: set[int] = set()
         """Streams whose first step is not known to have begun."""
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = thread or single_thread()
+        self._running: Future[None]
         self._loop: asyncio.AbstractEventLoop
 
     def start(self) -> None:
         """Begin to step; tokens arrive on the loop that is running now."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._running = self._thread.submit(self._run)
 
     async def stop(self) -> None:
         """Let the step that is being executed end, and no other begin."""
         self._stopping.set()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.wrap_future(self._running)
 
     @property
     def capacity(self) -> int:
