@@ -1,9 +1,9 @@
 """Predicted against measured on this machine: every policy at its best under a tight, a middle and no bound.
 
-    python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization]
+    python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization] [--chosen-only]
 
 The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured.
-Nothing is fitted afterwards. Writes results/prediction.json and docs/PREDICTION.md.
+Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and docs/PREDICTION-WORKLOAD.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xgpt.app.planning import PolicyChoice, Subject, obtain_profile, plan_each, 
 from xgpt.cli.render import progress_bar, settings_text
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
-from xgpt.schema import BenchReport, Constraint, Plan
+from xgpt.schema import BenchReport, Constraint, Plan, Profile
 
 RESULTS = Path("results/prediction.json")
 PAGE = Path("docs/PREDICTION.md")
@@ -35,7 +35,8 @@ COLUMNS = (
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--workload", default="summarization", show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(num_requests: int, model: str, workload: str, seed: int) -> None:
+@click.option("--chosen-only", is_flag=True, help="Measure only the best plan under each bound.")
+def main(num_requests: int, model: str, workload: str, seed: int, chosen_only: bool) -> None:
     """Profile, plan for three bounds, then measure each policy's plan."""
     with progress_bar() as progress:
         subject = resolve(model, "local", workload, None, progress)
@@ -43,18 +44,20 @@ def main(num_requests: int, model: str, workload: str, seed: int) -> None:
     subject = resolve(model, "local", workload)
     assert subject.profile == profile
     nearest = _nearest_bound(subject)
-    bounds = (round(1.5 * nearest, 1), round(4 * nearest, 1), None)
+    bounds = (round(2 * nearest, 1), round(5 * nearest, 1), None)
     click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%; bounds {bounds}")
 
     rng = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
     for bound in bounds:
         plans = plan_each(subject, Constraint(latency_bound_s=bound))
+        if chosen_only:
+            plans = dict(list(plans.items())[:1])
         reports = measure_each(plans, num_requests, rng, on_start=_announce)
         for kind, report in reports.items():
             rows.append({"plan": plans[kind].model_dump(mode="json"), "report": report.model_dump(mode="json")})
             click.echo("  " + " | ".join(_row(plans[kind], report)))
-        _write(rows, num_requests, profile.environment)
+        _write(rows, num_requests, profile)
 
 
 def _nearest_bound(subject: Subject) -> float:
@@ -99,17 +102,17 @@ def _row(plan: Plan, report: BenchReport) -> list[str]:
     ]
 
 
-def _write(rows: list[dict[str, object]], num_requests: int, environment: dict[str, str]) -> None:
+def _write(rows: list[dict[str, object]], num_requests: int, profile: Profile) -> None:
     """The table so far: a long run that is cut short leaves what it has."""
-    write_atomic(RESULTS, json.dumps(rows, indent=1) + "\n")
+    plan = Plan.model_validate(rows[0]["plan"])
+    write_atomic(RESULTS.with_suffix(f".{plan.workload.name}.json"), json.dumps(rows, indent=1) + "\n")
     pairs = [(Plan.model_validate(row["plan"]), BenchReport.model_validate(row["report"])) for row in rows]
-    plan = pairs[0][0]
     lines = [
         "# Predicted against measured",
         "",
         f"`python -m benchmarks.prediction --requests {num_requests} --model {plan.model.name} "
         f"--workload {plan.workload.name}`, {datetime.date.today()}, {plan.cluster.device.name}, "
-        f"{plan.profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in environment.items()) + ".",
+        f"{plan.profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in profile.environment.items()) + ".",
         "",
         "Each plan was made from one fresh profile, its hash printed, then served and measured over HTTP; nothing was",
         "fitted afterwards. Errors are predicted over measured. Latency: from admission to the last token of a request",
@@ -122,7 +125,7 @@ def _write(rows: list[dict[str, object]], num_requests: int, environment: dict[s
         *("| " + " | ".join(_row(plan, report)) + " |" for plan, report in pairs),
         "",
     ]
-    write_atomic(PAGE, "\n".join(lines))
+    write_atomic(PAGE.with_stem(f"{PAGE.stem}-{plan.workload.name}"), "\n".join(lines))
 
 
 if __name__ == "__main__":
