@@ -100,13 +100,19 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 async def replay(
-    url: str, requests: Sequence[ClientRequest], *, concurrency: int | None, enough: int | None = None
+    url: str,
+    requests: Sequence[ClientRequest],
+    *,
+    concurrency: int | None,
+    enough: int | None = None,
+    stream: bool = True,
 ) -> list[ClientResult]:
     """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
     Args:
         concurrency: closed loop: so many requests are outstanding, each end sends the next. None: open loop,
             each is sent at its `send_at_s`, whatever has become of the others.
+        stream: read each token as it comes; otherwise whole answers, which cost client and server less.
         enough: closed loop: stop when so many have ended, and leave out those under way.
 
     Raises:
@@ -124,7 +130,7 @@ async def replay(
         limits=httpx.Limits(max_connections=None),
         trust_env=False,
     ) as http:
-        client = _Client(http, await _served_model(http, url))
+        client = _Client(http, await _served_model(http, url), stream)
         if concurrency is None:
             return await asyncio.gather(*map(client.send, requests))
         results: list[ClientResult | None] = [None] * len(requests)
@@ -163,9 +169,10 @@ async def _served_model(http: httpx.AsyncClient, url: str) -> str:
 
 
 class _Client:
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, model: str, stream: bool) -> None:
         self._http = http
         self._model = model
+        self._stream = stream
         self._start_s = time.perf_counter()
 
     def _now_s(self) -> float:
@@ -178,7 +185,7 @@ class _Client:
             "max_tokens": request.max_tokens,
             "output_length": request.output_length,
             "temperature": 0,
-            "stream": True,
+            "stream": self._stream,
         }
         content = msgspec.json.encode(body)
         if request.send_at_s is not None:
@@ -186,10 +193,12 @@ class _Client:
         result = ClientResult(self._now_s())
         try:
             async with self._http.stream("POST", "/v1/completions", content=content) as response:
-                if response.status_code == httpx.codes.OK:
+                if response.status_code != httpx.codes.OK:
+                    result.error = _message(response.status_code, await response.aread())
+                elif self._stream:
                     await self._read(response, result)
                 else:
-                    result.error = _message(response.status_code, await response.aread())
+                    self._take(result, await response.aread(), self._now_s())
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             result.error = f"{type(error).__name__}: {error}"
         result.end_s = self._now_s()
@@ -205,15 +214,18 @@ class _Client:
                 if line == b"data: [DONE]":
                     done = True
                     continue
-                event = _decode_event(line[len(b"data: ") :])
-                for choice in event.choices:
-                    result.token_ids += choice.token_ids
-                    result.token_s += [now_s] * len(choice.token_ids)
-                if event.error is not None:
-                    result.error = event.error.message
-                result.server = event.xgpt or result.server
+                self._take(result, line[len(b"data: ") :], now_s)
         if not done and result.error is None:
             result.error = "the stream ended early"
+
+    def _take(self, result: ClientResult, data: bytes, now_s: float) -> None:
+        event = _decode_event(data)
+        for choice in event.choices:
+            result.token_ids += choice.token_ids
+            result.token_s += [now_s] * len(choice.token_ids)
+        if event.error is not None:
+            result.error = event.error.message
+        result.server = event.xgpt or result.server
 
 
 def _message(status: int, body: bytes) -> str:

@@ -16,6 +16,9 @@ from xgpt.schema.step_log import StepRecord
 
 Array = npt.NDArray[np.float64]
 
+VIRTUAL_SHARE = 0.8
+"""Share of the admissions that must show the latency of a request of the quantile's length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -27,8 +30,9 @@ class Measured:
         output_tokens_per_s: of the window.
         latency_s: mean over the window's admissions of the time from admission until a request of
             `quantile_output` tokens would have had its last one. Every running request decodes in every step that
-            decodes, so each admission shows this time whatever its own length. Not so in static batches, where a
-            longer request would hold the next batch back: there it is `request_latency_s`.
+            decodes, so each admission shows this time whatever its own length. Not so where nobody was left in decode
+            before that: such a request would have held the next ones back. Where that is common (static batches,
+            phases longer than most outputs) this is `request_latency_s`.
         latency_p99_s: the 99th percentile of the same.
         request_latency_s: the quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
@@ -64,7 +68,6 @@ def measure(
     quantile_output: int,
     skip_requests: int,
     num_requests: int,
-    static: bool = False,
 ) -> Measured:
     """Read a log after its first `skip_requests` endings, over about `num_requests` more.
 
@@ -81,6 +84,8 @@ def measure(
 
     in_window = [id_ for id_, step in steps.admitted.items() if first <= step < last and id_ in steps.first_token]
     virtual = steps.virtual_latencies(in_window, quantile_output)
+    shown = virtual[np.isfinite(virtual)]
+    shows_it = len(shown) > VIRTUAL_SHARE * len(virtual)
     ttft = [(steps.end[steps.first_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in in_window]
     whole = [(steps.end[steps.last_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in finished]
     request_latency_s = float(np.quantile(whole, quantile))
@@ -91,8 +96,8 @@ def measure(
         window_s=window_s,
         throughput_rps=len(finished) / window_s,
         output_tokens_per_s=tokens / window_s,
-        latency_s=request_latency_s if static else float(np.mean(virtual)),
-        latency_p99_s=float(np.quantile(virtual, 0.99)),
+        latency_s=float(np.mean(shown)) if shows_it else request_latency_s,
+        latency_p99_s=float(np.quantile(shown, 0.99)) if shows_it else float(np.quantile(whole, 0.99)),
         request_latency_s=request_latency_s,
         ttft_s=float(np.mean(ttft)),
         itl_p99_s=steps.gap_quantile(first, last, 0.99),
@@ -117,9 +122,12 @@ class _Steps:
         self.last_token: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
         done: set[int] = set()
+        decoding: set[int] = set()
+        empty: list[int] = []
         for i, record in enumerate(log):
             for arrival in record.arrivals:
                 prompts[arrival.id] = arrival.input_length
+            decoding.difference_update(record.cancelled, record.preempted)
             for id_, start, length in record.encode:
                 # A preempted request is encoded again: its admission and its first token stay where they were.
                 if start == 0:
@@ -127,12 +135,18 @@ class _Steps:
                 if start + length == prompts[id_] + self.num_tokens.get(id_, 0):
                     self.first_token.setdefault(id_, i)
                     self.num_tokens[id_] = self.num_tokens.get(id_, 0) + 1
+                    decoding.add(id_)
             for id_ in record.decode:
                 if id_ not in done:
                     self.num_tokens[id_] += 1
             for id_ in record.finished:
                 self.last_token[id_] = i
             done.update(record.finished)
+            decoding.difference_update(record.finished)
+            if not decoding:
+                empty.append(i)
+        self.empty_steps = np.asarray(empty, int)
+        """Steps that left nobody in decode."""
         self.decode_steps = np.asarray([i for i, record in enumerate(log) if record.decode], int)
 
     def window(self, skip: int, count: int) -> tuple[int, int]:
@@ -148,7 +162,10 @@ class _Steps:
         raise InputError("requests", int(ended[-1]), f"the log needs over {skip + count} finished requests")
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
-        """Seconds from each admission to the token that a request of this length would have ended with."""
+        """Seconds from each admission to the token that a request of this length would have ended with.
+
+        Left out: admissions too near the log's end. NaN: where a step in between left nobody in decode.
+        """
         first = np.asarray([self.first_token[id_] for id_ in ids], int)
         start = self.start[[self.admitted[id_] for id_ in ids]]
         if output_length == 1:
@@ -156,7 +173,9 @@ class _Steps:
         after = np.searchsorted(self.decode_steps, first, side="right")
         last = after + output_length - 2
         seen = last < len(self.decode_steps)
-        return (self.end[self.decode_steps[last[seen]]] - start[seen]) / 1e9
+        end_step, first, start = self.decode_steps[last[seen]], first[seen], start[seen]
+        undisturbed = np.searchsorted(self.empty_steps, first) == np.searchsorted(self.empty_steps, end_step)
+        return np.where(undisturbed, self.end[end_step] - start, np.nan) / 1e9
 
     def gap_quantile(self, first: int, last: int, q: float) -> float:
         """Quantile of the gaps between tokens: each step that decodes ends a gap for every request in it."""

@@ -69,7 +69,6 @@ def simulate(
         quantile_output=lengths.decodes_at(0.99) + 1,
         skip_requests=warm_up,
         num_requests=num_requests,
-        static=static,
     )
 
 

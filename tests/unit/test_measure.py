@@ -73,9 +73,17 @@ def test_batches() -> None:
     assert result.decode_batch == pytest.approx((3 + 1) / 2)
 
 
-def test_static_takes_the_requests_own_latency() -> None:
-    result = measure(log(), quantile=0.5, quantile_output=6, skip_requests=2, num_requests=6, static=True)
-    assert result.latency_s == result.request_latency_s
+def test_where_phases_run_empty_the_requests_own_latency_counts() -> None:
+    """A request that outlasts everybody would have held the next batch back; nobody's steps show its latency."""
+    batches = []
+    for batch in range(6):
+        now, ids = 4 * batch, (2 * batch, 2 * batch + 1)
+        arrivals = tuple(Arrival(id_, 10, 8, now * S) for id_ in ids)
+        encode = tuple((id_, 0, 10) for id_ in ids)
+        batches.append(StepRecord(now * S, (now + 3) * S, encode, (), (), arrivals, ()))
+        batches.append(StepRecord((now + 3) * S, (now + 4) * S, (), ids, ids, (), ()))
+    result = measure(batches, quantile=0.5, quantile_output=6, skip_requests=2, num_requests=6)
+    assert result.latency_s == result.request_latency_s == 4.0
 
 
 def test_a_log_too_short_is_refused() -> None:

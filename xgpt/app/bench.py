@@ -28,13 +28,23 @@ URL_VOCABULARY = 1000
 
 
 def bench_plan(
-    plan: Plan, workload: Workload, num_requests: int, rng: np.random.Generator, arrival_rate: float | None = None
+    plan: Plan,
+    workload: Workload,
+    num_requests: int,
+    rng: np.random.Generator,
+    arrival_rate: float | None = None,
+    *,
+    stream: bool = False,
 ) -> BenchReport:
     """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
 
     Without `arrival_rate` the loop is closed: as many requests are outstanding as keep the engine saturated, the
     prediction is the plan's estimate. With it, arrivals are Poisson. At a rate, and for another workload than the
     plan's, the prediction is the simulated engine's.
+
+    Args:
+        stream: have the answers streamed. All figures come from the engine's log in any case; but the client shares
+            the machine with the engine, and reading every token apart makes decode steps on two cores a tenth longer.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -62,6 +72,7 @@ def bench_plan(
                     requests,
                     concurrency=outstanding_requests(plan) if closed else None,
                     enough=num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
+                    stream=stream,
                 )
             )
         log = read_step_log(step_log)

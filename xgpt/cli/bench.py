@@ -17,6 +17,7 @@ from xgpt.cli.options import json_option
 @click.option(
     "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Outstanding requests (URL only)."
 )
+@click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def command(
@@ -25,6 +26,7 @@ def command(
     num_requests: int,
     arrival_rate: float | None,
     concurrency: int,
+    stream: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -58,7 +60,7 @@ def command(
         return
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
-    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate)
+    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream)
     if as_json:
         click.echo(dump_json(report), nl=False)
     else:
