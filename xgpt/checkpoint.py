@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +24,9 @@ ACTIVATIONS = {
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls a dtype, and what we do; all that weights may be stored in."""
+
+T5_CONTEXT = 2048
+"""Longest context that T5 is given: its positions are relative, and set no limit of their own."""
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -46,8 +49,12 @@ def read_spec(directory: Path) -> ModelSpec:
         fields = _common(config, generation) | FAMILIES[family](config)
     except KeyError as error:
         raise InputError(str(path), None, f"it must set {error.args[0]}") from None
-    if "default_dtype" not in fields and (stored := _stored_dtype(directory)) is not None:
+    headers = list(_headers(directory))
+    if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored
+    if family == "t5" and headers:
+        # Its configs cannot be trusted here: transformers 5 writes that all are tied, and ties where no head is stored.
+        fields["tie_embeddings"] = not any('"lm_head.weight"' in header for header in headers)
     fields |= {"name": directory.resolve().name, "family": family}
     return parse(fields, ModelSpec, str(path))
 
@@ -65,22 +72,23 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _stored_dtype(directory: Path) -> DType | None:
-    """The dtype of the weights, for configs that leave it out (GPT-2's); None where none can be read.
+def _headers(directory: Path) -> Iterator[str]:
+    """The headers of the weights' files, in JSON; an empty one of a broken file, which loading its weights reports.
 
-    A safetensors file starts with the length of its header, 8 bytes little-endian, and the header in JSON. A broken
-    file is reported when its weights are loaded.
+    A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
     """
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if 8 + length > path.stat().st_size:
-                return None
-            header = file.read(length)
-        names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', header.decode(errors="replace"))
-        found = {STORED_DTYPES[name] for name in names}
-        return found.pop() if len(found) == 1 else None
-    return None
+            is_whole = 8 + length <= path.stat().st_size
+            yield file.read(length).decode(errors="replace") if is_whole else ""
+
+
+def _stored_dtype(headers: list[str]) -> DType | None:
+    """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None where none can be read."""
+    names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
+    found = {STORED_DTYPES[name] for name in names}
+    return found.pop() if len(found) == 1 else None
 
 
 def require(config: dict[str, Any], field: str, expected: object) -> None:
@@ -217,6 +225,35 @@ def _require_full_attention(config: dict[str, Any]) -> None:
             raise InputError("config.json: layer_types", kind, "only 'full_attention' is supported")
 
 
+def _t5(config: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = count(config, "d_model"), count(config, "num_heads")
+    require(config, "is_encoder_decoder", True)
+    gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
+    if gate not in ("", "gated"):
+        raise InputError("config.json: feed_forward_proj", config["feed_forward_proj"], "an activation, or gated-<one>")
+    if gate and name == "gelu":
+        name = "gelu_new"  # that is what it has always meant here
+    start = config.get("decoder_start_token_id")
+    is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
+    return {
+        "num_layers": config.get("num_decoder_layers") or config["num_layers"],
+        "num_encoder_layers": count(config, "num_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": count(config, "d_kv"),
+        "ffn_size": config["d_ff"],
+        "gated_ffn": bool(gate),
+        "activation": activation({"feed_forward_proj": name}, "feed_forward_proj", name),
+        "max_context": T5_CONTEXT,
+        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        "relative_buckets": config.get("relative_attention_num_buckets", 32),
+        "relative_max_distance": config.get("relative_attention_max_distance", 128),
+        "head_scale": hidden**-0.5 if is_scaled else 1.0,
+        "bos_token_id": config.get("pad_token_id", 0) if start is None else start,
+    }
+
+
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -243,5 +280,6 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "opt": _opt,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "t5": _t5,
 }
 """model_type of config.json to the fields of `ModelSpec` that the family writes in its own way."""

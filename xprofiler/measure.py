@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, OneLaneRule, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine, Generation
+from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 
 PASSES = 3
@@ -59,7 +61,12 @@ def profile(
 
     Args:
         progress: told how many of how many points are done.
+
+    Raises:
+        InputError: the model has an encoder.
     """
+    if spec.is_encoder_decoder:
+        raise InputError("model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one")
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     blocks = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
     worker = build_worker(spec, dtype, checkpoint=checkpoint, num_blocks=blocks, block_size=BLOCK_SIZE, device=device)
@@ -74,6 +81,7 @@ class _Bench:
     """Measures the points of a profile on one worker."""
 
     def __init__(self, worker: Worker, progress: Progress | None) -> None:
+        assert isinstance(worker.model, DecoderModel)
         self.worker = worker
         self.model = worker.model
         self.progress = progress or (lambda done, total, what: None)

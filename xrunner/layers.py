@@ -18,7 +18,7 @@ Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Self-attention of one layer. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
+"""Attention of one layer. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -158,6 +158,38 @@ class Rotary(nn.Module):
         return turned
 
 
+class RelativeBias(nn.Module):
+    """What each head adds to a score for the distance from query to key: one value a bucket.
+
+    Half of the buckets hold one distance each, the others ever more, the last all that are longer than the longest.
+    Where both directions are seen, each has half of the buckets. Source: T5 (arXiv 1910.10683) sec. 2.1.
+    """
+
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.weight = parameter(empty(spec.relative_buckets, spec.num_heads))
+        self.max_distance = spec.relative_max_distance
+        self.bidirectional = bidirectional
+
+    def forward(self, distance: Tensor) -> Tensor:  # position of the key less the query's, int64 [...] -> [..., heads]
+        return F.embedding(self.bucket(distance), self.weight)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """# int64 [...] -> same"""
+        num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
+        if self.bidirectional:
+            num_buckets //= 2
+            first = (distance > 0) * num_buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        num_exact = num_buckets // 2
+        # Term by term as transformers has it: distances at the edge of a bucket are a matter of rounding.
+        ratio = torch.log(distance.clamp(min=num_exact).float() / num_exact) / math.log(self.max_distance / num_exact)
+        shared = num_exact + (ratio * (num_buckets - num_exact)).long()
+        return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))
+
+
 class Attention(nn.Module):
     """Projections around self-attention; `attend` does the attending and owns the cache.
 
@@ -191,6 +223,26 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
+        return self.out(attend(q, k, v))
+
+
+class CrossAttention(nn.Module):
+    """Projections around the attention of a decoder's tokens to what its encoder has read."""
+
+    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        size = spec.num_heads * spec.head_dim
+        self.q = Linear(empty, spec.hidden_size, size, bias=False)
+        self.kv = Linear(empty, spec.hidden_size, size, size, bias=False)
+        self.out = Linear(empty, size, spec.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
+        """`memory`: what the encoder has just read. # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
+        q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
+        k = v = q[:0]
+        if memory is not None:
+            k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
         return self.out(attend(q, k, v))
 
 

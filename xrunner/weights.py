@@ -17,7 +17,7 @@ from xgpt.checkpoint import STORED_DTYPES, read_spec
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec
 from xrunner.layers import Linear
-from xrunner.models import DecoderModel, family_of
+from xrunner.models import Model, family_of
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -152,7 +152,7 @@ class SeededWeights:
             out.fill_(1.0)
 
 
-def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> DecoderModel:
+def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Model:
     """A model with random weights.
 
     Raises:
@@ -161,7 +161,7 @@ def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Dec
     return load_model(spec, dtype, SeededWeights(seed), device)
 
 
-def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "cpu") -> DecoderModel:
+def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "cpu") -> Model:
     """The model of a directory in Hugging Face layout; `dtype` None: as its config.json says.
 
     Raises:
@@ -171,29 +171,34 @@ def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "
     return load_model(spec, dtype or spec.default_dtype, Checkpoint(directory), device)
 
 
-def check_weights(spec: ModelSpec, source: WeightSource) -> None:
+def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
     """Refuse a source that does not hold a model's weights, before anything is allocated.
 
     Raises:
-        InputError: this version does not run the family, or the source lacks a weight or has another shape for it.
+        InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
+            another shape for it.
     """
-    source.check(weights_of(family_of(spec)(spec, partial(torch.empty, device="meta"))))
+    family = family_of(spec)
+    if dtype not in family.dtypes:
+        raise InputError("dtype", dtype, f"{spec.family} runs in {', '.join(family.dtypes)}")
+    source.check(weights_of(family(spec, partial(torch.empty, device="meta"))))
 
 
-def load_model(spec: ModelSpec, dtype: DType, source: WeightSource, device: str = "cpu") -> DecoderModel:
+def load_model(spec: ModelSpec, dtype: DType, source: WeightSource, device: str = "cpu") -> Model:
     """Allocate a model on its device and fill each parameter from `source`.
 
     Raises:
-        InputError: this version does not run the family, or the source lacks a weight or has another shape for it.
+        InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
+            another shape for it.
     """
-    check_weights(spec, source)
+    check_weights(spec, dtype, source)
     model = family_of(spec)(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
     for weight in weights_of(model):
         source.read(weight)
     return model
 
 
-def weights_of(model: DecoderModel) -> Iterator[Weight]:
+def weights_of(model: Model) -> Iterator[Weight]:
     """Every tensor that a checkpoint of the model holds; a tied head is the embedding's."""
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
 from xrunner.engine import Generation, Logprobs
 from xrunner.kv_cache import KvCache
-from xrunner.models import DecoderModel
+from xrunner.models import Model
 from xrunner.sampling import Sampler
 from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
 
@@ -32,7 +32,7 @@ class Worker:
     costs a few numpy calls.
     """
 
-    def __init__(self, model: DecoderModel, cache: KvCache, backend: AttentionBackend) -> None:
+    def __init__(self, model: Model, cache: KvCache, backend: AttentionBackend) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
@@ -43,23 +43,32 @@ class Worker:
         self._last_token = np.zeros(0, dtype=np.int64)
         self._context = np.zeros(0, dtype=np.int32)
         """Tokens whose K/V is in the cache."""
+        self._prompt_len = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._sampler = Sampler(model.spec.vocab_size, self._device)
         self.logprobs: dict[int, Logprobs] = {}
 
     def start(self, generation: Generation) -> None:
-        """Set aside a row and the blocks of the prompt; the pool has made sure that there is room."""
-        num_tokens = len(generation.prompt) + generation.max_output
+        """Set aside a row and the blocks of the prompt; the pool has made sure that there is room.
+
+        Behind the prompt comes what the decoder starts with, if anything: it takes the place of an output token, of
+        which the last is never fed.
+        """
+        lengths = (len(generation.prompt), generation.max_output)
+        num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
         limit = self.model.spec.max_context
         assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
-        blocks = self.cache.allocate(generation.id, len(generation.prompt))
+        prompt = (*generation.prompt, *self.model.decoder_start)
+        assert not (self.model.decoder_start and generation.num_resumed), "what was generated is no encoder's prompt"
+        blocks = self.cache.allocate(generation.id, len(prompt))
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
         self._widen(len(blocks))
         self._tables[row, : len(blocks)] = blocks
         self._row[generation.id] = row
-        self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
+        self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
+        self._prompt_len[row] = len(generation.prompt)
         self._sampler.start(
             row, generation.sampling, generation.prompt[len(generation.prompt) - generation.num_resumed :]
         )
@@ -82,8 +91,16 @@ class Worker:
         self.logprobs = {}
         tokens: dict[int, int] = {}
         for part in slices(step):
-            tokens |= self._execute(part)
+            if self.model.decoder_start:
+                part = self._uncut(part)
+            if part.encode or part.decode:
+                tokens |= self._execute(part)
         return tokens
+
+    def _uncut(self, step: Step) -> Step:
+        """The step of a model that cannot cut prompts: each runs whole when its last piece comes."""
+        ended = [id_ for id_, start, length in step.encode if start + length == self._prompt_len[self._row[id_]]]
+        return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
 
     def _execute(self, step: Step) -> dict[int, int]:
         ends = [chunk.start + chunk.length == len(self._prompts[chunk.id]) for chunk in step.encode]
@@ -129,6 +146,7 @@ class Worker:
             block_size=self.cache.block_size,
             num_decodes=num_decodes,
             wants_logits=wants_logits,
+            prompt_len=self._prompt_len[rows] if self.model.decoder_start else None,
             device=self._device,
         )
 
@@ -150,6 +168,7 @@ class Worker:
         self._free_rows.extend(range(old, new))
         self._last_token = np.resize(self._last_token, new)
         self._context = np.resize(self._context, new)
+        self._prompt_len = np.resize(self._prompt_len, new)
         self._tables = np.resize(self._tables, (new, self._tables.shape[1]))
 
     def _widen(self, num_blocks: int) -> None:

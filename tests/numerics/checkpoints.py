@@ -69,6 +69,31 @@ QWEN3_SHAPES = {
     "one-kv-head": ONE_KV_HEAD,
     "tied-biased": LLAMA_SHAPES["tied-biased"],
 }
+# Heads narrower and wider together than the hidden size, odd numbers of them, as many decoder layers or not.
+T5_SHAPES = {
+    "tied": {"d_model": 64, "num_heads": 4, "d_kv": 12, "d_ff": 256, "num_layers": 2},
+    "gated-untied": {
+        "d_model": 60,
+        "num_heads": 5,
+        "d_kv": 22,
+        "d_ff": 101,
+        "num_layers": 3,
+        "num_decoder_layers": 2,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+    "few-buckets": {
+        "d_model": 42,
+        "num_heads": 3,
+        "d_kv": 14,
+        "d_ff": 77,
+        "num_layers": 1,
+        "num_decoder_layers": 3,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 20,
+    },
+}
+T5_START = 5
 
 FAMILIES = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
@@ -76,6 +101,7 @@ FAMILIES = {
     "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, OPT_SHAPES),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2_SHAPES),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3_SHAPES),
+    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5_SHAPES),
 }
 CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
 
@@ -89,20 +115,29 @@ def save(directory, family, shape, dtype=torch.float32):
     config_class, model_class, shapes = FAMILIES[family]
     settings = dict(shapes[shape])
     settings |= {"word_embed_proj_dim": settings["hidden_size"], "dropout": 0.0} if family == "opt" else {}
+    settings |= {"decoder_start_token_id": T5_START} if family == "t5" else {"max_position_embeddings": CONTEXT}
     settings |= {"bos_token_id": 2, "eos_token_id": 2}
-    config = config_class(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **settings)
+    config = config_class(vocab_size=VOCABULARY, **settings)
     torch.manual_seed(7)
     model = model_class(config).eval()
+    if family == "t5" and settings.get("tie_word_embeddings") is False:
+        # transformers ties whatever the config says, unless a checkpoint holds another head.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                gain = 1.0 if dtype != torch.float32 and (".layers." in name or ".h." in name) else 1.6
+                in_layer = any(part in name for part in (".layers.", ".h.", ".block."))
+                gain = 1.0 if dtype != torch.float32 and in_layer else 1.6
+                if name.endswith("Attention.q.weight"):
+                    gain *= config.d_kv**-0.5  # T5 divides no score by this
                 fan_in = weight.shape[0 if "c_" in name else -1]
                 weight.normal_(0.0, gain * fan_in**-0.5)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.1)
             else:
                 weight.uniform_(0.8, 1.2)
+                if name == "decoder.final_layer_norm.weight" and config.scale_decoder_outputs:
+                    weight.mul_(config.d_model**0.5)
             weight.copy_(weight.to(dtype))
     copy.deepcopy(model).to(dtype).save_pretrained(directory)
     return directory, model

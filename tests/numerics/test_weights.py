@@ -58,7 +58,7 @@ def test_tied_head_shares_the_embedding(small_opt):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "mamba"}, "known families: gpt2, llama, opt, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "known families: gpt2, llama, opt, qwen2, qwen3, t5"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before: False is not accepted"),
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; only 64"),
         ({"activation_function": "mish"}, "known activations"),
@@ -227,6 +227,11 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
         ("llama-grouped", {"dtype": "float64"}, "known dtypes"),
         ("qwen2-grouped", {"use_sliding_window": True}, "use_sliding_window: True"),
         ("qwen3-grouped", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("t5-tied", {"feed_forward_proj": "gated-mish"}, "known activations"),
+        ("t5-tied", {"feed_forward_proj": "doubly-gated-gelu"}, "gated-<one>"),
+        ("t5-tied", {"relative_attention_max_distance": 16}, "must exceed half of relative_buckets, 32"),
+        ("t5-tied", {"decoder_start_token_id": 211}, "outside the vocabulary of 211"),
+        ("t5-tied", {"is_encoder_decoder": False}, "is_encoder_decoder: False"),
     ],
 )
 def test_refused_variants_of_families(checkpoint, tmp_path, name, changes, message):

@@ -79,7 +79,7 @@ def check_plan(plan: Plan) -> None:
         found = read_spec(Path(plan.checkpoint))
         if found.model_copy(update={"name": plan.model.name}) != plan.model:
             raise InputError("plan.checkpoint", plan.checkpoint, "its config.json no longer has the plan's shape")
-        check_weights(plan.model, Checkpoint(Path(plan.checkpoint)))
+        check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
 
 
 def serve_plan(plan: Plan, host: str, port: int, step_log: Path | None = None) -> None:

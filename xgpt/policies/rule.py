@@ -172,10 +172,14 @@ def build(plan: Plan) -> tuple[OneLaneRule, Pool]:
     """The rule and the empty pool of a plan: what both engines start from.
 
     Raises:
-        InputError: the plan's policy needs more than one lane.
+        InputError: the plan's policy needs more than one lane, or its K/V promise does not go with its model.
     """
     if isinstance(plan.policy, WaaSettings):
         raise InputError("plan.policy", plan.policy.kind, "this engine runs rra, orca, chunked and static")
+    if plan.admission.kv != "reserve" and plan.model.is_encoder_decoder:
+        # The step that ends a prompt also caches the token that the decoder starts with: one more than the prompt's
+        # blocks hold, and what a preempted request had generated would be no prompt for its encoder.
+        raise InputError("plan.admission.kv", plan.admission.kv, f"{plan.model.name} has an encoder: take 'reserve'")
     settings = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
     pool = Pool(
         plan.stages[0].kv_blocks,

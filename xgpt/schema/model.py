@@ -28,6 +28,10 @@ class ModelSpec(Frozen):
 
     `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
     encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
+
+    Encoder-decoders (t5) start their decoder with `bos_token_id` (0 where it is left out). Their positions enter as a
+    bias by distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies what
+    enters the output head.
     """
 
     name: str
@@ -48,6 +52,9 @@ class ModelSpec(Frozen):
     norm_eps: float = Field(default=1e-5, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
+    relative_buckets: int = Field(default=32, ge=4)
+    relative_max_distance: PositiveInt = 128
+    head_scale: float = Field(default=1.0, gt=0)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_dtype: DType = "float16"
@@ -61,6 +68,13 @@ class ModelSpec(Frozen):
                 f"num_encoder_layers: {self.num_encoder_layers} does not fit family {self.family!r}; "
                 "only encoder-decoder families (t5) have encoder layers"
             )
+        if self.relative_max_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "
+                f"{self.relative_buckets}: these hold one distance each"
+            )
+        if self.is_encoder_decoder and not 0 <= (self.bos_token_id or 0) < self.vocab_size:
+            raise ValueError(f"bos_token_id: {self.bos_token_id} is outside the vocabulary of {self.vocab_size}")
         return self
 
     @property
@@ -103,7 +117,7 @@ class ModelSpec(Frozen):
         )
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Self-attention keys and values of one token over all decoder layers."""
+        """Keys and values of one token over all decoder layers; cross-attention's where an encoder reads it."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT[dtype]
 
     def weight_bytes(self, dtype: DType) -> int:

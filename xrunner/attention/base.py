@@ -27,6 +27,8 @@ class Batch:
         logit_rows: tokens whose logits are wanted. # int64 [sampled]
         num_decodes: sequences that hold one token and come first.
         max_query_len: longest piece of a prompt; 1 where there is none.
+        prompt_len: of encoder-decoders alone: how many of the sequence's tokens are the encoder's, the first ones.
+            # int32 [sequences]
     """
 
     token_ids: Tensor
@@ -38,6 +40,7 @@ class Batch:
     logit_rows: Tensor
     num_decodes: int
     max_query_len: int
+    prompt_len: Tensor | None = None
 
 
 def make_batch(
@@ -49,6 +52,7 @@ def make_batch(
     block_size: int,
     num_decodes: int,
     wants_logits: np.ndarray | None = None,
+    prompt_len: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
     """A batch from what differs between sequences; the rest follows.
@@ -59,6 +63,7 @@ def make_batch(
         context_len: tokens of each sequence that are in the cache after this step. # int32 [sequences]
         block_tables: may be wider than this step needs. # int32 [sequences, blocks]
         wants_logits: whether the sequence's last token is sampled from; None: all are. # bool [sequences]
+        prompt_len: of encoder-decoders alone: tokens of each sequence that are the encoder's. # int32 [sequences]
         device: of the model; None: the CPU.
     """
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
@@ -82,6 +87,7 @@ def make_batch(
         logit_rows=on_device(last_rows if wants_logits is None else last_rows[wants_logits]),
         num_decodes=num_decodes,
         max_query_len=int(query_len.max()),
+        prompt_len=None if prompt_len is None else on_device(prompt_len),
     )
 
 
@@ -101,7 +107,8 @@ class AttentionBackend(ABC):
 
         Args:
             q: queries; need not be contiguous. # [tokens, heads, head_dim]
-            k, v: keys and values of the same tokens. # [tokens, kv_heads, head_dim]
+            k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
+                cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
             cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it.
 
         Returns:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
-from xrunner.models.base import DecoderModel
+from xrunner.models.base import DecoderModel, Model
+from xrunner.models.encoder_decoder import EncoderDecoderModel
 from xrunner.models.gpt2 import Gpt2Model
 from xrunner.models.llama import LlamaModel
 from xrunner.models.opt import OptModel
 from xrunner.models.qwen2 import Qwen2Model
 from xrunner.models.qwen3 import Qwen3Model
+from xrunner.models.t5 import T5Model
 
-FAMILIES: dict[str, type[DecoderModel]] = {
+FAMILIES: dict[str, type[Model]] = {
     "gpt2": Gpt2Model,
     "llama": LlamaModel,
     "opt": OptModel,
     "qwen2": Qwen2Model,
     "qwen3": Qwen3Model,
+    "t5": T5Model,
 }
 
 
-def family_of(spec: ModelSpec) -> type[DecoderModel]:
+def family_of(spec: ModelSpec) -> type[Model]:
     """The class of a model's family.
 
     Raises:
@@ -31,4 +34,4 @@ def family_of(spec: ModelSpec) -> type[DecoderModel]:
     return FAMILIES[spec.family]
 
 
-__all__ = ["FAMILIES", "DecoderModel", "family_of"]
+__all__ = ["FAMILIES", "DecoderModel", "EncoderDecoderModel", "Model", "family_of"]

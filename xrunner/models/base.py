@@ -1,15 +1,15 @@
-"""What every decoder-only family offers to workers, weight loading and the profiler."""
+"""What every family offers to workers and weight loading, and every decoder-only family to the profiler."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import ModelSpec
+from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
@@ -30,21 +30,24 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-class DecoderModel(nn.Module):
-    """Embedding, layers, head. A family says what its blocks are and what a checkpoint calls their weights.
-
-    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`.
+class Model(nn.Module):
+    """A step in, logits out. A family says what its blocks are and what a checkpoint calls their weights.
 
     Attributes:
+        decoder_start: tokens behind each prompt: what an encoder-decoder's decoder starts with. Such a prompt cannot be
+            cut: the encoder sees all of it at once.
         norm: the kind of all norms outside attention.
-        checkpoint_layers: what a checkpoint calls the list of layers.
+        dtypes: those that its activations fit in.
+        checkpoint_layers: our lists of layers to what a checkpoint calls them.
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
             ours and theirs, are named within it ("layers.*." before ours); those not listed have our name.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
     """
 
+    decoder_start: tuple[int, ...] = ()
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
-    checkpoint_layers: ClassVar[str]
+    dtypes: ClassVar[tuple[DType, ...]] = get_args(DType)
+    checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
     checkpoint_transposed: ClassVar[bool] = False
 
@@ -52,16 +55,14 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(self._layer(empty) for _ in range(spec.num_layers))
-        self.final_norm = self.norm(empty, spec.hidden_size, spec.norm_eps)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Linear(empty, spec.hidden_size, spec.vocab_size, bias=False, weight=tied)
 
+    def _norm(self, empty: Empty) -> LayerNorm | RmsNorm:
+        return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
+
     def _layer(self, empty: Empty) -> DecoderLayer:
-        size, eps = self.spec.hidden_size, self.spec.norm_eps
-        return DecoderLayer(
-            self.norm(empty, size, eps), self.attention(empty), self.norm(empty, size, eps), self.mlp(empty)
-        )
+        return DecoderLayer(self._norm(empty), self.attention(empty), self._norm(empty), self.mlp(empty))
 
     @abstractmethod
     def attention(self, empty: Empty) -> Attention:
@@ -71,20 +72,9 @@ class DecoderModel(nn.Module):
     def mlp(self, empty: Empty) -> nn.Module:
         """The feed-forward block of one layer."""
 
-    def embed(self, batch: Batch) -> Tensor:
-        """# [tokens, hidden]"""
-        return self.token_embedding(batch.token_ids)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the rows that are wanted. # [rows, hidden] -> [rows, vocab]"""
-        return self.lm_head(self.final_norm(hidden))
-
+    @abstractmethod
     def forward(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
         """One step; returns the logits of `batch.logit_rows`. # [sampled, vocab]"""
-        hidden = self.embed(batch)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
-        return self.head(hidden[batch.logit_rows])
 
     def prepack(self) -> None:
         """Lay all projections out for the device. Weights cannot be loaded after this."""
@@ -96,9 +86,36 @@ class DecoderModel(nn.Module):
         """What a checkpoint calls the parameter `name`: several names where ours fuses several."""
         module, _, leaf = name.rpartition(".")
         place, prefix = module, ""
-        if module.startswith("layers."):
-            _, index, inner = module.split(".", 2)
-            place, prefix = f"layers.*.{inner}", f"{self.checkpoint_layers}.{index}."
-            module = inner
-        theirs = self.checkpoint_names.get(place, (module,))
-        return tuple(f"{prefix}{other}.{leaf}" for other in theirs)
+        for ours, theirs in self.checkpoint_layers.items():
+            if module.startswith(f"{ours}."):
+                index, _, inner = module.removeprefix(f"{ours}.").partition(".")
+                place, prefix, module = f"{ours}.*.{inner}", f"{theirs}.{index}.", inner
+                break
+        names = self.checkpoint_names.get(place, (module,))
+        return tuple(f"{prefix}{other}.{leaf}" for other in names)
+
+
+class DecoderModel(Model):
+    """Embedding, layers, head.
+
+    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`.
+    """
+
+    def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
+        super().__init__(spec, empty)
+        self.layers = nn.ModuleList(self._layer(empty) for _ in range(spec.num_layers))
+        self.final_norm = self._norm(empty)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """# [tokens, hidden]"""
+        return self.token_embedding(batch.token_ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of the rows that are wanted. # [rows, hidden] -> [rows, vocab]"""
+        return self.lm_head(self.final_norm(hidden))
+
+    def forward(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
+        hidden = self.embed(batch)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
+        return self.head(hidden[batch.logit_rows])

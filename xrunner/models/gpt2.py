@@ -14,7 +14,7 @@ from xrunner.models.base import DecoderModel
 
 
 class Gpt2Model(DecoderModel):
-    checkpoint_layers = "transformer.h"
+    checkpoint_layers: ClassVar[dict[str, str]] = {"layers": "transformer.h"}
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
         "token_embedding": ("transformer.wte",),
         "position_embedding": ("transformer.wpe",),

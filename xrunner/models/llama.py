@@ -12,7 +12,7 @@ from xrunner.models.base import DecoderModel
 
 class LlamaModel(DecoderModel):
     norm = RmsNorm
-    checkpoint_layers = "model.layers"
+    checkpoint_layers: ClassVar[dict[str, str]] = {"layers": "model.layers"}
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
         "token_embedding": ("model.embed_tokens",),
         "layers.*.attention_norm": ("input_layernorm",),

@@ -17,7 +17,7 @@ POSITION_OFFSET = 2
 
 
 class OptModel(DecoderModel):
-    checkpoint_layers = "model.decoder.layers"
+    checkpoint_layers: ClassVar[dict[str, str]] = {"layers": "model.decoder.layers"}
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
         "token_embedding": ("model.decoder.embed_tokens",),
         "position_embedding": ("model.decoder.embed_positions",),
