@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from tests.fakes import *
 from xrunner.server import serve
 try:
