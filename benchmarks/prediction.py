@@ -3,7 +3,7 @@
     python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization] [--chosen-only]
 
 The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured.
-Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and docs/PREDICTION-WORKLOAD.md.
+Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and .md; docs/PREDICTION.md keeps the last with what was learnt from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, Constraint, Plan, Profile
 
 RESULTS = Path("results/prediction.json")
-PAGE = Path("docs/PREDICTION.md")
 COLUMNS = (
     "bound s", "policy", "settings", "plan", "req/s", "measured", "error", "latency s", "measured", "error",
     "ttft s", "measured", "itl p99 s", "measured", "bound kept", "GFLOP/s",
@@ -125,7 +124,7 @@ def _write(rows: list[dict[str, object]], num_requests: int, profile: Profile) -
         *("| " + " | ".join(_row(plan, report)) + " |" for plan, report in pairs),
         "",
     ]
-    write_atomic(PAGE.with_stem(f"{PAGE.stem}-{plan.workload.name}"), "\n".join(lines))
+    write_atomic(RESULTS.with_suffix(f".{plan.workload.name}.md"), "\n".join(lines))
 
 
 if __name__ == "__main__":
