@@ -114,7 +114,6 @@ class _Steps:
     def __init__(self, log: Sequence[StepRecord]) -> None:
         self.log = log
         self.start = np.asarray([record.start_ns for record in log], float)
-        # A step lasts until the next begins, unless the engine fell idle in between.
         self.end = np.asarray([record.end_ns for record in log], float)
         prompts: dict[int, int] = {}
         self.admitted: dict[int, int] = {}

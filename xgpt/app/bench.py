@@ -14,14 +14,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xgpt.app.simulating import check_fits, outstanding_requests, profile_of, read_log, simulate, warm_up_requests
+from xgpt.app.simulating import (
+    check_fits,
+    outstanding_requests,
+    profile_of,
+    read_log,
+    requests_to_send,
+    simulate,
+    warm_up_requests,
+)
 from xgpt.errors import MachineError
-from xgpt.schema import BenchReport, Comparison, Plan, UrlReport, Workload
+from xgpt.schema import BenchReport, Comparison, Estimate, Plan, UrlReport, Workload
 
 if TYPE_CHECKING:
     import numpy as np
 
     from xgpt.client import ClientRequest
+    from xsimulator.measure import Measured
 
 URL_VOCABULARY = 1000
 """Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
@@ -56,8 +65,7 @@ def bench_plan(
 
     check_fits(plan, workload)
     closed = arrival_rate is None
-    spare = outstanding_requests(plan) + (warm_up_requests(plan) if closed else 0)
-    total = num_requests + spare
+    total = requests_to_send(plan, num_requests, saturated=closed)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrival_rate is None else poisson_arrivals(arrival_rate, total, rng)
     requests = _client_requests(plan, workload, inputs, outputs, times, rng)
@@ -78,18 +86,9 @@ def bench_plan(
         log = read_step_log(step_log)
     calibration.append(calibrate())
     measured = read_log(plan, workload, log, num_requests, saturated=closed)
-    if closed and workload == plan.workload:
-        estimate = plan.estimate
-        predicted = {
-            "throughput_rps": estimate.throughput_rps,
-            "latency_s": estimate.latency_s,
-            "ttft_s": estimate.ttft_s,
-            "itl_p99_s": estimate.itl_p99_s,
-        }
-    else:
-        simulated, _ = simulate(plan, profile_of(plan), workload, num_requests, rng, arrival_rate)
-        names = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
-        predicted = {name: getattr(simulated, name) for name in names}
+    predicted: Estimate | Measured = plan.estimate
+    if not closed or workload != plan.workload:
+        predicted, _ = simulate(plan, profile_of(plan), workload, num_requests, rng, arrival_rate)
     bound = plan.constraint.latency_bound_s
     latency = measured.latency_s if plan.constraint.sla == "length" else measured.request_latency_s
     return BenchReport(
@@ -101,8 +100,8 @@ def bench_plan(
         num_failed=sum(result.error is not None for result in results),
         window_s=measured.window_s,
         figures=tuple(
-            Comparison(metric=name, predicted=value, measured=getattr(measured, name))
-            for name, value in predicted.items()
+            Comparison(metric=name, predicted=getattr(predicted, name), measured=getattr(measured, name))
+            for name in ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
         ),
         latency_bound_s=bound,
         bound_kept=None if bound is None else latency <= bound,

@@ -50,6 +50,14 @@ def outstanding_requests(plan: Plan) -> int:
     return ceil(1.5 * plan.estimate.decode_batch + 3 * plan.estimate.encode_batch) + 8
 
 
+def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
+    """Requests to replay so that `num_requests` can be measured.
+
+    A saturated run starts with a warm-up; and the window closes at a step that encodes: requests must be left for it.
+    """
+    return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
+
+
 def simulate(
     plan: Plan,
     profile: Profile,
@@ -69,9 +77,7 @@ def simulate(
     from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
 
     rule, pool = policies.build(plan)
-    # The window closes at a step that encodes: there must be requests left for it.
-    spare = outstanding_requests(plan) + (warm_up_requests(plan) if arrival_rate is None else 0)
-    total = num_requests + spare
+    total = requests_to_send(plan, num_requests, saturated=arrival_rate is None)
     inputs, outputs = sample(workload, total, rng)
     arrivals = [0] * total if arrival_rate is None else (1e9 * poisson_arrivals(arrival_rate, total, rng)).astype(int)
     max_output = workload.output.lengths[-1]
