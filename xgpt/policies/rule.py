@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xgpt.errors import InputError
-from xgpt.policies.pool import Chunk, Pool, Request, Step
+from xgpt.policies.pool import Pool
+from xgpt.policies.request import Chunk, Request, Step
 from xgpt.schema import (
     ChunkedSettings,
     OrcaSettings,
