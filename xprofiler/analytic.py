@@ -1,87 +1,219 @@
 """A profile from the datasheet: roofline per operator, one set of efficiencies a device kind.
 
-Source: ExeGPT sec. 3 names what is profiled; the efficiencies put ExeGPT Table 6 within 12% on an A40.
+    product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff))
+    attention of prompts                 FLOPs / (FLOP/s eff)
+    attention of decode                  K/V bytes / (bandwidth eff)
+    all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + 2 (t-1) hops
+    from one device to another           b / (link eff) + one hop
+
+A group of t devices shares matrices, heads and vocabulary evenly. Source: ExeGPT sec. 3 names what is profiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from xgpt.errors import InputError
-from xgpt.schema import BYTES_PER_ELEMENT, ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xgpt.schema import (
+    BYTES_PER_ELEMENT,
+    ClusterSpec,
+    CrossTimes,
+    Curve,
+    DType,
+    Efficiency,
+    EncoderLayerTimes,
+    LayerTimes,
+    Link,
+    ModelSpec,
+    Profile,
+    Surface,
+)
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-
-class Efficiency(NamedTuple):
-    """Shares of the datasheet's rates that kernels reach, and the fixed costs beside them."""
-
-    matrix: float
-    weights: float
-    kv: float
-    layer_launch_s: float
-    step_s: float
-
-
-EFFICIENCY = Efficiency(matrix=0.66, weights=0.90, kv=0.80, layer_launch_s=20e-6, step_s=200e-6)
+A40_EFFICIENCY = Efficiency(
+    matrix=0.66,
+    attention=0.66,
+    weights=0.90,
+    kv=0.80,
+    bus=0.59,
+    links=0.8,
+    layer_s=20e-6,
+    step_s=200e-6,
+    source="ExeGPT Table 6: OPT-13B on four A40",
+)
+"""For kinds of device that state none of their own."""
 
 
 def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
-    """Compute the tables of one device.
+    """Compute the tables of every tensor-parallel degree that fits in a node.
 
     Raises:
-        InputError: the cluster's device has no rate for this dtype, or the family is not covered.
+        InputError: the cluster's device has no rate for this dtype.
     """
-    device = cluster.device
-    rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
-    if rate is None or bandwidth is None:
-        raise InputError(
-            "cluster.device", device.name, f"it states no {dtype} rate or no memory bandwidth; add them to its YAML"
-        )
-    if spec.is_encoder_decoder:
-        raise InputError("model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one")
-    size, eff = BYTES_PER_ELEMENT[dtype], EFFICIENCY
-
-    def matrix(tokens: int, params: int) -> float:
-        compute = 2 * tokens * params / (rate * eff.matrix)
-        return max(compute, params * size / (bandwidth * eff.weights))
-
-    def rest(tokens: int) -> float:
-        return matrix(tokens, spec.decoder_layer_params) + eff.layer_launch_s
-
-    def encode_attention(batch: int, length: int) -> float:
-        # Causal: half of the length^2 products, for scores and for values.
-        flops = 2 * batch * length**2 * spec.num_heads * spec.head_dim
-        return flops / (rate * eff.matrix)
-
-    def decode_attention(batch: int, context: int) -> float:
-        kv_bytes = 2 * batch * context * spec.num_kv_heads * spec.head_dim * size
-        return kv_bytes / (bandwidth * eff.kv)
-
-    def surface(seconds: Callable[[int, int], float]) -> Surface:
-        return Surface(
-            batches=BATCHES,
-            lengths=LENGTHS,
-            seconds=tuple(tuple(seconds(b, length) for length in LENGTHS) for b in BATCHES),
-        )
-
-    layer = LayerTimes(
-        rest=Curve(points=TOKENS, seconds=tuple(map(rest, TOKENS))),
-        encode_attention=surface(encode_attention),
-        decode_attention=surface(decode_attention),
-    )
-    embed_s = [2 * tokens * spec.hidden_size * size / bandwidth for tokens in TOKENS]
-    head_s = [matrix(tokens, spec.vocab_size * spec.hidden_size) for tokens in BATCHES]
+    kernels = Kernels(cluster, dtype)
+    degrees = tp_degrees(spec, cluster)
     return Profile(
         source="analytic",
         model=spec.name,
         dtype=dtype,
-        device=device.name,
-        layers=(layer,),
-        embedding=Curve(points=TOKENS, seconds=tuple(embed_s)),
-        head=Curve(points=BATCHES, seconds=tuple(head_s)),
-        overhead=Curve(points=(1, BATCHES[-1]), seconds=(eff.step_s, eff.step_s)),
+        device=cluster.device.name,
+        layers=tuple(_layer(spec, kernels, degree) for degree in degrees),
+        encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
+        if spec.is_encoder_decoder
+        else (),
+        embedding=curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
+        head=_head(spec, kernels, 1),
+        overhead=curve(lambda n: kernels.efficiency.step_s, (1, BATCHES[-1])),
+        **transfers(spec, cluster, dtype),
+        provenance={"efficiency": kernels.efficiency.source},
     )
+
+
+def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Powers of two that a node holds and that share heads and feed-forward block evenly.
+
+    Where there are fewer key/value heads than devices, devices hold copies of them.
+    """
+    most = cluster.devices_per_node if cluster.intra_node is not None else 1
+    degrees = (2**i for i in range(most.bit_length()))
+    return tuple(t for t in degrees if t <= most and _shares_evenly(spec, t))
+
+
+def _shares_evenly(spec: ModelSpec, t: int) -> bool:
+    kv_heads = spec.num_kv_heads
+    return spec.num_heads % t == 0 and spec.ffn_size % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+
+
+def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> dict[str, Curve | None]:
+    """The curves of a Profile that rest on the cluster's links alone, by field."""
+    efficiency = cluster.device.efficiency or A40_EFFICIENCY
+    hidden_bytes = spec.hidden_size * BYTES_PER_ELEMENT[dtype]
+    kv_bytes = spec.kv_bytes_per_token(dtype)
+
+    def sent(link: Link | None, token_bytes: int, hops: int) -> Curve | None:
+        if link is None:
+            return None
+        rate = link.bandwidth_bytes_per_s * efficiency.links
+        return curve(lambda n: n * token_bytes / rate + hops * link.latency_s, TOKENS)
+
+    return {
+        "hop": sent(cluster.intra_node, hidden_bytes, 1),
+        "inter_node_hop": sent(cluster.inter_node, hidden_bytes, 1),
+        # Into host memory and out of it at once, a layer behind: two latencies, and the time of one copy.
+        "kv_transfer": sent(cluster.host, kv_bytes, 2),
+    }
+
+
+class Kernels:
+    """Seconds of the operators on one kind of device.
+
+    Raises:
+        InputError: the device states no rate for the dtype, or no bandwidth.
+    """
+
+    def __init__(self, cluster: ClusterSpec, dtype: DType) -> None:
+        device = cluster.device
+        rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
+        if rate is None or bandwidth is None:
+            raise InputError(
+                "cluster.device", device.name, f"it states no {dtype} rate or no memory bandwidth; add them to its YAML"
+            )
+        self.efficiency = device.efficiency or A40_EFFICIENCY
+        self._rate, self._bandwidth = rate, bandwidth
+        self._size = BYTES_PER_ELEMENT[dtype]
+        self._link = cluster.intra_node
+
+    def matrix(self, tokens: float, params: float) -> float:
+        compute = 2 * tokens * params / (self._rate * self.efficiency.matrix)
+        return max(compute, params * self._size / (self._bandwidth * self.efficiency.weights))
+
+    def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
+        """Scores and values; a causal mask leaves half of the products out."""
+        flops = (2 if causal else 4) * batch * length**2 * heads_dim
+        return flops / (self._rate * self.efficiency.attention)
+
+    def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
+        return 2 * batch * context * kv_heads_dim * self._size / (self._bandwidth * self.efficiency.kv)
+
+    def copy(self, elements: float) -> float:
+        return elements * self._size / self._bandwidth
+
+    def all_reduce(self, elements: float, devices: int) -> float:
+        """In a ring: 2 (t-1) hops that each carry 1/t of the data."""
+        return 2 * self._around(elements, devices)
+
+    def all_gather(self, elements: float, devices: int) -> float:
+        """`elements` on each device in the end."""
+        return self._around(elements, devices)
+
+    def _around(self, elements: float, devices: int) -> float:
+        if devices == 1:
+            return 0.0
+        assert self._link is not None, "tp_degrees offers no group without a link"
+        rate = self._link.bandwidth_bytes_per_s * self.efficiency.bus
+        return (devices - 1) * (elements * self._size / devices / rate + self._link.latency_s)
+
+
+def _layer(spec: ModelSpec, kernels: Kernels, t: int) -> LayerTimes:
+    heads_dim = spec.num_heads * spec.head_dim / t
+    kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
+    # What a copied key/value head costs in weights is left out.
+    params, num_all_reduces = spec.decoder_layer_params / t, 2
+    cross = None
+    if spec.is_encoder_decoder:
+        cross_kv_params = 2 * spec.hidden_size * kv_heads_dim
+        params, num_all_reduces = params - cross_kv_params, 3
+        cross = CrossTimes(
+            keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
+            attention=surface(lambda b, length: kernels.decode_attention(b, length, kv_heads_dim)),
+        )
+
+    def rest(tokens: int) -> float:
+        shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
+        return kernels.matrix(tokens, params) + shared + kernels.efficiency.layer_s
+
+    return LayerTimes(
+        tp_degree=t,
+        rest=curve(rest, TOKENS),
+        encode_attention=surface(lambda b, length: kernels.prompt_attention(b, length, heads_dim, causal=True)),
+        decode_attention=surface(lambda b, context: kernels.decode_attention(b, context, kv_heads_dim)),
+        cross=cross,
+        head=None if t == 1 else _head(spec, kernels, t),
+    )
+
+
+def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTimes:
+    heads_dim = spec.num_heads * spec.head_dim / t
+
+    def rest(tokens: int) -> float:
+        shared = 2 * kernels.all_reduce(tokens * spec.hidden_size, t)
+        return kernels.matrix(tokens, spec.encoder_layer_params / t) + shared + kernels.efficiency.layer_s
+
+    return EncoderLayerTimes(
+        tp_degree=t,
+        rest=curve(rest, TOKENS),
+        attention=surface(lambda b, length: kernels.prompt_attention(b, length, heads_dim, causal=False)),
+    )
+
+
+def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
+    """Each device makes its share of the vocabulary's logits; all get them."""
+
+    def head(rows: int) -> float:
+        product = kernels.matrix(rows, spec.vocab_size * spec.hidden_size / t)
+        return product + kernels.all_gather(rows * spec.vocab_size, t)
+
+    return curve(head, BATCHES)
+
+
+def curve(seconds: Callable[[int], float], points: Iterable[int]) -> Curve:
+    points = tuple(points)
+    return Curve(points=points, seconds=tuple(map(seconds, points)))
+
+
+def surface(seconds: Callable[[int, int], float]) -> Surface:
+    rows = tuple(tuple(seconds(b, length) for length in LENGTHS) for b in BATCHES)
+    return Surface(batches=BATCHES, lengths=LENGTHS, seconds=rows)

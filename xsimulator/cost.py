@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.errors import InputError
 from xgpt.schema import Curve, ModelSpec, Profile, Surface
 
 Array = npt.NDArray[np.float64]
@@ -105,13 +106,20 @@ class CostModel:
         tokens: seconds of a step's token-wise work (all layers, embedding) against tokens.
         head: seconds of output head and sampling against sampled tokens.
         overhead: seconds of the loop against requests in the step.
+
+    Raises:
+        InputError: the model has an encoder.
     """
 
     def __init__(self, spec: ModelSpec, profile: Profile, tp_degree: int = 1) -> None:
+        if spec.is_encoder_decoder:
+            raise InputError(
+                "model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one"
+            )
         layer = profile.layer(tp_degree)
         self.num_layers = spec.num_layers
         self.tokens = Line.of(layer.rest).scaled(spec.num_layers) + Line.of(profile.embedding)
-        self.head = Line.of(profile.head)
+        self.head = Line.of(profile.head_of(tp_degree))
         self.overhead = Line.of(profile.overhead)
         self._encode = Grid(layer.encode_attention)
         self._decode = Grid(layer.decode_attention)

@@ -1,7 +1,7 @@
 """The types that reach a file. Everyone may import this package; it imports nothing of the others."""
 
 from xgpt.schema.base import Frozen
-from xgpt.schema.cluster import ClusterSpec, DeviceKind, Link
+from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
 from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelSpec, RopeScaling
 from xgpt.schema.plan import (
     SLICE_TOKENS,
@@ -25,7 +25,7 @@ from xgpt.schema.policy import (
     Variable,
     WaaSettings,
 )
-from xgpt.schema.profile import Curve, LayerTimes, Profile, Surface
+from xgpt.schema.profile import CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.report import BenchReport, Comparison, UrlReport
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
@@ -39,9 +39,12 @@ __all__ = [
     "Comparison",
     "Constant",
     "Constraint",
+    "CrossTimes",
     "Curve",
     "DType",
     "DeviceKind",
+    "Efficiency",
+    "EncoderLayerTimes",
     "Estimate",
     "Frozen",
     "Histogram",

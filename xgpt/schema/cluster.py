@@ -10,6 +10,32 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType
 
 
+class Efficiency(Frozen):
+    """What kernels reach of the datasheet, for profiles computed from it: one set a device kind, whatever the model.
+
+    Shares of a rate where no unit is named.
+    """
+
+    matrix: float = Field(gt=0, le=1)
+    """Of FLOP/s, in large matrix products."""
+    attention: float = Field(gt=0, le=1)
+    """Of FLOP/s, in the attention of prompts."""
+    weights: float = Field(gt=0, le=1)
+    """Of memory bandwidth, reading weights in small matrix products."""
+    kv: float = Field(gt=0, le=1)
+    """Of memory bandwidth, reading K/V in the attention of decode."""
+    bus: float = Field(gt=0, le=1)
+    """Of a link's bandwidth, in all-reduces."""
+    links: float = Field(gt=0, le=1)
+    """Of a link's bandwidth, in copies from one device or host to another."""
+    layer_s: float = Field(ge=0)
+    """Launches and small kernels of one layer."""
+    step_s: float = Field(ge=0)
+    """The serving loop, a step."""
+    source: str
+    """Where these came from."""
+
+
 class DeviceKind(Frozen):
     """One accelerator, or one CPU, as its datasheet or the machine describes it."""
 
@@ -18,6 +44,7 @@ class DeviceKind(Frozen):
     memory_bytes: PositiveInt
     flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
+    efficiency: Efficiency | None = None
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the memory that weights, K/V and workspace may fill together."""
 

@@ -22,7 +22,9 @@ class Curve(Frozen):
         if len(self.points) != len(self.seconds):
             raise ValueError(f"{len(self.points)} points but {len(self.seconds)} times")
         if any(b <= a for a, b in pairwise(self.points)):
-            raise ValueError("points must rise")
+            raise ValueError(f"points must rise, and {self.points} do not")
+        if self.points[0] < 0:
+            raise ValueError(f"a point is negative: {self.points[0]}")
         if min(self.seconds) < 0:
             raise ValueError(f"a time is negative: {min(self.seconds)}")
         return self
@@ -39,7 +41,9 @@ class Surface(Frozen):
     def _check(self) -> Surface:
         for name, points in (("batches", self.batches), ("lengths", self.lengths)):
             if any(b <= a for a, b in pairwise(points)):
-                raise ValueError(f"{name} must rise")
+                raise ValueError(f"{name} must rise, and {points} do not")
+            if points[0] < 0:
+                raise ValueError(f"{name}: {points[0]} is negative")
         if len(self.seconds) != len(self.batches) or any(len(r) != len(self.lengths) for r in self.seconds):
             raise ValueError("seconds must have a row for each batch and a column for each length")
         if min(map(min, self.seconds)) < 0:
@@ -47,8 +51,20 @@ class Surface(Frozen):
         return self
 
 
+class CrossTimes(Frozen):
+    """A decoder layer's dealings with the encoder's output, at one tensor-parallel degree."""
+
+    keys_values: Curve
+    """Making the keys and values of the encoder's output, once a request, against input tokens."""
+    attention: Surface
+    """One token a request over its input's keys and values, against (batch, input length)."""
+
+
 class LayerTimes(Frozen):
-    """One layer at one tensor-parallel degree. Source: ExeGPT sec. 3 (XProfiler)."""
+    """One decoder layer (any layer, where the model has no encoder) on a group of `tp_degree` devices.
+
+    All-reduces within the group are part of `rest`. Source: ExeGPT sec. 3 (XProfiler).
+    """
 
     tp_degree: PositiveInt = 1
     rest: Curve
@@ -57,6 +73,20 @@ class LayerTimes(Frozen):
     """Causal attention of whole prompts, against (batch, prompt length)."""
     decode_attention: Surface
     """One token a request over its K/V, against (batch, context)."""
+    cross: CrossTimes | None = None
+    """Of an encoder-decoder."""
+    head: Curve | None = None
+    """Output head shared by the group, against sampled tokens; None: the profile's, as on one device."""
+
+
+class EncoderLayerTimes(Frozen):
+    """One layer of an encoder-decoder's encoder on a group of `tp_degree` devices, all-reduces included."""
+
+    tp_degree: PositiveInt = 1
+    rest: Curve
+    """Everything but attention, against tokens."""
+    attention: Surface
+    """Whole prompts, each token over all of its prompt, against (batch, prompt length)."""
 
 
 class Profile(Frozen):
@@ -73,14 +103,44 @@ class Profile(Frozen):
     device: str
     num_threads: PositiveInt | None = None
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
+    encoder_layers: tuple[EncoderLayerTimes, ...] = ()
+    """Of an encoder-decoder: the degrees of `layers`, each."""
     embedding: Curve
     """Embedding of a step's tokens."""
     head: Curve
     """Final norm, output head and sampling, against sampled tokens."""
     overhead: Curve
     """The loop's own cost (scheduling, batch assembly, bookkeeping) a step, against requests in the step."""
+    hop: Curve | None = None
+    """Hidden states from one pipeline stage to the next on the same node, against tokens; None: not known."""
+    inter_node_hop: Curve | None = None
+    """The same between nodes."""
+    kv_transfer: Curve | None = None
+    """K/V of all layers from one device through host memory to another, against tokens.
+
+    A device that holds a share of the layers or heads moves that share of the tokens.
+    """
     spread: float = Field(default=0.0, ge=0)
+    provenance: dict[str, str] = Field(default_factory=dict)
+    """Where each part's numbers came from, where that is more than `source` says."""
     environment: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Profile:
+        degrees = self.tp_degrees
+        if len(set(degrees)) != len(degrees):
+            raise ValueError(f"layers: a tp_degree stands twice in {degrees}")
+        encoder_degrees = tuple(layer.tp_degree for layer in self.encoder_layers)
+        if encoder_degrees and encoder_degrees != degrees:
+            raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
+        if any((layer.cross is None) != (not encoder_degrees) for layer in self.layers):
+            raise ValueError("layers: cross stands with encoder_layers, on every degree, or not at all")
+        return self
+
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that the profile covers."""
+        return tuple(layer.tp_degree for layer in self.layers)
 
     def layer(self, tp_degree: int) -> LayerTimes:
         """The table of one tensor-parallel degree.
@@ -88,7 +148,27 @@ class Profile(Frozen):
         Raises:
             KeyError: the profile holds no such degree.
         """
-        for layer in self.layers:
-            if layer.tp_degree == tp_degree:
-                return layer
-        raise KeyError(tp_degree)
+        return self.layers[self._index(tp_degree)]
+
+    def encoder_layer(self, tp_degree: int) -> EncoderLayerTimes:
+        """The encoder's table of one tensor-parallel degree.
+
+        Raises:
+            KeyError: the profile holds no such degree, or no encoder.
+        """
+        if not self.encoder_layers:
+            raise KeyError(tp_degree)
+        return self.encoder_layers[self._index(tp_degree)]
+
+    def head_of(self, tp_degree: int) -> Curve:
+        """The output head on a group of so many devices.
+
+        Raises:
+            KeyError: the profile holds no such degree.
+        """
+        return self.layer(tp_degree).head or self.head
+
+    def _index(self, tp_degree: int) -> int:
+        if tp_degree not in self.tp_degrees:
+            raise KeyError(tp_degree)
+        return self.tp_degrees.index(tp_degree)

@@ -1,0 +1,142 @@
+"""What a profile accepts, and what the datasheet makes of every shipped model and cluster."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from xgpt.errors import InputError
+from xgpt.io import config_names, parse
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import Profile
+from xprofiler import analytic
+
+CLUSTERS = [name for name in config_names("clusters") if name != "local"]
+
+
+def of(model: str, cluster: str) -> Profile:
+    spec, _ = load_model(model)
+    return analytic.profile(spec, load_cluster(cluster), spec.default_dtype)
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return of("t5-11b", "a40x8").model_dump(mode="json")
+
+
+def changed(document: Any, path: tuple[Any, ...], value: object) -> Any:
+    """A copy with one value replaced."""
+    if not path:
+        return value
+    copy = dict(document) if isinstance(document, dict) else list(document)
+    copy[path[0]] = changed(copy[path[0]], path[1:], value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("layers", 0, "rest", "seconds", 3), math.nan, "profile.layers.0.rest.seconds.3: nan"),
+        (("layers", 0, "rest", "seconds", 3), math.inf, "profile.layers.0.rest.seconds.3: inf"),
+        (("layers", 1, "decode_attention", "seconds", 0, 0), -1.0, "a time is negative"),
+        (("hop", "seconds", 0), -1e-6, "a time is negative: -1e-06"),
+        (("hop", "points", 1), 1, "points must rise"),
+        (("head", "points", 0), -1, "a point is negative: -1"),
+        (("layers", 0, "encode_attention", "lengths", 0), 4096, "lengths must rise"),
+        (("layers", 0, "encode_attention", "batches", 0), -1, "batches: -1 is negative"),
+        (("layers", 0, "tp_degree"), 2, "a tp_degree stands twice in (2, 2, 4, 8)"),
+        (("encoder_layers",), (), "cross stands with encoder_layers"),
+        (("encoder_layers", 0, "tp_degree"), 16, "are not those of layers"),
+        (("layers", 0, "cross"), None, "cross stands with encoder_layers"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    document: dict[str, Any], path: tuple[Any, ...], value: object, says: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(changed(document, path, value), Profile, "profile")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_every_shipped_model_has_an_analytic_profile(cluster: str) -> None:
+    devices = load_cluster(cluster)
+    for model in config_names("models"):
+        spec, _ = load_model(model)
+        if spec.default_dtype not in devices.device.flops_per_s:
+            continue
+        profile = analytic.profile(spec, devices, spec.default_dtype)
+        assert parse(profile.model_dump(mode="json"), Profile, "profile") == profile
+        assert profile.tp_degrees[0] == 1
+        assert max(profile.tp_degrees) <= devices.devices_per_node
+        assert bool(profile.encoder_layers) == spec.is_encoder_decoder
+        assert (profile.hop is None) == (devices.intra_node is None)
+        assert (profile.inter_node_hop is None) == (devices.inter_node is None)
+        assert profile.kv_transfer is not None
+
+
+def test_degrees_share_heads_evenly() -> None:
+    assert of("gpt3-175b", "a40x32").tp_degrees == (1, 2, 4, 8)
+    assert of("opt-13b", "a40x8").tp_degrees == (1, 2, 4, 8)  # 40 heads
+    assert of("opt-125m", "a40x8").tp_degrees == (1, 2, 4)  # 12 heads
+    assert of("llama-3.1-70b", "h100x8").tp_degrees == (1, 2, 4, 8)
+
+
+def test_a_larger_group_is_faster_but_not_in_proportion() -> None:
+    profile = of("gpt3-175b", "a40x32")
+    at_2048 = [layer.rest.seconds[layer.rest.points.index(2048)] for layer in profile.layers]
+    for one, two in pairwise(at_2048):
+        assert one / 2 < two < one
+    attention = [layer.decode_attention.seconds[-1][-1] for layer in profile.layers]
+    assert attention == pytest.approx([attention[0] / t for t in profile.tp_degrees])
+    heads = [profile.head_of(t).seconds[0] for t in profile.tp_degrees]
+    assert heads == sorted(heads, reverse=True)
+
+
+def test_copied_key_value_heads_save_no_time() -> None:
+    """Sixteen devices for eight key/value heads: each reads a whole one."""
+    spec, _ = load_model("llama-3.1-70b")
+    cluster = load_cluster("h100x8").model_copy(update={"devices_per_node": 16})
+    profile = analytic.profile(spec, cluster, "bfloat16")
+    assert profile.layer(16).decode_attention == profile.layer(8).decode_attention
+
+
+def test_an_encoder_looks_both_ways_and_a_decoder_makes_its_keys_once() -> None:
+    spec, _ = load_model("t5-11b")
+    profile = of("t5-11b", "a40x8")
+    encoder, decoder = profile.encoder_layer(2), profile.layer(2)
+    assert decoder.cross is not None
+    assert encoder.attention.seconds[2][3] == pytest.approx(2 * decoder.encode_attention.seconds[2][3])
+    assert decoder.cross.attention == decoder.decode_attention
+    # Weights bind at one token: the encoder layer's, and all of a decoder layer's but cross keys and values.
+    one = analytic.Kernels(load_cluster("a40x8"), "float16")
+    alone = profile.layer(1)
+    assert alone.cross is not None
+    assert alone.rest.seconds[0] + alone.cross.keys_values.seconds[0] == pytest.approx(
+        one.matrix(1, spec.decoder_layer_params) + one.efficiency.layer_s
+    )
+    with pytest.raises(KeyError):
+        of("opt-13b", "a40x8").encoder_layer(1)
+
+
+def test_links_are_charged_as_stated() -> None:
+    """One token's hidden state of GPT-3 175B is 24,576 bytes, its K/V 4.7 MB."""
+    cluster = load_cluster("a40x32")
+    profile = of("gpt3-175b", "a40x32")
+    assert profile.hop is not None and profile.inter_node_hop is not None and profile.kv_transfer is not None
+    assert profile.hop.seconds[10] == pytest.approx(1024 * 24576 / (32e9 * 0.8) + 7e-6)
+    assert profile.inter_node_hop.seconds[10] == pytest.approx(1024 * 24576 / (12.5e9 * 0.8) + 10e-6)
+    assert profile.kv_transfer.seconds[10] == pytest.approx(1024 * 96 * 2 * 24576 / (32e9 * 0.8) + 20e-6)
+    kernels = analytic.Kernels(cluster, "float16")
+    assert kernels.all_reduce(1e6, 1) == 0
+    assert kernels.all_reduce(1e6, 4) == pytest.approx(1.5 * 2e6 / (32e9 * 0.59) + 6 * 7e-6)
+
+
+def test_a_device_without_a_rate_says_so() -> None:
+    spec, _ = load_model("llama-3.1-8b")
+    with pytest.raises(InputError, match=r"v100-sxm2-16gb.*bfloat16 rate"):
+        analytic.profile(spec, load_cluster("v100x1"), "bfloat16")
