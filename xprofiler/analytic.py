@@ -12,6 +12,7 @@ A group of t devices shares matrices, heads and vocabulary evenly. Source: ExeGP
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypedDict
 
 from xgpt.errors import InputError
 from xgpt.schema import (
@@ -87,8 +88,15 @@ def _shares_evenly(spec: ModelSpec, t: int) -> bool:
     return spec.num_heads % t == 0 and spec.ffn_size % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
 
 
-def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> dict[str, Curve | None]:
-    """The curves of a Profile that rest on the cluster's links alone, by field."""
+class Transfers(TypedDict):
+    """The fields of a Profile that rest on the cluster's links alone."""
+
+    hop: Curve | None
+    inter_node_hop: Curve | None
+    kv_transfer: Curve | None
+
+
+def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Transfers:
     efficiency = cluster.device.efficiency or A40_EFFICIENCY
     hidden_bytes = spec.hidden_size * BYTES_PER_ELEMENT[dtype]
     kv_bytes = spec.kv_bytes_per_token(dtype)
