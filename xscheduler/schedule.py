@@ -23,6 +23,7 @@ from xgpt.schema import (
     Stage,
     Workload,
 )
+from xscheduler.frontier import Point, frontier
 from xscheduler.search import SEARCHES, Found, Method
 from xscheduler.space import POLICIES, Limits, Settings, Space
 from xsimulator.analytic import OneLaneModel
@@ -75,6 +76,11 @@ class Scheduler:
 
     def space(self, kind: str) -> Space:
         return Space(kind, self._model, self.problem.constraint, self._limits)
+
+    def frontier(self, kind: str) -> list[Point]:
+        """A policy's trade-off between latency and throughput, whatever the latency bound."""
+        constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
+        return frontier(Space(kind, self._model, constraint, self._limits))
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
         """The best plan of each policy that has one.

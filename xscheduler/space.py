@@ -119,6 +119,17 @@ class Space:
         grids = np.meshgrid(*(np.asarray(axis.values) for axis in self._axes), indexing="ij")
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self._axes, grids, strict=True)}
 
+    def grid_points(self, num_points: int) -> dict[str, Ints]:
+        """At most about so many points, on a grid that is even on a logarithmic scale, as columns."""
+        values_per_axis = round(num_points ** (1 / len(self._axes)))
+        picked = []
+        for axis in self._axes:
+            last = len(axis.values) - 1
+            indices = np.unique(np.round(np.geomspace(1, last + 1, values_per_axis)).astype(int) - 1)
+            picked.append(np.asarray(axis.values)[indices])
+        grids = np.meshgrid(*picked, indexing="ij")
+        return {axis.variable.name: grid.ravel() for axis, grid in zip(self._axes, grids, strict=True)}
+
     def slowest_points(self) -> dict[str, Ints]:
         """The points of lowest latency, one for each branch: every searched variable at its slow end."""
         branches = self.branches()

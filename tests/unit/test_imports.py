@@ -25,12 +25,13 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.machine": BASE,
     "xgpt.checkpoint": BASE,
     "xgpt.client": BASE,
+    "xgpt.pages": {"xgpt.pages"},
     "xgpt.__main__": {"xgpt.cli"},
     "xgpt.resolve": SHELL,
     "xgpt.policies": BASE | {"xgpt.policies"},
     "xsimulator": BASE | {"xgpt.policies", "xsimulator"},
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
-    "xrunner": SHELL | {"xgpt.policies", "xrunner"},
+    "xrunner": SHELL | {"xgpt.pages", "xgpt.policies", "xrunner"},
     "xprofiler": SHELL | {"xprofiler"},
     "xprofiler.measure": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xgpt.app": {"xgpt", *PACKAGES},
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
 """Longest prefix wins."""
 
 MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure")
-HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "fastapi", "transformers"}
+HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "fastapi", "transformers", "matplotlib"}
 
 
 class Import(NamedTuple):

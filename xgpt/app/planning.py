@@ -58,6 +58,14 @@ def resolve(
     return Subject(spec, checkpoint, devices, lengths, profile)
 
 
+def subject_of(plan: Plan, profile: Profile) -> Subject:
+    """What a plan was made for."""
+    from pathlib import Path
+
+    checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
+    return Subject(plan.model, checkpoint, plan.cluster, plan.workload, profile)
+
+
 def obtain_profile(
     spec: ModelSpec,
     checkpoint: Path | None,

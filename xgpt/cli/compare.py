@@ -49,6 +49,7 @@ def command(
 
     from xgpt.app.comparing import measure_each
     from xgpt.app.planning import plan_each, resolve
+    from xgpt.app.wording import settings_text
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import sha256
@@ -67,7 +68,7 @@ def command(
             num_requests,
             np.random.default_rng(seed),
             on_start=lambda plan: click.echo(
-                f"measuring {plan.policy.kind}: {render.settings_text(plan)}; plan {sha256(plan)[:12]}", err=True
+                f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True
             ),
         )
     if as_json:

@@ -48,6 +48,7 @@ def command(
     from pathlib import Path
 
     from xgpt.app.planning import plan_each, resolve
+    from xgpt.app.wording import proof_in_words, schedule_in_words
     from xgpt.cli import render
     from xgpt.io import dump_json, write_atomic
     from xgpt.schema import Constraint
@@ -62,19 +63,13 @@ def command(
     if as_json:
         click.echo(text, nl=False)
         return
-    search_ = best.search
-    proof = (
-        "no proof of optimality"
-        if search_.gap is None
-        else f"at most {100 * search_.gap:.1f}% below the optimum (bound: {search_.bound})"
-    )
     bound = "no latency bound" if latency_bound is None else f"latency bound {latency_bound:g} s"
     render.show(
         f"{subject.model.name} on {subject.cluster.name} ({subject.cluster.device.name}), workload "
         f"{subject.workload.name}, {bound}, headroom {100 * best.constraint.headroom:.1f}%",
         render.plans_table(plans),
-        f"chosen: {best.policy.kind}: {render.schedule_in_words(best)}",
-        f"proof: {proof}; {search_.evaluations} of {search_.space_size} points in {search_.seconds:.2f} s",
+        f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
+        f"proof: {proof_in_words(best)}",
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),
         f"wrote {output}; next: xgpt serve {output}",

@@ -65,34 +65,9 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def settings_text(plan: Plan) -> str:
-    """The control variables of a plan: "encode_batch 4, decode_iterations 9"."""
-    policy = plan.policy
-    return ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
-
-
-def schedule_in_words(plan: Plan) -> str:
-    """What the engine will do, in a sentence."""
-    policy = plan.policy
-    match policy.kind:
-        case "rra":
-            return (
-                f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
-                "and again"
-            )
-        case "orca":
-            return f"every step decodes what runs and encodes into free slots, at most {policy.max_batch} requests"
-        case "chunked":
-            return (
-                f"every step decodes what runs and fills up to {policy.token_budget} tokens with prompts, "
-                f"at most {policy.max_batch} requests"
-            )
-        case "static":
-            return f"encode {policy.batch} requests, decode until the last of them ends, and again"
-    return policy.kind
-
-
 def plans_table(plans: dict[str, Plan]) -> Table:
+    from xgpt.app.wording import settings_text
+
     rows = []
     for kind, plan in plans.items():
         e = plan.estimate
@@ -154,6 +129,8 @@ def url_table(report: UrlReport) -> Table:
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
+    from xgpt.app.wording import settings_text
+
     rows = []
     for kind, report in reports.items():
         throughput, latency = report.figure("throughput_rps"), report.figure("latency_s")

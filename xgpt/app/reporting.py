@@ -1,0 +1,232 @@
+"""A plan as one self-contained page: what it does, what it promises, and what that rests on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xgpt.app.planning import scheduler
+from xgpt.app.simulating import simulate
+from xgpt.app.wording import proof_in_words, schedule_in_words, settings_text
+from xgpt.schema import Histogram, Plan, Profile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from xgpt.pages.charts import Chart
+    from xgpt.schema.step_log import StepRecord
+    from xsimulator.measure import Measured
+
+NUM_REQUESTS = 400
+"""Requests of the simulated run whose figures stand beside the prediction."""
+TIMELINE_CYCLES = 4
+MIN_SPANS, MAX_SPANS = 20, 120
+HISTOGRAM_BINS = 40
+
+
+def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
+    """The page, as HTML that loads nothing from anywhere.
+
+    Raises:
+        InputError: the plan's memory cannot hold its own workload.
+    """
+    from xgpt import __version__
+    from xgpt.io import sha256
+    from xgpt.pages import render
+
+    measured, log = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng)
+    constraint = plan.constraint
+    bound = (
+        "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
+    )
+    devices = sum(len(stage.devices) for stage in plan.stages)
+    return render(
+        "report.html",
+        heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
+        subject=(
+            f"{plan.dtype}, {plan.cluster.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
+            f"{bound} at {_ordinal(constraint.quantile)}"
+        ),
+        schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
+        cards=_cards(plan),
+        warnings=plan.estimate.warnings,
+        figures=_figures(plan, measured),
+        simulation=(
+            f"Simulated: {measured.num_requests} requests at saturation, drawn from the plan's workload, on the "
+            "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
+            f"{100 * constraint.headroom:.1f}% is kept under the bounds."
+        ),
+        charts=_charts(plan, profile, log),
+        stages=[
+            {
+                "lane": stage.lane,
+                "devices": ", ".join(map(str, stage.devices)),
+                "decode": _layers(stage.decode_layers),
+                "encode": "-" if stage.encode_layers is None else _layers(stage.encode_layers),
+                "tp": stage.tp,
+                "kv_blocks": f"{stage.kv_blocks:,}",
+            }
+            for stage in plan.stages
+        ],
+        placement=f"{plan.replicas} replica(s) of {devices} device(s); K/V blocks of {plan.block_size} tokens.",
+        proof=f"Found by {plan.search.method}: {proof_in_words(plan)}.",
+        provenance=[
+            {"name": "settings", "value": settings_text(plan)},
+            {"name": "profile", "value": f"{plan.profile.source}, sha256 {plan.profile.sha256}"},
+            {"name": "plan", "value": f"sha256 {sha256(plan)}"},
+            {"name": "written by", "value": f"xgpt {__version__}"},
+        ],
+    )
+
+
+def _cards(plan: Plan) -> list[dict[str, str]]:
+    e = plan.estimate
+    cards = [
+        ("requests a second", f"{e.throughput_rps:.2f}"),
+        ("output tokens a second", f"{e.output_tokens_per_s:,.0f}"),
+        (f"latency, {_ordinal(plan.constraint.quantile)}", f"{e.latency_s:.2f} s"),
+        ("time to first token", f"{e.ttft_s:.2f} s"),
+    ]
+    if e.cost_per_million_tokens is not None:
+        cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
+    if plan.search.gap is not None:
+        cards.append(("below the optimum at most", f"{100 * plan.search.gap:.1f}%"))
+    return [{"label": label, "value": value} for label, value in cards]
+
+
+def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
+    e, c = plan.estimate, plan.constraint
+
+    def row(name: str, predicted: float, simulated: float | None, bound: float | None = None) -> dict[str, str]:
+        def text(value: float | None) -> str:
+            return "-" if value is None else f"{value:,.3f}"
+
+        return {"name": name, "predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
+
+    return [
+        row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
+        row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, measured.latency_s, c.latency_bound_s),
+        row("time to first token, s", e.ttft_s, measured.ttft_s, c.ttft_s),
+        row("time per output token, s", e.tpot_s, None, c.tpot_s),
+        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
+    ]
+
+
+def _charts(plan: Plan, profile: Profile, log: list[StepRecord]) -> dict[str, Chart]:
+    return {
+        "timeline": _timeline(plan, log),
+        "frontier": _frontier(plan, profile),
+        "memory": _memory(plan),
+        "input": _histogram(plan.workload.input, "input tokens"),
+        "output": _histogram(plan.workload.output, "output tokens"),
+    }
+
+
+def _timeline(plan: Plan, log: list[StepRecord]) -> Chart:
+    """Some cycles of the simulated run, from the middle, where it has settled."""
+    from xgpt.pages import charts
+
+    encodes = [i for i, record in enumerate(log) if record.encode]
+    middle = len(encodes) // 2
+    first = encodes[middle]
+    last = encodes[min(middle + TIMELINE_CYCLES, len(encodes) - 1)]
+    window = log[first : min(max(last, first + MIN_SPANS), first + MAX_SPANS, len(log))]
+    origin = window[0].start_ns
+    spans: list[charts.Span] = []
+    x: list[float] = []
+    y: list[float] = []
+    for record in window:
+        kinds = [kind for kind, part in (("encode", record.encode), ("decode", record.decode)) if part]
+        start_s, end_s = (record.start_ns - origin) / 1e9, (record.end_ns - origin) / 1e9
+        spans.append(charts.Span(0, start_s, end_s, " and ".join(kinds)))
+        if record.decode:
+            x.append(start_s)
+            y.append(len(record.decode))
+    decoding = charts.Series("in decode", x, y)
+    return charts.timeline(
+        spans,
+        ["steps"],
+        decoding,
+        alt=f"timeline of {len(spans)} simulated steps",
+        caption=f"{len(spans)} steps from the middle of the simulated run, and the requests that each decodes.",
+    )
+
+
+def _frontier(plan: Plan, profile: Profile) -> Chart:
+    from xgpt.app.planning import subject_of
+    from xgpt.pages import charts
+    from xscheduler.space import POLICIES
+
+    relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
+    of = scheduler(subject_of(plan, profile), relaxed, plan.search.method, plan.admission.kv)
+    lines = []
+    for kind in POLICIES:
+        points = of.frontier(kind)
+        if points:
+            x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
+            lines.append(charts.Series(kind, x, y))
+    end = max(line.x[-1] for line in lines)
+    lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
+    e = plan.estimate
+    return charts.frontier(
+        lines,
+        (e.latency_s, e.throughput_rps),
+        plan.constraint.latency_bound_s,
+        alt="highest throughput of each policy against its latency",
+        caption=(
+            "Predicted: the highest throughput of each policy that keeps a latency. Read off a grid of settings; in "
+            "between, a search may do a little better."
+        ),
+    )
+
+
+def _memory(plan: Plan) -> Chart:
+    from xgpt.pages import charts
+
+    gib = 2.0**30
+    kv_bytes: dict[int, float] = {}
+    for stage in plan.stages:
+        share = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers / stage.tp
+        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.dtype) * share
+        kv_bytes |= dict.fromkeys(stage.devices, bytes_)
+    devices = sorted(kv_bytes)
+    kv = [kv_bytes[device] / gib for device in devices]
+    rest = [total / gib - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True)]
+    usable = plan.cluster.device.memory_bytes * plan.cluster.device.usable_memory / gib
+    return charts.memory(
+        [f"device {device}" for device in devices],
+        {"weights, activations, workspace": rest, "keys and values": kv},
+        usable,
+        alt="memory of each device",
+        caption=f"Memory of each device of one replica; {usable:.1f} GiB of it may be used.",
+    )
+
+
+def _histogram(lengths: Histogram, label: str) -> Chart:
+    import numpy as np
+
+    from xgpt.pages import charts
+
+    values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)
+    longest = lengths.lengths[-1]
+    edges = np.linspace(0.5, longest + 0.5, min(HISTOGRAM_BINS, longest) + 1)
+    shares, _ = np.histogram(values, bins=edges, weights=weights)
+    mean = float(weights @ values)
+    return charts.histogram(
+        edges,
+        shares,
+        mean,
+        label,
+        alt=f"histogram of {label}, mean {mean:.0f}",
+        caption=f"Share of requests by {label}, as planned for; at most {longest}.",
+    )
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    first, last = layers
+    return "none" if first == last else f"{first} to {last - 1}"
+
+
+def _ordinal(quantile: float) -> str:
+    """0.99 -> p99"""
+    return f"p{100 * quantile:g}"

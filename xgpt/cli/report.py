@@ -1,0 +1,33 @@
+"""xgpt report"""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("report")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE")
+@click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the simulated requests.")
+def command(plan_path: str, output: str, profile_path: str | None, seed: int) -> None:
+    """A plan as one self-contained page, for a screen and for paper.
+
+    \b
+    Example:
+      xgpt report plan.json -o report.html
+    """
+    from pathlib import Path
+
+    import numpy as np
+
+    from xgpt.app.reporting import report
+    from xgpt.app.simulating import profile_of
+    from xgpt.cli import render
+    from xgpt.io import load_json, write_atomic
+    from xgpt.schema import Plan
+
+    plan = load_json(Path(plan_path), Plan, "plan")
+    page = report(plan, profile_of(plan, profile_path), np.random.default_rng(seed))
+    write_atomic(Path(output), page)
+    render.show(f"wrote {output}")

@@ -1,0 +1,35 @@
+"""Pages for a browser: one stylesheet, one frame, a template a page.
+
+Values enter; one self-contained HTML document leaves: it loads nothing from a network, and everything that is put
+into a template is escaped. May be imported by xgpt.app, xgpt.cli and xrunner.server.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("xgpt", "pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def render(template: str, **values: object) -> str:
+    """A whole page: `template` (a file beside this one that extends frame.html) with its values, all escaped."""
+    from markupsafe import Markup
+
+    style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))
+    return _environment().get_template(template).render(style=style, **values) + "\n"

@@ -1,0 +1,158 @@
+"""Charts as SVG, drawn by matplotlib: sharp on a screen and on paper, and the same bytes for the same input.
+
+A chart is handed to a page as an image of its own (a data URL): nothing inside it can run or reach the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#b3261e", "#6b7785")
+ENCODE, DECODE, BOTH = COLOURS[1], COLOURS[0], COLOURS[3]
+
+_STYLE: dict[Any, Any] = {
+    # Names from a plan are names, not formulas.
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "xgpt",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": "#1b2430",
+    "xtick.color": "#1b2430",
+    "ytick.color": "#1b2430",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#8b96a3",
+    "axes.labelcolor": "#1b2430",
+    "axes.axisbelow": True,
+    "grid.color": "#d9dfe6",
+    "legend.frameon": False,
+}
+
+
+class Chart(NamedTuple):
+    """An image for a page: its data URL, what it shows to who cannot see it, and the line beneath it."""
+
+    source: str
+    alt: str
+    caption: str
+
+
+class Span(NamedTuple):
+    """A bar of a timeline, seconds from its left edge."""
+
+    row: int
+    start_s: float
+    end_s: float
+    kind: str
+
+
+class Series(NamedTuple):
+    """A named line."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def _draw(figure: Figure, alt: str, caption: str) -> Chart:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight", transparent=True)
+    encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return Chart(f"data:image/svg+xml;base64,{encoded}", alt, caption)
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()
+
+
+def timeline(spans: Sequence[Span], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
+    """Who does what when: a row a worker, encode and decode in two colours; below, the requests in decode."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
+        bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))
+        for kind, colour in (("encode", ENCODE), ("decode", DECODE), ("encode and decode", BOTH)):
+            of_kind = [span for span in spans if span.kind == kind]
+            for row in sorted({span.row for span in of_kind}):
+                ranges = [(span.start_s, span.end_s - span.start_s) for span in of_kind if span.row == row]
+                bars.broken_barh(ranges, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4)
+            if of_kind:
+                bars.plot([], [], color=colour, linewidth=6, label=kind)
+        bars.set_yticks(range(len(rows)), rows)
+        bars.set_ylim(len(rows) - 0.5, -0.5)
+        bars.tick_params(axis="y", length=0)
+        bars.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+        batch.step(decoding.x, decoding.y, where="post", color=DECODE, linewidth=1.2)
+        batch.set_ylim(bottom=0)
+        batch.set_ylabel(decoding.name)
+        batch.set_xlabel("seconds")
+        batch.grid(axis="y")
+        bars.margins(x=0)
+        return _draw(figure, alt, caption)
+
+
+def frontier(
+    lines: Sequence[Series], chosen: tuple[float, float], bound_s: float | None, alt: str, caption: str
+) -> Chart:
+    """Highest throughput (requests a second) against the latency it takes (s), a line a policy."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(10, 4)
+        for line, colour in zip(lines, COLOURS, strict=False):
+            axes.step(line.x, line.y, where="post", color=colour, label=line.name, linewidth=1.6)
+        axes.plot(*chosen, marker="o", color="#1b2430", markersize=7, linestyle="none", label="this plan", zorder=5)
+        if bound_s is not None:
+            axes.axvline(bound_s, color="#b3261e", linewidth=1.2, linestyle="--", label=f"bound {bound_s:g} s")
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("latency, s")
+        axes.set_ylabel("requests/s")
+        axes.grid()
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        return _draw(figure, alt, caption)
+
+
+def memory(
+    devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
+) -> Chart:
+    """GiB of each device, in parts, against what it offers."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(10, 0.9 + 0.3 * len(devices))
+        left = [0.0] * len(devices)
+        for (name, values), colour in zip(parts.items(), COLOURS, strict=False):
+            axes.barh(range(len(devices)), values, left=left, color=colour, label=name, height=0.7)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.axvline(limit_gib, color="#b3261e", linewidth=1.2, linestyle="--", label="usable")
+        axes.set_yticks(range(len(devices)), devices)
+        axes.set_ylim(len(devices) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("GiB")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+        return _draw(figure, alt, caption)
+
+
+def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: str, alt: str, caption: str) -> Chart:
+    """Shares of requests against their length, in bins."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5, 2.4)
+        axes.stairs(shares, edges, fill=True, color=COLOURS[0], alpha=0.75)
+        axes.axvline(mean, color="#1b2430", linewidth=1.2, label=f"mean {mean:.0f}")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+        axes.set_xlabel(label)
+        axes.legend(loc="upper right")
+        return _draw(figure, alt, caption)
