@@ -145,7 +145,11 @@ class Rotary(nn.Module):
             turns = scaling.original_max_position * frequencies / (2 * math.pi)
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             frequencies = torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
-        self.register_buffer("frequencies", frequencies.to(empty(0).device), persistent=False)
+        device = empty(0).device
+        # Without memory yet: the values stay here until they can be moved.
+        self.register_buffer(
+            "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
+        )
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
         """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec
 from xrunner.layers import Linear
 from xrunner.models import Model, family_of
+from xrunner.parallel import Cut, Part, build, cuts, materialise
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -36,15 +37,37 @@ class Weight(NamedTuple):
         name: what the checkpoint calls it.
         out: its place in the model: a parameter, or the rows of one that fuses several.
         transposed: the checkpoint stores it as [in, out].
+        cut: the part of the stored tensor that goes there; None: all of it.
     """
 
     name: str
     out: Tensor
     transposed: bool
+    cut: Cut | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole tensor, as we orient it."""
+        shape = list(self.out.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.full
+        return shape
 
     @property
     def stored_shape(self) -> list[int]:
-        return list(self.out.shape)[:: -1 if self.transposed else 1]
+        return self.shape[:: -1 if self.transposed else 1]
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the part lies in the whole tensor, as we orient it."""
+        index = [slice(None)] * self.out.dim()
+        if self.cut is not None:
+            index[self.cut.dim] = slice(self.cut.start, self.cut.start + self.out.shape[self.cut.dim])
+        return tuple(index)
+
+    @property
+    def stored_place(self) -> tuple[slice, ...]:
+        return self.place[:: -1 if self.transposed else 1]
 
 
 class WeightSource(Protocol):
@@ -91,9 +114,9 @@ class Checkpoint:
                 raise InputError("model", f"{path}: {stored.get_dtype()}", accepted)
 
     def read(self, weight: Weight) -> None:
-        """Copy a tensor that has been checked."""
+        """Copy a tensor that has been checked; of one that is cut, nothing but the part is read."""
         _, file, found = self._find(weight.name)
-        tensor = file.get_tensor(found)
+        tensor = file.get_tensor(found) if weight.cut is None else file.get_slice(found)[weight.stored_place]
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
@@ -142,11 +165,16 @@ class SeededWeights:
 
     def read(self, weight: Weight) -> None:
         """Matrices N(0, 1 / fan-in), biases N(0, 0.02^2), norms one."""
-        out = weight.out
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(weight.name.encode(), self._seed))
+        whole = weight.out if weight.cut is None else weight.out.new_empty(weight.shape)
+        self._draw(weight.name, whole)
+        if weight.cut is not None:
+            weight.out.copy_(whole[weight.place])
+
+    def _draw(self, name: str, out: Tensor) -> None:
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode(), self._seed))
         if out.dim() > 1:
             out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
-        elif weight.name.endswith("bias"):
+        elif name.endswith("bias"):
             out.normal_(0.0, 0.02, generator=generator)
         else:
             out.fill_(1.0)
@@ -178,34 +206,58 @@ def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
         InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
             another shape for it.
     """
-    family = family_of(spec)
-    if dtype not in family.dtypes:
-        raise InputError("dtype", dtype, f"{spec.family} runs in {', '.join(family.dtypes)}")
-    source.check(weights_of(family(spec, partial(torch.empty, device="meta"))))
+    _checked(Part.whole(spec), dtype, source)
 
 
-def load_model(spec: ModelSpec, dtype: DType, source: WeightSource, device: str = "cpu") -> Model:
-    """Allocate a model on its device and fill each parameter from `source`.
+def load_model(
+    spec: ModelSpec, dtype: DType, source: WeightSource, device: str = "cpu", part: Part | None = None
+) -> Model:
+    """Allocate a model, or a part of it, on its device and fill each parameter from `source`.
 
     Raises:
         InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
             another shape for it.
     """
-    check_weights(spec, dtype, source)
-    model = family_of(spec)(spec, partial(torch.empty, dtype=DTYPES[dtype], device=device))
-    for weight in weights_of(model):
+    part = part or Part.whole(spec)
+    model = _checked(part, dtype, source)
+    materialise(model, DTYPES[dtype], device)
+    for weight in weights_of(model, part):
         source.read(weight)
     return model
 
 
-def weights_of(model: Model) -> Iterator[Weight]:
-    """Every tensor that a checkpoint of the model holds; a tied head is the embedding's."""
+def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
+    """The model without memory, its weights known to be there."""
+    family = family_of(part.spec)
+    if dtype not in family.dtypes:
+        raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(family.dtypes)}")
+    model = build(part)
+    source.check(weights_of(model, part))
+    return model
+
+
+def weights_of(model: Model, part: Part) -> Iterator[Weight]:
+    """Every tensor that a checkpoint holds of a part of the model; a tied head is the embedding's."""
     modules = dict(model.named_modules())
+    cut = cuts(model, part)
     for name, parameter in model.named_parameters():
         names = model.checkpoint_parameters(name)
         owner = modules[name.rpartition(".")[0]]
-        fused_here_only = isinstance(owner, Linear) and len(names) > 1
-        parts = parameter.data.split(owner.parts) if fused_here_only else (parameter.data,)
+        parts: tuple[Cut | None, ...] = cut.get(name, (None,))
+        is_split = isinstance(owner, Linear) and max(len(names), len(parts)) > 1
+        pieces = parameter.data.split(owner.parts) if is_split else (parameter.data,)
         transposed = model.checkpoint_transposed and name.startswith("layers.") and parameter.dim() > 1
-        for part_name, part in zip(names, parts, strict=True):
-            yield Weight(part_name, part, transposed)
+        if len(names) < len(pieces):  # fused in the checkpoint, too: each piece is cut out of the one tensor
+            names, parts = names * len(pieces), _within_one(parts)
+        elif len(parts) < len(pieces):
+            parts = (None,) * len(pieces)
+        for piece_name, piece, piece_cut in zip(names, pieces, parts, strict=True):
+            yield Weight(piece_name, piece, transposed, piece_cut)
+
+
+def _within_one(parts: tuple[Cut | None, ...]) -> tuple[Cut, ...]:
+    """Cuts of tensors that are stored one behind the other in one."""
+    whole = [cut for cut in parts if cut is not None]
+    full = sum(cut.full for cut in whole)
+    starts = accumulate((cut.full for cut in whole[:-1]), initial=0)
+    return tuple(Cut(cut.dim, first + cut.start, full) for cut, first in zip(whole, starts, strict=True))

@@ -18,7 +18,9 @@ from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend
 from xrunner.engine import Generation, Logprobs
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
+from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
+from xrunner.stage import Pipe, Stage
 from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -26,16 +28,30 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
 class Worker:
-    """The executor of a group of one: turns a step into a batch, runs the model, picks the next tokens.
+    """One rank's executor: turns a step into a batch, runs its part of the model, picks the next tokens.
+
+    On its own it holds the whole model. As a stage of a pipeline it is called with the same steps as all the others;
+    but the last stage alone picks tokens, so the others must be told what to decode.
 
     State of running requests lies in arrays indexed by a request's row, so that a step over hundreds of requests
     costs a few numpy calls.
     """
 
-    def __init__(self, model: Model, cache: KvCache, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        backend: AttentionBackend,
+        *,
+        stage: Stage | None = None,
+        vocabulary: Vocabulary | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
+        self._run = stage or model
+        self._vocabulary = vocabulary
         self._device = cache.layers[0].device
         self._row: dict[int, int] = {}
         self._free_rows: list[int] = []
@@ -45,7 +61,7 @@ class Worker:
         """Tokens whose K/V is in the cache."""
         self._prompt_len = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
-        self._sampler = Sampler(model.spec.vocab_size, self._device)
+        self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device)
         self.logprobs: dict[int, Logprobs] = {}
 
     def start(self, generation: Generation) -> None:
@@ -69,9 +85,9 @@ class Worker:
         self._row[generation.id] = row
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
         self._prompt_len[row] = len(generation.prompt)
-        self._sampler.start(
-            row, generation.sampling, generation.prompt[len(generation.prompt) - generation.num_resumed :]
-        )
+        if self.model.has_head:
+            output = generation.prompt[len(generation.prompt) - generation.num_resumed :]
+            self._sampler.start(row, generation.sampling, output)
 
     def release(self, ids: Collection[int]) -> None:
         """Free what these requests hold; one that never started holds nothing."""
@@ -82,6 +98,10 @@ class Worker:
             self._sampler.release(row)
             self._free_rows.append(row)
             del self._prompts[id_]
+
+    def tell(self, ids: Collection[int], tokens: Collection[int]) -> None:
+        """What these requests generated last, where another stage has picked it."""
+        self._last_token[self._rows(ids)] = list(tokens)
 
     def execute(self, step: Step) -> dict[int, int]:
         """Run one step; returns the next token of each request that decoded or whose prompt ended.
@@ -109,22 +129,28 @@ class Worker:
         sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
         sampled_rows = self._rows(sampled)
         tokens = self.next_tokens(batch) if self._sampler.is_idle else self._chosen(batch, sampled, sampled_rows)
+        if tokens is None:
+            return {}
         self._last_token[sampled_rows] = tokens
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
-    def next_tokens(self, batch: Batch) -> np.ndarray:
-        """Run the model. # int64 [sampled]"""
+    def next_tokens(self, batch: Batch) -> np.ndarray | None:
+        """Run the model; None in a stage that is not the last. # int64 [sampled]"""
         with torch.inference_mode():
-            return self.sample(self.model(batch, self.cache, self.backend)).cpu().numpy()
+            logits = self._run(batch, self.cache, self.backend)
+            return None if logits is None else self.sample(logits).cpu().numpy()
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Greedy choice. # [sampled, vocab] -> int64 [sampled]"""
-        return logits.argmax(dim=-1)
+        """Greedy choice. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
+        return logits.argmax(dim=-1) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray) -> np.ndarray:
         """Run the model, and choose as each request asks. # int64 [sampled]"""
         with torch.inference_mode():
-            logits = self.model(batch, self.cache, self.backend)
+            logits = self._run(batch, self.cache, self.backend)
+            assert logits is not None, "the last stage alone is told how to choose"
+            if self._vocabulary is not None:
+                logits = self._vocabulary.gather(logits)
             tokens, logprobs = self._sampler(logits, rows, self._context[rows])
         self.logprobs |= {ids[index]: value for index, value in logprobs.items()}
         return tokens
@@ -205,6 +231,9 @@ def build_worker(
     backend: str | None = None,
     device: str = "cpu",
     threads: int | None = None,
+    part: Part | None = None,
+    group: Group | None = None,
+    pipe: Pipe | None = None,
 ) -> Worker:
     """A worker with its weights loaded, on one device.
 
@@ -212,6 +241,9 @@ def build_worker(
         checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
         threads: CPU threads of this process; None: leave as they are.
+        part: what this rank holds of the model; None: all of it.
+        group: the ranks that share these layers, where there are several.
+        pipe: the stages before and behind, where there are any.
 
     Raises:
         InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
@@ -232,12 +264,17 @@ def build_worker(
         torch.set_num_threads(threads)
     source = SeededWeights(seed) if checkpoint is None else Checkpoint(checkpoint)
     try:
-        model = load_model(spec, dtype, source, device)
-        cache = KvCache(spec, num_blocks, block_size, kind, place)
+        model = load_model(spec, dtype, source, device, part)
+        cache = KvCache(model.spec, num_blocks, block_size, kind, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"{device} cannot hold {spec.name} and {num_blocks} K/V blocks: {error}") from None
     model.prepack()
-    return Worker(model, cache, BACKENDS[name]())
+    stage = None if pipe is None else Stage(model, pipe)
+    vocabulary = None
+    if group is not None and part is not None:
+        join(model, group)
+        vocabulary = Vocabulary(part, group)
+    return Worker(model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=spec.vocab_size)
 
 
 def keep_freed_memory() -> None:

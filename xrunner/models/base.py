@@ -42,6 +42,10 @@ class Model(nn.Module):
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
             ours and theirs, are named within it ("layers.*." before ours); those not listed have our name.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
+        first_modules: what only the first stage of a pipeline needs.
+        last_modules: what only its last stage needs.
+        has_embedding, has_head: whether this is a pipeline's first stage, and its last.
+        first_layers: the checkpoint's number of the first layer of each of our lists; 0 where it is not named.
     """
 
     decoder_start: tuple[int, ...] = ()
@@ -50,10 +54,14 @@ class Model(nn.Module):
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
     checkpoint_transposed: ClassVar[bool] = False
+    first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
+    last_modules: ClassVar[tuple[str, ...]]
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__()
         self.spec = spec
+        self.has_embedding = self.has_head = True
+        self.first_layers: dict[str, int] = {}
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Linear(empty, spec.hidden_size, spec.vocab_size, bias=False, weight=tied)
@@ -73,8 +81,14 @@ class Model(nn.Module):
         """The feed-forward block of one layer."""
 
     @abstractmethod
-    def forward(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        """One step; returns the logits of `batch.logit_rows`. # [sampled, vocab]"""
+    def forward(
+        self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
+    ) -> Tensor:
+        """One step; returns the logits of `batch.logit_rows`. # [sampled, vocab]
+
+        A stage of a pipeline other than the first takes the hidden states that it has `received`, one other than the
+        last returns hidden states. # [tokens, hidden]
+        """
 
     def prepack(self) -> None:
         """Lay all projections out for the device. Weights cannot be loaded after this."""
@@ -84,12 +98,15 @@ class Model(nn.Module):
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
         """What a checkpoint calls the parameter `name`: several names where ours fuses several."""
+        if name == "lm_head.weight" and self.spec.tie_embeddings:
+            name = "token_embedding.weight"  # a last stage has the head alone
         module, _, leaf = name.rpartition(".")
         place, prefix = module, ""
         for ours, theirs in self.checkpoint_layers.items():
             if module.startswith(f"{ours}."):
                 index, _, inner = module.removeprefix(f"{ours}.").partition(".")
-                place, prefix, module = f"{ours}.*.{inner}", f"{theirs}.{index}.", inner
+                number = int(index) + self.first_layers.get(ours, 0)
+                place, prefix, module = f"{ours}.*.{inner}", f"{theirs}.{number}.", inner
                 break
         names = self.checkpoint_names.get(place, (module,))
         return tuple(f"{prefix}{other}.{leaf}" for other in names)
@@ -100,6 +117,8 @@ class DecoderModel(Model):
 
     `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`.
     """
+
+    last_modules = ("final_norm", "lm_head")
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
@@ -114,8 +133,10 @@ class DecoderModel(Model):
         """Logits of the rows that are wanted. # [rows, hidden] -> [rows, vocab]"""
         return self.lm_head(self.final_norm(hidden))
 
-    def forward(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        hidden = self.embed(batch)
+    def forward(
+        self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
+    ) -> Tensor:
+        hidden = self.embed(batch) if received is None else received
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
-        return self.head(hidden[batch.logit_rows])
+        return self.head(hidden[batch.logit_rows]) if self.has_head else hidden

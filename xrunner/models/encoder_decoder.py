@@ -63,6 +63,8 @@ class Stack(nn.Module):
 class EncoderDecoderModel(Model):
     """Embedding, encoder, decoder, head; relative positions, and scores that are not divided by sqrt(head_dim)."""
 
+    last_modules = ("encoder.final_norm", "decoder.final_norm", "lm_head")
+
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
         self.decoder_start = (spec.bos_token_id or 0,)
@@ -87,40 +89,77 @@ class EncoderDecoderModel(Model):
             self.mlp(empty),
         )
 
-    def forward(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
+    ) -> Tensor:
         """One step; returns the logits of all sequences: each decodes or ends its prompt. # [sequences, vocab]"""
-        assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
-        last = batch.query_start[1:].long() - 1  # of each sequence this one token is the decoder's
-        is_prompt = torch.ones_like(batch.token_ids, dtype=torch.bool)
-        is_prompt[last] = False
-        prompts, own = _tokens(batch, is_prompt), _tokens(batch, last)
-        lengths = batch.prompt_len[batch.num_decodes :].tolist()
-        memory = self.encode(prompts, lengths) if lengths else None
+        assert received is None, "a stage is run by `encode` and `decode`: what is read goes through all of them first"
+        return self.decode(batch, self.encode(batch), cache, backend)
 
+    def encode(self, batch: Batch, received: Tensor | None = None) -> Tensor | None:
+        """The encoder over a step's prompts, one after the other; None where there are none.
+
+        A stage other than the last returns hidden states, for the next to receive. # [prompt tokens, hidden]
+        """
+        assert batch.prompt_len is not None
+        lengths = batch.prompt_len[batch.num_decodes :].tolist()
+        if not lengths:
+            return None
+        place = torch.arange(max(lengths), device=batch.token_ids.device)
+        bias = self.encoder.position_bias(place - place[:, None])
+        bias = bias.permute(2, 0, 1).contiguous()  # [heads, longest, longest]
+        prompts = _tokens(batch, _is_prompt(batch))
+        hidden = self.token_embedding(prompts.token_ids) if received is None else received
+        for layer in self.encoder.layers:
+            hidden = layer(hidden, prompts, partial(attend_both_ways, lengths=lengths, bias=bias))
+        return self.encoder.final_norm(hidden) if self.has_head else hidden
+
+    def decode(
+        self,
+        batch: Batch,
+        memory: Tensor | None,
+        cache: KvCache,
+        backend: AttentionBackend,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """The decoder over each sequence's one token.
+
+        Args:
+            memory: what the encoder has read in this step. # [prompt tokens, hidden]
+            received: a stage's other than the first. # [sequences, hidden]
+
+        Returns:
+            logits, or hidden states of a stage other than the last. # [sequences, vocab or hidden]
+        """
+        assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
+        last = _last(batch)
+        prompts, own = _tokens(batch, _is_prompt(batch)), _tokens(batch, last)
         ones = torch.arange(len(last) + 1, dtype=torch.int32, device=last.device)
         recalled = replace(
             prompts, query_start=ones, context_len=batch.prompt_len, num_decodes=len(last), max_query_len=1
         )
         lookup = OwnTokens(batch, batch.prompt_len, own.cache_slots, self.decoder.position_bias, cache.block_size)
-        hidden = self.token_embedding(own.token_ids)
+        hidden = self.token_embedding(own.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
             recall = partial(recall_prompts, cache=layer_cache, batch=recalled, backend=backend)
             hidden = layer(hidden, memory, own, partial(lookup.attend, cache=layer_cache), recall)
-        return self.head(hidden)
-
-    def encode(self, prompts: Batch, lengths: list[int]) -> Tensor:
-        """The encoder over whole prompts, one after the other. # [prompt tokens, hidden]"""
-        place = torch.arange(max(lengths), device=prompts.token_ids.device)
-        bias = self.encoder.position_bias(place - place[:, None])
-        bias = bias.permute(2, 0, 1).contiguous()  # [heads, longest, longest]
-        hidden = self.token_embedding(prompts.token_ids)
-        for layer in self.encoder.layers:
-            hidden = layer(hidden, prompts, partial(attend_both_ways, lengths=lengths, bias=bias))
-        return self.encoder.final_norm(hidden)
+        return self.head(hidden) if self.has_head else hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits. # [rows, hidden] -> [rows, vocab]"""
         return self.lm_head(self.decoder.final_norm(hidden) * self.spec.head_scale)
+
+
+def _last(batch: Batch) -> Tensor:
+    """Of each sequence the one token that is the decoder's. # int64 [sequences]"""
+    return batch.query_start[1:].long() - 1
+
+
+def _is_prompt(batch: Batch) -> Tensor:
+    """# bool [tokens]"""
+    is_prompt = torch.ones_like(batch.token_ids, dtype=torch.bool)
+    is_prompt[_last(batch)] = False
+    return is_prompt
 
 
 def _tokens(batch: Batch, chosen: Tensor) -> Batch:

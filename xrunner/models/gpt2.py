@@ -28,6 +28,8 @@ class Gpt2Model(DecoderModel):
     }
     checkpoint_transposed = True
 
+    first_modules = ("token_embedding", "position_embedding")
+
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
         self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size)

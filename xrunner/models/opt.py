@@ -30,6 +30,8 @@ class OptModel(DecoderModel):
         "final_norm": ("model.decoder.final_layer_norm",),
     }
 
+    first_modules = ("token_embedding", "position_embedding")
+
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
         self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size, POSITION_OFFSET)

@@ -1,0 +1,276 @@
+"""Part of a model on one device of many: whole layers of its stage, each cut for tensor parallelism.
+
+The blocks of layers.py know nothing of this. A rank builds its model from the sizes that it holds (`Part.local`), and
+hooks add up what the ranks of a stage have computed apart. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xgpt.errors import InputError
+from xgpt.schema import ModelSpec
+from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
+from xrunner.models import Model, family_of
+
+
+class Group(Protocol):
+    """The ranks that compute a stage together, seen from one of them."""
+
+    rank: int
+    degree: int
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank; all have one shape."""
+
+
+class Span(NamedTuple):
+    """Indices [start, stop) of `full`: heads, columns of a feed-forward block, tokens of a vocabulary."""
+
+    start: int
+    stop: int
+    full: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def times(self, factor: int) -> Span:
+        return Span(*(factor * x for x in self))
+
+
+def share(full: int, rank: int, degree: int) -> Span:
+    """A rank's share of `full` things, as even as can be."""
+    return Span(full * rank // degree, full * (rank + 1) // degree, full)
+
+
+class Cut(NamedTuple):
+    """Which part of a stored tensor is held: from `start`, out of `full`, along `dim` as we orient it."""
+
+    dim: int
+    start: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a model.
+
+    Attributes:
+        spec: the whole model.
+        layers: its decoder layers, [first, last).
+        encoder_layers: its encoder layers, [first, last).
+        is_first: it embeds tokens.
+        is_last: it makes logits.
+        rank, degree: its place among the ranks that hold these layers together.
+
+    Raises:
+        InputError: the heads cannot be shared out among so many ranks.
+    """
+
+    spec: ModelSpec
+    layers: tuple[int, int]
+    encoder_layers: tuple[int, int]
+    is_first: bool = True
+    is_last: bool = True
+    rank: int = 0
+    degree: int = 1
+
+    def __post_init__(self) -> None:
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        if self.degree > kv_heads and (self.degree % kv_heads or self.degree > heads):
+            accepted = f"{self.spec.name} has {heads} heads over {kv_heads} of keys and values: take at most {kv_heads}"
+            more = f", or a multiple of it up to {heads}" if heads > kv_heads else ""
+            raise InputError("stage.tp", self.degree, accepted + more)
+
+    @classmethod
+    def whole(cls, spec: ModelSpec) -> Part:
+        """All of a model on one device."""
+        return cls(spec, (0, spec.num_layers), (0, spec.num_encoder_layers))
+
+    @property
+    def kv_heads(self) -> Span:
+        """Heads of keys and values that this rank caches: its share, or one that others hold, too."""
+        total = self.spec.num_kv_heads
+        if self.degree <= total:
+            return share(total, self.rank, self.degree)
+        head = self.rank * total // self.degree
+        return Span(head, head + 1, total)
+
+    @property
+    def heads(self) -> Span:
+        """Heads of queries: those that read this rank's keys and values."""
+        spec, kv = self.spec, self.kv_heads
+        group = spec.num_heads // spec.num_kv_heads
+        readers = max(1, self.degree // spec.num_kv_heads)
+        own = share(group * kv.size, self.rank % readers, readers)
+        return Span(group * kv.start + own.start, group * kv.start + own.stop, spec.num_heads)
+
+    @property
+    def ffn(self) -> Span:
+        return share(self.spec.ffn_size, self.rank, self.degree)
+
+    @property
+    def vocabulary(self) -> Span:
+        return share(self.spec.vocab_size, self.rank, self.degree)
+
+    @property
+    def local(self) -> ModelSpec:
+        """The model as this rank sees it. Not validated: a part may well have no encoder layer."""
+        return self.spec.model_copy(
+            update={
+                "num_layers": self.layers[1] - self.layers[0],
+                "num_encoder_layers": self.encoder_layers[1] - self.encoder_layers[0],
+                "num_heads": self.heads.size,
+                "num_kv_heads": self.kv_heads.size,
+                "ffn_size": self.ffn.size,
+                "vocab_size": self.vocabulary.size,
+            }
+        )
+
+
+class VocabularyShare(Embedding):
+    """The rows of a rank's share of the vocabulary; tokens of other ranks are zero until the group adds up."""
+
+    def __init__(self, weight: nn.Parameter, first: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = weight
+        self.first = first
+
+    def forward(self, index: Tensor) -> Tensor:  # int64 [tokens] -> [tokens, size]
+        index = index - self.first
+        elsewhere = (index < 0) | (index >= len(self.weight))
+        return F.embedding(index.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)
+
+
+def build(part: Part) -> Model:
+    """The model of a part, without memory (on "meta") and without its group.
+
+    Raises:
+        InputError: this version does not run the family.
+    """
+    model = family_of(part.spec)(part.local, partial(torch.empty, device="meta"))
+    model.first_layers = {
+        name: (part.encoder_layers if name.startswith("encoder") else part.layers)[0]
+        for name in model.checkpoint_layers
+    }
+    model.has_embedding, model.has_head = part.is_first, part.is_last
+    unused = (() if part.is_first else model.first_modules) + (() if part.is_last else model.last_modules)
+    for name in unused:
+        owner, _, leaf = name.rpartition(".")
+        delattr(model.get_submodule(owner), leaf)
+    if part.degree > 1:
+        if part.is_first:
+            model.token_embedding = VocabularyShare(model.token_embedding.weight, part.vocabulary.start)
+        if part.rank:
+            for projection in _reduced(model):
+                projection.bias = None  # the first rank adds it, once
+    return model
+
+
+def materialise(model: Model, dtype: torch.dtype, device: str) -> None:
+    """Give a model's parameters memory; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                if id(old) not in made:
+                    made[id(old)] = parameter(torch.empty(old.shape, dtype=dtype, device=device))
+                module._parameters[name] = made[id(old)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def join(model: Model, group: Group) -> None:
+    """Have a part's partial sums added up over its group."""
+
+    def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return group.add_up(output)
+
+    for projection in _reduced(model):
+        projection.register_forward_hook(add_up)
+    if model.has_embedding:
+        model.token_embedding.register_forward_hook(add_up)
+
+
+def _reduced(model: Model) -> list[Linear]:
+    """The projections whose inputs are cut, so that each rank has a part of the sum."""
+    projections = []
+    for module in model.modules():
+        match module:
+            case Attention() | CrossAttention():
+                projections.append(module.out)
+            case Mlp() | GatedMlp():
+                projections.append(module.down)
+    return projections
+
+
+def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
+    """Which part of each stored tensor a rank holds, by parameter: one cut for each projection that is fused in it.
+
+    Parameters that are not named are held whole.
+    """
+    if part.degree == 1:
+        return {}
+    found: dict[str, tuple[Cut, ...]] = {}
+    q, kv = part.heads.times(part.spec.head_dim), part.kv_heads.times(part.spec.head_dim)
+
+    def rows(name: str, *spans: Span) -> None:
+        found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, span.start, span.full) for span in spans)
+
+    def columns(name: str, span: Span) -> None:
+        found[f"{name}.weight"] = (Cut(1, span.start, span.full),)
+
+    for name, module in model.named_modules():
+        match module:
+            case Attention():
+                rows(f"{name}.qkv", q, kv, kv)
+                columns(f"{name}.out", q)
+            case CrossAttention():
+                rows(f"{name}.q", q)
+                rows(f"{name}.kv", kv, kv)
+                columns(f"{name}.out", q)
+            case Mlp():
+                rows(f"{name}.up", part.ffn)
+                columns(f"{name}.down", part.ffn)
+            case GatedMlp():
+                rows(f"{name}.gate_up", part.ffn, part.ffn)
+                columns(f"{name}.down", part.ffn)
+            case RelativeBias():
+                columns(name, part.heads)
+    rows("token_embedding", part.vocabulary)
+    rows("lm_head", part.vocabulary)
+    return found
+
+
+class Vocabulary:
+    """Choosing tokens where each rank has the logits of its share of the vocabulary alone."""
+
+    def __init__(self, part: Part, group: Group) -> None:
+        self._group = group
+        self._first = part.vocabulary.start
+        sizes = [share(part.spec.vocab_size, rank, part.degree).size for rank in range(part.degree)]
+        self._sizes, self._most = sizes, max(sizes)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The token of the highest logit of all ranks. # [rows, share] -> int64 [rows]"""
+        best, index = logits.max(dim=-1)
+        # In float64 both fit exactly, so that one exchange carries them.
+        pairs = self._group.gather(torch.stack((best.double(), (index + self._first).double())))
+        values, tokens = torch.stack(pairs).unbind(1)  # each [ranks, rows]
+        return tokens.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """All logits. # [rows, share] -> [rows, vocab]"""
+        padded = F.pad(logits, (0, self._most - logits.shape[-1]))
+        shares = self._group.gather(padded.contiguous())
+        return torch.cat([x[:, :size] for x, size in zip(shares, self._sizes, strict=True)], dim=-1)
