@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import sha256
 from xgpt.schema import (
@@ -24,7 +26,7 @@ from xgpt.schema import (
     Workload,
 )
 from xscheduler.frontier import Point, frontier
-from xscheduler.search import SEARCHES, Found, Method
+from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Settings, Space
 from xsimulator.analytic import OneLaneModel
 from xsimulator.cost import CostModel
@@ -95,7 +97,15 @@ class Scheduler:
             found = SEARCHES[self.method](space)
             seconds = time.perf_counter() - started
             if found.settings is not None:
-                plans[kind] = self._plan(space, found, found.settings, seconds)
+                certificate = SearchCertificate(
+                    method=self.method,
+                    evaluations=found.evaluations,
+                    space_size=space.num_points,
+                    seconds=round(seconds, 4),
+                    gap=found.gap,
+                    bound=found.bound,
+                )
+                plans[kind] = self._plan(space, found.values, found.settings, certificate)
         if not plans:
             raise self._infeasible(kinds)
         return plans
@@ -104,10 +114,31 @@ class Scheduler:
         """The plan with the highest throughput among these policies."""
         return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
 
-    def _plan(self, space: Space, found: Found, settings: Settings, seconds: float) -> Plan:
+    def score(self, settings: Settings) -> Plan:
+        """What somebody's own settings would do, whether or not they keep the constraint.
+
+        Raises:
+            InfeasibleError: they do not fit in memory.
+        """
+        space = self.space(settings.kind)
+        columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
+        evaluation = space.evaluate(columns)
+        if not evaluation.fits[0]:
+            raise InfeasibleError(
+                f"memory: {evaluation.performance.peak_requests[0]:.0f} requests at once do not fit, "
+                f"{space.capacity:.0f} do",
+                nearest_bound_s=None,
+                binding="memory",
+            )
+        given = SearchCertificate(
+            method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
+        )
+        return self._plan(space, evaluation.performance.at(0), settings, given)
+
+    def _plan(self, space: Space, values: dict[str, float], settings: Settings, certificate: SearchCertificate) -> Plan:
         problem, limits = self.problem, self._limits
         profile = problem.profile
-        blocks = int(space.blocks_beside(found.values["peak_tokens"]))
+        blocks = int(space.blocks_beside(values["peak_tokens"]))
         return Plan(
             model=problem.model,
             checkpoint=problem.checkpoint,
@@ -119,15 +150,8 @@ class Scheduler:
             admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
             block_size=limits.block_size,
             stages=(Stage(devices=(0,), decode_layers=(0, problem.model.num_layers), kv_blocks=blocks),),
-            estimate=self._estimate(found.values, blocks),
-            search=SearchCertificate(
-                method=self.method,
-                evaluations=found.evaluations,
-                space_size=space.num_points,
-                seconds=round(seconds, 4),
-                gap=found.gap,
-                bound=found.bound,
-            ),
+            estimate=self._estimate(values, blocks),
+            search=certificate,
             profile=ProfileRef(
                 source=profile.source,
                 sha256=sha256(profile),

@@ -187,6 +187,22 @@ def test_simulate_is_repeatable(xgpt: Xgpt, plan: Path) -> None:
     assert first != third
 
 
+def test_what_runs_now_is_scored(xgpt: Xgpt) -> None:
+    command = ("compare", "--latency-bound", "4", *PROBLEM, "--price", "3.6", "--json", "--current")
+    document = json.loads(xgpt(*command, "vllm serve m --max-num-seqs 16 --max-num-batched-tokens 256").out)
+    now, best = document["current"], max(p["estimate"]["throughput_rps"] for p in document["plans"].values())
+    assert (now["policy"]["max_batch"], now["policy"]["token_budget"]) == (16, 256)
+    assert now["search"]["method"] == "given"
+    assert now["estimate"]["throughput_rps"] < best
+    tokens_per_hour = 3600 * now["estimate"]["output_tokens_per_s"]
+    assert now["estimate"]["cost_per_million_tokens"] == pytest.approx(3.6e6 / tokens_per_hour)
+    relaxed = [p["estimate"]["throughput_rps"] for p in document["relaxed"]]
+    assert relaxed == sorted(relaxed)
+    assert relaxed[0] >= best * 0.998
+    assert "vllm serve" in xgpt.fails(2, *command, "python serve.py")
+    assert "16 devices" in xgpt.fails(2, *command, "vllm serve m -tp 4 -pp 4")
+
+
 def test_compare_measures_only_here(xgpt: Xgpt) -> None:
     assert "--measure" in xgpt.fails(2, "compare", "--latency-bound", "4", *PROBLEM, "--measure")
 

@@ -4,12 +4,61 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xgpt.schema import BenchReport, Plan
+from xgpt.errors import InputError
+from xgpt.schema import BenchReport, ChunkedSettings, Constraint, KvPromise, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
+
+    from xgpt.app.current import Deployment
+    from xgpt.app.planning import PolicyChoice, Subject
+
+RELAXATIONS = (1.25, 1.5, 2.0, None)
+"""By how much the latency bound is relaxed to see what that buys; None: no bound."""
+
+
+def score_current(subject: Subject, constraint: Constraint, current: Deployment) -> Plan:
+    """What an engine that was started like this does: chunked prompts, K/V blocks taken as requests grow.
+
+    Raises:
+        InputError: it takes more devices than the cluster has.
+        InfeasibleError: the model does not fit on them.
+    """
+    from math import floor
+
+    from xgpt.app.planning import scheduler
+
+    if current.num_devices > subject.cluster.num_devices:
+        raise InputError(
+            "--current", f"{current.num_devices} devices", f"{subject.cluster.name} has {subject.cluster.num_devices}"
+        )
+    if current.num_devices > 1:
+        raise InputError("--current", f"{current.num_devices} devices", "only one device can be scored yet")
+    of = scheduler(subject, constraint, "branch-and-bound", "quantile")
+    most = floor(of.space("chunked").capacity_beside(current.max_num_batched_tokens))
+    settings = ChunkedSettings(
+        token_budget=current.max_num_batched_tokens, max_batch=max(1, min(current.max_num_seqs, most))
+    )
+    return of.score(settings)
+
+
+def relax(
+    subject: Subject, constraint: Constraint, policy: PolicyChoice, search: str, kv: KvPromise
+) -> dict[float | None, Plan]:
+    """The best plan for each relaxed latency bound (None: without one); empty where there is no bound to relax."""
+    from xgpt.app.planning import plan_each
+
+    bound = constraint.latency_bound_s
+    if bound is None:
+        return {}
+    best = {}
+    for factor in RELAXATIONS:
+        relaxed = None if factor is None else factor * bound
+        loose = constraint.model_copy(update={"latency_bound_s": relaxed})
+        best[relaxed] = next(iter(plan_each(subject, loose, policy, search, kv).values()))
+    return best
 
 
 def measure_each(

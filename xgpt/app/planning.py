@@ -36,9 +36,17 @@ class Subject:
 
 
 def resolve(
-    model: str, cluster: str, workload: str, profile_path: str | None = None, progress: Progress | None = None
+    model: str,
+    cluster: str,
+    workload: str,
+    profile_path: str | None = None,
+    progress: Progress | None = None,
+    price: float | None = None,
 ) -> Subject:
     """Look the names up and get a profile: the given file, the cached one, a measurement, or the datasheet's.
+
+    Args:
+        price: of one device for an hour; None: what the cluster says.
 
     Raises:
         InputError: a name that is not there, or a file that is broken.
@@ -50,6 +58,8 @@ def resolve(
 
     spec, checkpoint = load_model(model)
     devices = load_cluster(cluster)
+    if price is not None:
+        devices = devices.model_copy(update={"price_per_device_hour": price})
     lengths = load_workload(workload, spec)
     if profile_path is not None:
         profile = load_json(Path(profile_path), Profile, "profile")

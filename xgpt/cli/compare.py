@@ -13,6 +13,7 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
 @constraint_options
 @problem_options
 @search_options
+@click.option("--current", metavar="COMMAND", help="What runs now, as its vllm serve command; scored beside the rest.")
 @click.option("--measure", is_flag=True, help="Run each plan here, too.")
 @click.option(
     "--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True, help="With --measure."
@@ -28,9 +29,11 @@ def command(
     model: str,
     cluster: str,
     workload: str,
+    price: float | None,
     profile_path: str | None,
     search: str,
     kv: Any,
+    current: str | None,
     measure: bool,
     num_requests: int,
     seed: int,
@@ -42,12 +45,15 @@ def command(
     Examples:
       xgpt compare --latency-bound 9.8
       xgpt compare --latency-bound 9.8 --measure --requests 300
+      xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
+        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048'
     """
     import json
 
     import numpy as np
 
-    from xgpt.app.comparing import measure_each
+    from xgpt.app.comparing import measure_each, relax, score_current
+    from xgpt.app.current import read_vllm_command
     from xgpt.app.planning import plan_each, resolve
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
@@ -57,10 +63,14 @@ def command(
 
     constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
     with render.progress_bar() as progress:
-        subject = resolve(model, cluster, workload, profile_path, progress)
+        subject = resolve(model, cluster, workload, profile_path, progress, price)
     if measure and not subject.cluster.is_local:
         raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
+    running = None if current is None else read_vllm_command(current, subject.cluster)
     plans = plan_each(subject, constraint, "auto", search, kv)
+    best = next(iter(plans.values()))
+    relaxed = relax(subject, constraint, "auto", search, kv)
+    scored = None if running is None else score_current(subject, constraint, running)
     reports = {}
     if measure:
         reports = measure_each(
@@ -74,10 +84,17 @@ def command(
     if as_json:
         document = {
             "plans": {kind: plan.model_dump(mode="json") for kind, plan in plans.items()},
+            "relaxed": [plan.model_dump(mode="json") for plan in relaxed.values()],
+            "current": None if scored is None else scored.model_dump(mode="json"),
             "measured": {kind: report.model_dump(mode="json") for kind, report in reports.items()},
         }
         click.echo(json.dumps(document, indent=1))
         return
     render.show(render.plans_table(plans))
+    if scored is not None and running is not None:
+        render.show(render.plans_table({"current": scored}, "predicted, what runs now"), *running.notes)
+        render.show(render.gain_text(best, scored))
+    if relaxed:
+        render.show(render.relaxed_table(best, relaxed))
     if reports:
         render.show(render.measured_table(plans, reports))

@@ -39,7 +39,7 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
 
 
 def problem_options(command: F) -> F:
-    """--model, --cluster, --workload, --profile: what is planned for."""
+    """--model, --cluster, --workload, --price, --profile: what is planned for."""
     return _add(
         [
             click.option(
@@ -48,6 +48,12 @@ def problem_options(command: F) -> F:
             click.option("--cluster", default="local", show_default=True, help="Name or YAML file."),
             click.option(
                 "--workload", default="summarization", show_default=True, help="Name, YAML file, CSV or JSON lines."
+            ),
+            click.option(
+                "--price",
+                type=click.FloatRange(0, min_open=True),
+                metavar="P",
+                help="Of one device for an hour, in any currency; the cluster's own by default.",
             ),
             click.option(
                 "--profile", "profile_path", metavar="FILE", help="Use this profile instead of the cached one."

@@ -31,6 +31,7 @@ def command(
     model: str,
     cluster: str,
     workload: str,
+    price: float | None,
     profile_path: str | None,
     policy: Any,
     search: str,
@@ -55,7 +56,7 @@ def command(
 
     constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
     with render.progress_bar() as progress:
-        subject = resolve(model, cluster, workload, profile_path, progress)
+        subject = resolve(model, cluster, workload, profile_path, progress, price)
     plans = plan_each(subject, constraint, policy, search, kv)
     best = next(iter(plans.values()))
     text = dump_json(best)

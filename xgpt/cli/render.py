@@ -25,13 +25,13 @@ def show(*parts: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table, first column left, the rest right."""
+    """A plain table, first column left, the rest right; settings may take several lines."""
     from rich import box
     from rich.table import Table
 
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
-        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=column not in ("settings", "best"))
     for row in rows:
         result.add_row(*row)
     return result
@@ -65,7 +65,7 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def plans_table(plans: dict[str, Plan]) -> Table:
+def plans_table(plans: dict[str, Plan], title: str = "predicted, each policy at its best under the bound") -> Table:
     from xgpt.app.wording import settings_text
 
     rows = []
@@ -82,10 +82,41 @@ def plans_table(plans: dict[str, Plan]) -> Table:
                 f"{e.ttft_s:.2f}",
                 f"{1000 * e.itl_p99_s:.0f}",
                 gap,
+                "-" if e.cost_per_million_tokens is None else f"{e.cost_per_million_tokens:.3g}",
             ]
         )
-    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap"]
-    return table("predicted, each policy at its best under the bound", columns, rows)
+    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap", "cost/Mtok"]
+    if all(row[-1] == "-" for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table(title, columns, rows)
+
+
+def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
+    """What a looser latency bound buys beside the plan that keeps the one asked for."""
+    from xgpt.app.wording import settings_text
+
+    rows = [
+        [
+            "none" if bound is None else f"{bound:.4g} s",
+            f"{plan.policy.kind}: {settings_text(plan)}",
+            f"{plan.estimate.throughput_rps:.3f}",
+            f"{100 * (plan.estimate.throughput_rps / best.estimate.throughput_rps - 1):+.1f}%",
+            f"{plan.estimate.latency_s:.2f}",
+        ]
+        for bound, plan in relaxed.items()
+    ]
+    return table("what relaxing the latency bound buys", ["bound", "best", "req/s", "gain", "latency s"], rows)
+
+
+def gain_text(best: Plan, current: Plan) -> str:
+    """How the best plan compares with what runs now."""
+    e, now, bound = best.estimate, current.estimate, current.constraint.latency_bound_s
+    broken = bound is not None and now.latency_s * (1 + current.constraint.headroom) > bound
+    return (
+        f"{best.policy.kind} gives {e.throughput_rps / now.throughput_rps:.2f} times the throughput at "
+        f"{e.latency_s / now.latency_s:.2f} times the latency of what runs now"
+        + (", which breaks the latency bound" if broken else "")
+    )
 
 
 METRICS = {

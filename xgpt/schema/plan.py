@@ -83,9 +83,12 @@ class Estimate(Frozen):
 
 
 class SearchCertificate(Frozen):
-    """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`."""
+    """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`.
 
-    method: Literal["branch-and-bound", "exhaustive", "optuna"]
+    Method "given": somebody's own settings, scored and not searched for.
+    """
+
+    method: Literal["branch-and-bound", "exhaustive", "optuna", "given"]
     evaluations: int
     space_size: int
     seconds: float
