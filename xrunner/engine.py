@@ -71,6 +71,7 @@ class Generation:
             Hidden from the schedule.
         sampling: how its tokens are chosen.
         num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
+        deadline_ns: after which its tokens are of no use, on the engine's clock.
     """
 
     id: int
@@ -80,6 +81,7 @@ class Generation:
     output_length: int | None = None
     sampling: SamplingParams = GREEDY
     num_resumed: int = 0
+    deadline_ns: int | None = None
 
 
 class Token(NamedTuple):
@@ -179,7 +181,7 @@ class Engine:
             item = self._inbox.get()
             if isinstance(item, Generation):
                 self._generations[item.id] = item
-                request = Request(item.id, len(item.prompt), item.max_output, now_ns)
+                request = Request(item.id, len(item.prompt), item.max_output, now_ns, item.deadline_ns)
                 self._pool.submit(request)
                 self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
             elif freed := self._pool.cancel(item):

@@ -20,7 +20,7 @@ from tests.fakes import (
     running,
 )
 from xgpt.errors import MachineError
-from xrunner.server import serve
+from xrunner.server import Limits, serve
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}
@@ -235,7 +235,10 @@ def test_port_in_use(url: str) -> None:
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     executor = FakeExecutor(step_s=0.02)
-    with running(fake_app(fake_engine(executor, max_batch=1), max_waiting=3)) as url, ThreadPoolExecutor(4) as pool:
+    with (
+        running(fake_app(fake_engine(executor, max_batch=1), limits=Limits(max_waiting=3))) as url,
+        ThreadPoolExecutor(4) as pool,
+    ):
         long = pool.submit(post, url, max_tokens=60)
         assert eventually(lambda: bool(executor.running))
         waiting = [pool.submit(post, url, max_tokens=1, n=n) for n in (1, 2)]

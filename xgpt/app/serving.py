@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from xgpt.schema.step_log import StepRecord
     from xrunner.engine import Engine
+    from xrunner.server import ApiKeys
 
 
 def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None) -> Engine:
@@ -82,25 +84,60 @@ def check_plan(plan: Plan) -> None:
         check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
 
 
-def serve_plan(plan: Plan, host: str, port: int, step_log: Path | None = None) -> None:
+@dataclass(frozen=True)
+class Exposure:
+    """Where a server listens, and who may ask it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
+
+    def check(self) -> ApiKeys | None:
+        """The keys, if any.
+
+        Raises:
+            InputError: the file holds none, or there must be some.
+        """
+        from xrunner.server.access import ApiKeys, check_exposure
+
+        keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file)
+        check_exposure(self.host, keys)
+        return keys
+
+
+def serve_plan(
+    plan: Plan,
+    exposure: Exposure,
+    *,
+    max_waiting: int | None = None,
+    drain_s: float | None = None,
+    log_level: str = "info",
+    step_log: Path | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT."""
     from xgpt.io import StepLogWriter, dump_json
-    from xrunner.server import EngineThread, create_app, load_tokenizer, serve, single_thread
+    from xrunner import server
 
+    keys = exposure.check()
+    server.log_json(log_level)
     log = None if step_log is None else StepLogWriter(step_log)
-    thread = single_thread()
+    thread = server.single_thread()
     engine = thread.submit(build_engine, plan, on_step=log).result()
-    tokenizer = None if plan.checkpoint is None else load_tokenizer(Path(plan.checkpoint))
-    app = create_app(
-        EngineThread(engine, thread),
+    limits = server.Limits()
+    app = server.create_app(
+        server.EngineThread(engine, thread),
         model_name=plan.model.name,
         spec=plan.model,
-        tokenizer=tokenizer,
+        tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
         eos_token_ids=plan.model.eos_token_ids,
         plan_json=dump_json(plan),
+        limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
+        keys=keys,
+        hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
     )
     try:
-        serve(app, host, port)
+        server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
     finally:
         if log is not None:
             log.close()

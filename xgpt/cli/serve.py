@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import click
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 @click.command("serve")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond this machine only with --api-key-file.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option("--api-key-file", metavar="FILE", help="Keys that clients must send, one a line.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
+@click.option("--max-waiting", type=click.IntRange(1), help="Requests that may wait; more get 429.  [default: 4096]")
+@click.option(
+    "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
+)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
-def command(plan_path: str, host: str, port: int, dry_run: bool, step_log: str | None) -> None:
+def command(
+    plan_path: str,
+    host: str,
+    port: int,
+    api_key_file: str | None,
+    allowed_hosts: tuple[str, ...],
+    max_waiting: int | None,
+    drain_s: float | None,
+    log_level: str,
+    dry_run: bool,
+    step_log: str | None,
+) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
+
+    Logs are JSON on standard error, one line a request, with its id and never its prompt.
 
     \b
     Example:
@@ -21,13 +43,22 @@ def command(plan_path: str, host: str, port: int, dry_run: bool, step_log: str |
     """
     from pathlib import Path
 
-    from xgpt.app.serving import check_plan, serve_plan
+    from xgpt.app.serving import Exposure, check_plan, serve_plan
     from xgpt.io import load_json
     from xgpt.schema import Plan
 
     plan = load_json(Path(plan_path), Plan, "plan")
+    exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
+    exposure.check()
     if dry_run:
         check_plan(plan)
         click.echo(f"{plan_path} can be served here", err=True)
         return
-    serve_plan(plan, host, port, None if step_log is None else Path(step_log))
+    serve_plan(
+        plan,
+        exposure,
+        max_waiting=max_waiting,
+        drain_s=drain_s,
+        log_level=log_level,
+        step_log=None if step_log is None else Path(step_log),
+    )

@@ -3,18 +3,27 @@
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
 """
 
-from xrunner.server.app import create_app, serve
+from xrunner.server.access import AllowedHosts, ApiKeys, check_exposure
+from xrunner.server.app import create_app
 from xrunner.server.chat import ChatTemplate
-from xrunner.server.engine_thread import EngineStopped, EngineThread, single_thread
+from xrunner.server.engine_thread import EngineThread, single_thread
+from xrunner.server.logs import log_json
+from xrunner.server.process import DRAIN_S, serve
+from xrunner.server.service import Limits
 from xrunner.server.text import TextCodec, load_tokenizer
 
 __all__ = [
+    "DRAIN_S",
+    "AllowedHosts",
+    "ApiKeys",
     "ChatTemplate",
-    "EngineStopped",
     "EngineThread",
+    "Limits",
     "TextCodec",
+    "check_exposure",
     "create_app",
     "load_tokenizer",
+    "log_json",
     "serve",
     "single_thread",
 ]

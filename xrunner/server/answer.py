@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from xrunner.engine import Token
-from xrunner.server.engine_thread import EngineStopped, EngineThread, Stream
-from xrunner.server.protocol import ApiError, GenerationRequest
+from xrunner.server.engine_thread import EngineThread, Inbox, Stream
+from xrunner.server.info import RequestInfo
+from xrunner.server.protocol import ApiError, GenerationRequest, parse_deadline
 from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
 from xrunner.server.writers import ChoiceResult, Delta, TokenReport, Writer
 
-RETRY_AFTER_S = 1
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the choices of a prompt: far enough that another request's seed does not meet them."""
 
@@ -41,6 +42,7 @@ class Answer(Response):
         codec: TextCodec | None,
         eos_token_ids: frozenset[int],
         max_waiting: int,
+        info: RequestInfo,
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
         self._engine_thread = engine_thread
@@ -49,11 +51,14 @@ class Answer(Response):
         self._writer = writer
         self._codec = codec
         self._max_waiting = max_waiting
+        self._info = info
+        seconds = parse_deadline(info.deadline_header, request.deadline_s)
+        self._deadline_s = None if seconds is None else info.received_s + seconds
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._streams: dict[int, Stream] = {}
         self._choices: dict[int, _Choice] = {}
         self._num_running = 0
-        self._inbox: asyncio.Queue[Token | EngineStopped] = asyncio.Queue()
+        self._inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())
         runs_on = request.ignore_eos or request.output_length is not None
         self._stop_token_ids = ends if runs_on else ends | eos_token_ids
@@ -62,28 +67,52 @@ class Answer(Response):
         write = self._events if self._request.stream else self._whole
         answer = asyncio.ensure_future(write(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
+        left = "cancelled"
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = None if self._deadline_s is None else self._deadline_s - time.perf_counter()
+            await asyncio.wait((answer, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not (answer.done() or gone.done()):
+                left = "deadline"
+                self._inbox.put_nowait(
+                    ApiError(504, "the answer was not complete at its deadline", code="deadline_exceeded")
+                )
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
         except asyncio.CancelledError:
             # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
-            self._inbox.put_nowait(EngineStopped("the server is shutting down"))
+            left = "shutdown"
+            self._inbox.put_nowait(ApiError(503, "the server is shutting down", code="shutting_down"))
             await answer
         finally:
             answer.cancel()
             gone.cancel()
             for stream in self._streams.values():
-                self._engine_thread.cancel(stream)
+                self._engine_thread.cancel(stream, finish_reason=left)
+            self._note(left)
+
+    def _note(self, left: str) -> None:
+        """What the log tells of this answer."""
+        log = self._info.log
+        log["prompt_tokens"] = self._num_prompt_tokens
+        log["output_tokens"] = sum(len(choice.token_ids) for choice in self._choices.values())
+        log["finish_reasons"] = sorted({choice.finish or left for choice in self._choices.values()})
+        if self._choices and not self._num_running:
+            log |= {name: round(seconds, 6) for name, seconds in self._timings().items()}
 
     def _submit(self) -> None:
         """Hand all choices to the engine, or none.
 
         Raises:
-            ApiError: 429, too many wait already; 500, the engine has failed.
+            ApiError: 429, too many wait already; 500, the engine has failed; 503, the server shuts down; 504, the
+                deadline has passed.
         """
         if self._engine_thread.failure is not None:
             raise ApiError(500, self._engine_thread.failure)
+        if self._engine_thread.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self._deadline_s is not None and self._deadline_s <= time.perf_counter():
+            raise ApiError(504, "the deadline had passed before it was the request's turn", code="deadline_exceeded")
         num_choices = self._request.num_choices
         num_waiting = self._engine_thread.num_waiting
         if num_waiting + len(self._prompts) * num_choices > self._max_waiting:
@@ -91,7 +120,7 @@ class Answer(Response):
                 429,
                 f"{num_waiting} requests wait already, {self._max_waiting} may; try again later",
                 code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=self._engine_thread.retry_after_s(),
             )
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
         for prompt in self._prompts:
@@ -102,6 +131,8 @@ class Answer(Response):
                     stop_token_ids=self._stop_token_ids,
                     output_length=self._request.output_length,
                     sampling=self._request.sampling(seed + index * SEED_STRIDE),
+                    deadline_s=self._deadline_s,
+                    received_s=self._info.received_s,
                     inbox=self._inbox,
                 )
                 self._streams[stream.id] = stream
@@ -112,11 +143,11 @@ class Answer(Response):
         """What the next token adds; None where its choice has ended before.
 
         Raises:
-            ApiError: 500, no more tokens will come.
+            ApiError: no more tokens will come.
         """
         item = await self._inbox.get()
-        if isinstance(item, EngineStopped):
-            raise ApiError(500, str(item))
+        if isinstance(item, ApiError):
+            raise item
         choice = self._choices[item.id]
         if choice.finish:
             return None
@@ -137,7 +168,9 @@ class Answer(Response):
             return
         results = [choice.result() for choice in self._choices.values()]
         body = self._writer.whole(results, self._num_prompt_tokens, self._timings())
+        sampled_s = max(stream.last_token_s for stream in self._streams.values())
         await Response(body, media_type="application/json")(scope, receive, send)
+        self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
@@ -154,15 +187,26 @@ class Answer(Response):
                 if not self._num_running:
                     num_tokens = sum(len(choice.token_ids) for choice in self._choices.values())
                     chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
+                sampled_s = self._take_unwritten()
                 if not has_begun:
                     has_begun = True
                     await send(_EVENT_STREAM_HEAD)
                 await _send_body(send, b"".join(chunks), more=bool(self._num_running))
+                self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         except ApiError as error:
             if has_begun:
                 await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
             else:
                 await error_response(error)(scope, receive, send)
+
+    def _take_unwritten(self) -> float:
+        """End of the step that sampled the oldest token whose bytes are now about to be written."""
+        oldest_s = float("inf")
+        for stream in self._streams.values():
+            if stream.unwritten_s:
+                oldest_s = min(oldest_s, stream.unwritten_s)
+                stream.unwritten_s = 0.0
+        return min(oldest_s, time.perf_counter())
 
     def _timings(self) -> dict[str, float]:
         """Of the slowest choice; all of them have ended."""

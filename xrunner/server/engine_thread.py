@@ -10,9 +10,9 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from xgpt.errors import XgptError
 from xrunner.engine import Engine, Generation, SamplingParams, Token
 from xrunner.server.metrics import Metrics
+from xrunner.server.protocol import ApiError
 
 IDLE_S = 0.1
 """How long an idle engine sleeps at most before it looks whether it shall stop."""
@@ -20,12 +20,8 @@ IDLE_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class EngineStopped(XgptError):
-    """The engine has failed; no further token will come."""
-
-
-Inbox = asyncio.Queue[Token | EngineStopped]
-"""Where the tokens of one caller's requests arrive, in the order of the engine's steps."""
+Inbox = asyncio.Queue[Token | ApiError]
+"""Where the tokens of one caller's requests arrive, in the order of the engine's steps, or why none will come."""
 
 
 @dataclass(slots=True)
@@ -42,6 +38,8 @@ class Stream:
     """Start of the step that first encoded some of it."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    unwritten_s: float = 0.0
+    """End of the step of its oldest token that has not been written to a client."""
 
 
 def single_thread() -> ThreadPoolExecutor:
@@ -62,6 +60,8 @@ class EngineThread:
         self.metrics = Metrics(engine.pool)
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
+        self.is_draining = False
+        """Whether what runs shall end, and nothing begin."""
         self._engine = engine
         self._ids = itertools.count()
         self._streams: dict[int, Stream] = {}
@@ -92,6 +92,10 @@ class EngineThread:
         """Requests that no step has taken up yet."""
         return len(self._waiting)
 
+    def retry_after_s(self) -> int:
+        """When somebody who was turned away should come again."""
+        return 1
+
     def submit(
         self,
         prompt: tuple[int, ...],
@@ -100,17 +104,27 @@ class EngineThread:
         stop_token_ids: frozenset[int],
         output_length: int | None,
         sampling: SamplingParams,
+        deadline_s: float | None,
+        received_s: float,
         inbox: Inbox,
     ) -> Stream:
         """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
 
+        Args:
+            deadline_s: after which its tokens are of no use, on the clock of `time.perf_counter`.
+            received_s: when its head had come, on the same clock.
+
         Raises:
-            EngineStopped: the engine has failed.
+            ApiError: 500, the engine has failed.
         """
         if self.failure is not None:
-            raise EngineStopped(self.failure)
-        generation = Generation(next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling)
+            raise ApiError(500, self.failure)
+        deadline_ns = None if deadline_s is None else round(deadline_s * 1e9)
+        generation = Generation(
+            next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling, deadline_ns=deadline_ns
+        )
         stream = Stream(generation.id, inbox, time.perf_counter())
+        self.metrics.handover_s.observe(stream.submitted_s - received_s)
         self._streams[stream.id] = stream
         self._waiting.add(stream.id)
         self.metrics.prompt_tokens.inc(len(prompt))
@@ -164,6 +178,7 @@ class EngineThread:
             else:
                 metrics.inter_token_s.observe(end_s - stream.last_token_s)
             stream.last_token_s = end_s
+            stream.unwritten_s = stream.unwritten_s or end_s
             if token.finish is not None:
                 del self._streams[token.id]
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
@@ -174,6 +189,6 @@ class EngineThread:
         self.failure = reason
         for stream in self._streams.values():
             self.metrics.requests.labels("failed").inc()
-            stream.inbox.put_nowait(EngineStopped(reason))
+            stream.inbox.put_nowait(ApiError(500, reason))
         self._streams.clear()
         self._waiting.clear()

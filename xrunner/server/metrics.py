@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from xgpt.policies import Pool
 
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
@@ -37,6 +38,18 @@ class Metrics:
             "xgpt_e2e_request_latency_seconds",
             "From taking a request in to its last token.",
             buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.handover_s = Histogram(
+            "xgpt_handover_seconds",
+            "Own overhead: from a request's head to its hand-over to the engine, its body's way included.",
+            buckets=OVERHEAD_BUCKETS_S,
+            registry=registry,
+        )
+        self.delivery_s = Histogram(
+            "xgpt_delivery_seconds",
+            "Own overhead: from the end of the step that sampled a token to the writing of its bytes.",
+            buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
         running = Gauge("xgpt_requests_running", "Requests that hold a slot.", registry=registry)

@@ -13,11 +13,14 @@ _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
+    "401": "No valid API key came with the request.",
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
     "413": "The body is too long.",
     "429": "Too many requests wait; Retry-After says when to try again.",
     "500": "The engine has failed.",
+    "503": "The server is shutting down.",
+    "504": "The answer was not complete at the request's deadline.",
 }
 
 
@@ -38,6 +41,7 @@ def describe(model_name: str) -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1])},
             "/v1/models": {"get": _reading("The model that is served.", _JSON)},
             "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
+            "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
             "/metrics": {"get": _reading("Prometheus metrics.", text)},
             "/plan": {"get": _reading("The plan that is run.", _JSON)},
         },

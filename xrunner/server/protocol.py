@@ -6,12 +6,15 @@ Beside OpenAI's fields a request may carry:
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
+    deadline_s: seconds after which the answer is of no use any more (or in the header X-Deadline-S; the shorter
+        counts): what is not complete then ends with 504, deadline_exceeded.
     add_generation_prompt, chat_template_kwargs (chat): what the template is told.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
@@ -24,6 +27,9 @@ DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it; a chat's answer may fill the context."""
 
 MAX_LOGPROBS = 20
+MAX_DEADLINE_S = 86400
+MAX_ITEMS = 1 << 18
+"""Items of all lists in a body, about: prompt tokens mostly. Half a million would hold the event loop for 25 ms."""
 
 Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -37,6 +43,7 @@ class ApiError(Exception):
 
     Args:
         retry_after_s: when to try again, where that may help.
+        headers: further ones of the answer.
     """
 
     def __init__(
@@ -47,15 +54,18 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
-        kinds = {429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -89,6 +99,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     output_length: Count | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
 
@@ -263,7 +274,23 @@ def parse_chat(body: bytes) -> ChatRequest:
     return _parse(body, _decode_chat)
 
 
+def parse_deadline(header: str | None, field_s: float | None) -> float | None:
+    """Seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
+    if header is None:
+        return field_s
+    try:
+        header_s = float(header)
+    except ValueError:
+        header_s = -1.0
+    if not 0 < header_s <= MAX_DEADLINE_S:
+        refuse("X-Deadline-S", f"the header must be seconds, above 0 and at most {MAX_DEADLINE_S}")
+    return header_s if field_s is None else min(header_s, field_s)
+
+
 def _parse(body: bytes, decode: Any) -> Any:
+    # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
+    if body.count(b",") > MAX_ITEMS + len(body) // 16:
+        raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
         request = decode(body)
     except msgspec.ValidationError as error:

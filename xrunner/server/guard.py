@@ -1,0 +1,111 @@
+"""What stands before every route: request ids, host names, keys, and one line of log a request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from xrunner.server.access import OPEN_PATHS, AllowedHosts, ApiKeys
+from xrunner.server.answer import error_response
+from xrunner.server.info import RequestInfo
+from xrunner.server.protocol import ApiError
+
+logger = logging.getLogger("xrunner.server.access")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""Ids of a client's that are taken over; others could forge lines of a log."""
+
+SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+class Guard:
+    """An ASGI application around another. Refuses before anything of the body is read.
+
+    Args:
+        keys: None: nobody needs one.
+        hosts: None: any host name will do (tests, and servers behind something that checks).
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys | None, hosts: AllowedHosts | None) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        id_ = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        info = RequestInfo(id_, time.perf_counter(), headers.get("x-deadline-s"), {})
+        scope["xgpt"] = info
+        own_headers = [(b"x-request-id", id_.encode()), *SECURITY_HEADERS]
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *own_headers]}
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, headers)
+            if refusal is None:
+                await self._app(scope, receive, send_on)
+            else:
+                await error_response(refusal)(scope, receive, send_on)
+        finally:
+            self._log(scope, status, info)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        path = scope["path"]
+        if self._hosts is not None and path not in OPEN_PATHS:
+            host = headers.get("host", "")
+            if not self._hosts.accept(host):
+                return ApiError(
+                    HTTPStatus.MISDIRECTED_REQUEST,
+                    "the Host header names another server; add the name with --allowed-host",
+                    code="host_not_allowed",
+                )
+            origin = headers.get("origin")
+            if origin is not None and not self._hosts.accept_origin(origin):
+                return ApiError(403, "pages of other sites may not use this server", code="origin_not_allowed")
+        if self._keys is None or path in OPEN_PATHS:
+            return None
+        # Headers hold latin-1, whatever a client has sent.
+        if self._keys.accept(headers.get("authorization", "").encode("latin-1")):
+            return None
+        return ApiError(
+            401,
+            "no valid API key came with the request; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"www-authenticate": 'Basic realm="xgpt", charset="UTF-8"'},
+        )
+
+    def _log(self, scope: Scope, status: int, info: RequestInfo) -> None:
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS or scope["path"] == "/metrics" else logging.INFO
+        if logger.isEnabledFor(level):
+            client = scope.get("client")
+            fields = {
+                "request_id": info.id,
+                "method": scope["method"],
+                "path": scope["path"],
+                # 0: the client had gone before there was an answer.
+                "status": status,
+                "seconds": round(time.perf_counter() - info.received_s, 6),
+                "client": client[0] if client else None,
+                **info.log,
+            }
+            logger.log(level, "request", extra={"fields": fields})

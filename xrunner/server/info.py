@@ -1,0 +1,22 @@
+"""What the parts of the server tell each other of one HTTP request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What is known of a request before its body is read; routes fill in what the log shall tell.
+
+    Attributes:
+        received_s: `time.perf_counter` when its head had come.
+        deadline_header: the value of X-Deadline-S.
+        log: further fields of its line. Never anything that a prompt could have come into.
+    """
+
+    id: str
+    received_s: float
+    deadline_header: str | None
+    log: dict[str, Any]
