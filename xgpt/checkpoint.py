@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from xgpt.errors import InputError
 from xgpt.io import parse
-from xgpt.schema import DType, ModelSpec
+from xgpt.schema import DType, ModelSpec, RunDType
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -141,8 +141,8 @@ def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any
     }
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None:
-        if dtype not in get_args(DType):
-            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(DType))}")
+        if dtype not in get_args(RunDType):
+            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(RunDType))}")
         fields["default_dtype"] = dtype
     return fields
 

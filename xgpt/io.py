@@ -17,7 +17,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.schema.step_log import StepRecord
 
 T = TypeVar("T", bound=BaseModel)
-ConfigKind = Literal["models", "clusters", "workloads"]
+ConfigKind = Literal["models", "devices", "clusters", "workloads"]
 
 
 def configs_dir() -> Path:
@@ -70,6 +70,18 @@ def _one_line(error: ValidationError, field: str) -> InputError:
     value = first["input"]
     shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
     return InputError(where, shown, first["msg"].removeprefix("Value error, "))
+
+
+def load_cluster_yaml(path: Path) -> Any:
+    """A cluster's document; a `device` that is a name stands for the document of that kind of device.
+
+    Raises:
+        InputError: there is no such file, or no such device.
+    """
+    data = load_yaml(path, "cluster")
+    if isinstance(data, dict) and isinstance(data.get("device"), str):
+        data["device"] = load_yaml(find_config("devices", data["device"]), "device")
+    return data
 
 
 def _read_text(path: Path, field: str) -> str:

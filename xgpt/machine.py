@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from xgpt.errors import MachineError
-from xgpt.io import config_names, configs_dir, load_yaml, parse
+from xgpt.io import config_names, configs_dir, load_cluster_yaml, parse
 from xgpt.schema import ClusterSpec, DeviceKind, Link
 
 LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
@@ -81,6 +81,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
             memory_bytes=int(mebibytes) * 2**20,
             flops_per_s=known.device.flops_per_s if known else {},
             memory_bandwidth_bytes_per_s=known.device.memory_bandwidth_bytes_per_s if known else None,
+            efficiency=known.device.efficiency if known else None,
         ),
         devices_per_node=num_devices or len(gpus),
         intra_node=known.intra_node if known else None,
@@ -90,7 +91,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
     """The largest shipped cluster of such devices, for their datasheet's rates and links."""
-    documents = [load_yaml(configs_dir() / "clusters" / f"{n}.yaml", n) for n in config_names("clusters")]
+    documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
     return max(same, key=lambda cluster: cluster.devices_per_node, default=None)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from xgpt.errors import InputError
-from xgpt.io import find_config, load_yaml, parse
+from xgpt.io import find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
 from xgpt.schema import ClusterSpec, Frozen, ModelSpec, Workload, WorkloadSpec
 from xgpt.workload import histogram, histogram_of, read_lengths
@@ -54,7 +54,7 @@ def load_cluster(name: str) -> ClusterSpec:
         if not count.isdecimal() or int(count) == 0:
             raise InputError("cluster", name, "write local:N with a whole number N of devices, at least 1")
         return detect(int(count))
-    data = load_yaml(find_config("clusters", name), "cluster")
+    data = load_cluster_yaml(find_config("clusters", name))
     if isinstance(data, dict) and "detect" in data:
         return detect(parse(data, DetectedCluster, "cluster").num_devices)
     return parse(data, ClusterSpec, "cluster")

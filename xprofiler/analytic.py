@@ -131,12 +131,12 @@ class Kernels:
             )
         self.efficiency = device.efficiency or A40_EFFICIENCY
         self._rate, self._bandwidth = rate, bandwidth
-        self._size = BYTES_PER_ELEMENT[dtype]
+        self.size = BYTES_PER_ELEMENT[dtype]
         self._link = cluster.intra_node
 
     def matrix(self, tokens: float, params: float) -> float:
         compute = 2 * tokens * params / (self._rate * self.efficiency.matrix)
-        return max(compute, params * self._size / (self._bandwidth * self.efficiency.weights))
+        return max(compute, params * self.size / (self._bandwidth * self.efficiency.weights))
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
         """Scores and values; a causal mask leaves half of the products out."""
@@ -144,10 +144,10 @@ class Kernels:
         return flops / (self._rate * self.efficiency.attention)
 
     def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
-        return 2 * batch * context * kv_heads_dim * self._size / (self._bandwidth * self.efficiency.kv)
+        return 2 * batch * context * kv_heads_dim * self.size / (self._bandwidth * self.efficiency.kv)
 
     def copy(self, elements: float) -> float:
-        return elements * self._size / self._bandwidth
+        return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
         """In a ring: 2 (t-1) hops that each carry 1/t of the data."""
@@ -162,7 +162,7 @@ class Kernels:
             return 0.0
         assert self._link is not None, "tp_degrees offers no group without a link"
         rate = self._link.bandwidth_bytes_per_s * self.efficiency.bus
-        return (devices - 1) * (elements * self._size / devices / rate + self._link.latency_s)
+        return (devices - 1) * (elements * self.size / devices / rate + self._link.latency_s)
 
 
 def _layer(spec: ModelSpec, kernels: Kernels, t: int) -> LayerTimes:

@@ -157,6 +157,7 @@ class Scheduler:
                 sha256=sha256(profile),
                 num_threads=profile.num_threads,
                 spread=profile.spread,
+                provenance=profile.provenance,
             ),
         )
 

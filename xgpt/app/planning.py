@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from xgpt.errors import InputError
 from xgpt.io import cache_dir, load_json, write_atomic
 from xgpt.schema import ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
@@ -82,14 +83,29 @@ def obtain_profile(
     cluster: ClusterSpec,
     progress: Progress | None = None,
     *,
+    dtype: DType | None = None,
     refresh: bool = False,
 ) -> Profile:
-    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet."""
+    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
+
+    Args:
+        dtype: None: the model's own; on a CPU, the one that it runs in.
+
+    Raises:
+        InputError: a CPU has no such dtype, or the datasheet no rate for it.
+    """
+    if dtype is not None:
+        spec = spec.model_copy(update={"default_dtype": dtype})
     if not cluster.is_local:
         from xprofiler import analytic
 
         return analytic.profile(spec, cluster, spec.default_dtype)
-    dtype = spec.default_dtype if cluster.device.type == "gpu" else CPU_DTYPE
+    if cluster.device.type == "cpu":
+        if dtype not in (None, CPU_DTYPE):
+            raise InputError("dtype", dtype, f"on a CPU models run in {CPU_DTYPE}")
+        dtype = CPU_DTYPE
+    else:
+        dtype = spec.default_dtype
     path = cache_dir() / "profiles" / f"{_cache_key(spec, cluster)}.json"
     if path.is_file() and not refresh:
         return load_json(path, Profile, "profile")
@@ -98,6 +114,22 @@ def obtain_profile(
     profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
     write_atomic(path, profile.model_dump_json() + "\n")
     return profile
+
+
+def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str) -> Profile:
+    """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
+
+    Raises:
+        InputError: they are not there, or hold nothing for this model, device, dtype or framework.
+    """
+    from pathlib import Path
+
+    from xprofiler import imported
+
+    folder = None if where == "aiconfigurator" else Path(where)
+    if folder is not None and not folder.is_dir():
+        raise InputError("import-from", where, "give aiconfigurator, or a folder of tables")
+    return imported.profile(spec, cluster, dtype, folder, framework)
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:

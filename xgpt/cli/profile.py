@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from xgpt.cli.options import json_option
+
+DTYPES = ["float32", "float16", "bfloat16", "float8"]
 
 
 @click.command("profile")
 @click.option("--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory.")
 @click.option("--cluster", default="local", show_default=True, help="Name or YAML file.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="To plan for; the model's own by default.")
+@click.option("--import-from", metavar="aiconfigurator|FOLDER", help="Read others' tables: the wheel's, or a folder's.")
+@click.option("--framework", help="Whose kernels to import: vllm (by default), sglang, trtllm.")
 @click.option("-o", "--output", metavar="FILE", help="Write it here too; the cache gets it in any case.")
 @json_option
-def command(model: str, cluster: str, output: str | None, as_json: bool) -> None:
-    """Measure step times on this machine, or compute them from a datasheet.
+def command(
+    model: str,
+    cluster: str,
+    dtype: Any,
+    import_from: str | None,
+    framework: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Measure step times on this machine, compute them from a datasheet, or import what others measured.
 
     \b
     Example:
       xgpt profile --model opt-125m -o profile.json
+      xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
     """
     from pathlib import Path
 
-    from xgpt.app.planning import obtain_profile
+    from xgpt.app.planning import import_profile, obtain_profile
     from xgpt.cli import render
+    from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic
     from xgpt.resolve import load_cluster, load_model
 
     spec, checkpoint = load_model(model)
-    with render.progress_bar() as progress:
-        profile = obtain_profile(spec, checkpoint, load_cluster(cluster), progress, refresh=True)
+    devices = load_cluster(cluster)
+    if framework is not None and import_from is None:
+        raise InputError("framework", framework, "it goes with --import-from")
+    if import_from is not None:
+        profile = import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
+    else:
+        with render.progress_bar() as progress:
+            profile = obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
     if output is not None:
         write_atomic(Path(output), dump_json(profile))
     if as_json:
@@ -43,4 +66,5 @@ def command(model: str, cluster: str, output: str | None, as_json: bool) -> None
         render.table("all layers but attention", ["tokens", "ms", "tokens/s"], rows),
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
         f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
+        *(f"{part}: {source}" for part, source in profile.provenance.items()),
     )

@@ -9,9 +9,12 @@ from pydantic import Field, PositiveInt, model_validator
 from xgpt.schema.base import Frozen
 
 Family = Literal["opt", "gpt2", "llama", "qwen2", "qwen3", "t5"]
-DType = Literal["float32", "float16", "bfloat16"]
+RunDType = Literal["float32", "float16", "bfloat16"]
+"""What models run in."""
+DType = Literal[RunDType, "float8"]
+"""What models are planned for. Eight bits, of weights and K/V alike, can be planned only."""
 
-BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
 
 class RopeScaling(Frozen):

@@ -103,6 +103,8 @@ class ProfileRef(Frozen):
     sha256: str
     num_threads: PositiveInt | None = None
     spread: float = 0.0
+    provenance: dict[str, str] = Field(default_factory=dict)
+    """Where each part's numbers came from."""
 
 
 class Plan(Frozen):

@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import DType, ModelSpec
+from xgpt.schema import DType, ModelSpec, RunDType
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
     decoder_start: tuple[int, ...] = ()
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
-    dtypes: ClassVar[tuple[DType, ...]] = get_args(DType)
+    dtypes: ClassVar[tuple[DType, ...]] = get_args(RunDType)
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
     checkpoint_transposed: ClassVar[bool] = False

@@ -1,0 +1,241 @@
+"""Profiles from others' tables, on small tables that follow power laws."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from xgpt.cli import main
+from xgpt.errors import InputError
+from xgpt.resolve import load_cluster
+from xgpt.schema import ModelSpec, Profile
+from xprofiler import analytic, imported
+
+SPEC = ModelSpec(
+    name="small",
+    family="llama",
+    num_layers=4,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_size=2048,
+    gated_ffn=True,
+    vocab_size=16384,
+    max_context=4096,
+    default_dtype="bfloat16",
+)
+H100 = load_cluster("h100x8").model_copy(update={"devices_per_node": 2})
+Rows = list[dict[str, Any]]
+
+
+def gemm_ms(m: float, n: float, k: float) -> float:
+    return 1e-7 * m**0.5 * n * k**0.9
+
+
+def context_ms(batch: float, length: float, heads: float) -> float:
+    return 1e-7 * batch * length**1.5 * heads
+
+
+def generation_ms(batch: float, length: float, kv_heads: float) -> float:
+    return 1e-6 * batch * length * kv_heads
+
+
+def reduced_ms(elements: float, devices: int) -> float:
+    return 1e-6 * elements * devices
+
+
+def write(root: Path, where: str, rows: Rows) -> None:
+    path = root / f"{where}_perf.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def gemm_rows(slower: float = 1.0) -> Rows:
+    sizes = product((1, 16, 1024, 8192), (512, 4096), (512, 4096))
+    rows = [
+        {"gemm_dtype": dtype, "m": m, "n": n, "k": k, "latency": slower * share * gemm_ms(m, n, k)}
+        for m, n, k in sizes
+        for dtype, share in (("bfloat16", 1.0), ("fp8", 0.5))
+    ]
+    # A second kernel for the same product: the faster counts.
+    return rows + [row | {"latency": 9 * row["latency"]} for row in rows[:4]]
+
+
+def attention_rows(phase: str) -> Rows:
+    rows: Rows = []
+    for batch, length, heads, kv_heads in product((1, 8, 64), (1, 64, 512), (8, 16), (2, 4)):
+        if batch * length > 8 * 512:
+            continue
+        decodes = phase == "generation"
+        ms = generation_ms(batch, length, kv_heads) if decodes else context_ms(batch, length, heads)
+        row = {
+            "batch_size": batch,
+            "isl": 1 if decodes else length,
+            "step": length - 1 if decodes else 0,
+            "num_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 64,
+            "attn_dtype": "bfloat16",
+            "kv_cache_dtype": "bfloat16",
+            "window_size": 0,
+            "latency": ms,
+        }
+        rows += [row, row | {"window_size": 128, "latency": ms / 100}, row | {"kv_cache_dtype": "fp8"}]
+    return rows
+
+
+def all_reduce_rows() -> Rows:
+    rows = [
+        {"num_gpus": devices, "message_size": 2**power, "kernel_source": "vLLM_custom_graph"}
+        for devices in (2, 4)
+        for power in range(7, 25, 2)
+    ]
+    rows = [row | {"latency": reduced_ms(row["message_size"], row["num_gpus"])} for row in rows]
+    return rows + [row | {"kernel_source": "vLLM_custom_eager", "latency": 50.0} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "h100_sxm"
+    write(root, "gemm/vllm/0.24.0/gemm", gemm_rows())
+    write(root, "gemm/vllm/0.9.1/gemm", gemm_rows(slower=7.0))
+    write(root, "attention/vllm/0.24.0/context_attention", attention_rows("context"))
+    write(root, "attention/vllm/0.24.0/generation_attention", attention_rows("generation"))
+    write(root, "comm/vllm/0.24.0/custom_allreduce", all_reduce_rows())
+    return root
+
+
+@pytest.fixture(scope="module")
+def profile(tables: Path) -> Profile:
+    return imported.profile(SPEC, H100, "bfloat16", tables)
+
+
+def products_s(tokens: int, t: int, share: float = 1.0) -> float:
+    shapes = [((16 + 8) * 64 // t, 1024), (1024, 1024 // t), (4096 // t, 1024), (1024, 2048 // t)]
+    return share * sum(gemm_ms(tokens, n, k) for n, k in shapes) / 1e3
+
+
+def rest_s(profile: Profile, t: int, tokens: int) -> float:
+    """Without what the datasheet and the loop add, which is the same in every dtype."""
+    curve = profile.layer(t).rest
+    return curve.seconds[curve.points.index(tokens)]
+
+
+def test_products_come_from_the_newest_tables_and_power_laws_are_exact(profile: Profile, tables: Path) -> None:
+    eight_bit = imported.profile(SPEC, H100, "float8", tables)
+    for t, tokens in product((1, 2), (1, 8, 512, 4096)):
+        saved = rest_s(profile, t, tokens) - rest_s(eight_bit, t, tokens)
+        assert saved == pytest.approx(products_s(tokens, t, share=0.5), rel=1e-6)
+    assert profile.provenance["gemm"] == "h100_sxm/gemm/vllm/0.24.0"
+    assert profile.source == "imported" and profile.tp_degrees == (1, 2)
+
+
+def test_what_adds_to_the_products(profile: Profile) -> None:
+    """Two all-reduces of a token's hidden state in elements, from captured graphs; the loop; small kernels."""
+    for tokens in (8, 4096):
+        others = [rest_s(profile, t, tokens) - products_s(tokens, t) - imported.LOOP.layer_s for t in (1, 2)]
+        bandwidth = 3.35e12 * analytic.Kernels(H100, "bfloat16").efficiency.kv
+        small = [2 * tokens * (8 * 1024 + 2 * 1536 / t + 3 * 2048 / t) / bandwidth for t in (1, 2)]
+        assert others[0] == pytest.approx(small[0], rel=1e-6)
+        assert others[1] - small[1] == pytest.approx(2 * reduced_ms(tokens * 1024, 2) / 1e3, rel=1e-6)
+
+
+def test_beyond_the_last_point_time_grows_in_proportion(profile: Profile) -> None:
+    head = profile.head  # 16,384 columns, of which tables hold 4,096
+    at_16 = head.seconds[head.points.index(16)]
+    assert at_16 == pytest.approx(4 * gemm_ms(16, 4096, 1024) / 1e3)
+
+
+def test_attention_by_heads_and_filled_where_too_large_to_measure(profile: Profile) -> None:
+    prompts, decode = profile.layer(1).encode_attention, profile.layer(2).decode_attention
+    assert prompts.seconds[1][2] == pytest.approx(context_ms(8, 512, 16) / 1e3)
+    assert prompts.seconds[2][2] == pytest.approx(context_ms(64, 512, 16) / 1e3)
+    assert decode.lengths == (1, 64, 512)
+    assert decode.seconds[2][1] == pytest.approx(generation_ms(64, 64, 2) / 1e3)
+
+
+def test_heads_that_nobody_measured_are_scaled_and_said_so(tables: Path) -> None:
+    spec = SPEC.model_copy(update={"num_heads": 32, "num_kv_heads": 8})
+    profile = imported.profile(spec, H100, "bfloat16", tables)
+    decode = profile.layer(1).decode_attention
+    assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
+    said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
+    assert said == "scaled from 16 heads, 4 for K/V"
+    assert profile.provenance["serving loop"] == imported.LOOP.source
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spec": SPEC.model_copy(update={"head_dim": 80})}, "model.head_dim: 80 is not accepted; the tables hold 64"),
+        ({"cluster": load_cluster("a100x16")}, "cluster.device: 'a100-sxm4-80gb' is not accepted; "),
+        ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported for float16"),
+        ({"framework": "sglang"}, "framework: 'sglang' is not accepted; gemm is there for vllm"),
+        ({"cluster": load_cluster("h100x8")}, "tp_degree: 8 is not accepted; the all-reduces are over 2, 4 devices"),
+    ],
+)
+def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], says: str) -> None:
+    arguments = {"spec": SPEC, "cluster": H100, "dtype": "bfloat16", "framework": "vllm"} | change
+    with pytest.raises(InputError) as caught:
+        imported.profile(**arguments, folder=tables.parent)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "it must be a table of gemm_dtype"),
+        ([{"m": 1}], "it must be a table of gemm_dtype"),
+        ([row | {"latency": float("nan")} for row in gemm_rows()], "every latency must be above zero"),
+        ([row | {"gemm_dtype": "int8"} for row in gemm_rows()], "h100_sxm's matrix products are in int8"),
+    ],
+)
+def test_broken_tables(tables: Path, tmp_path: Path, rows: Rows, says: str) -> None:
+    root = tmp_path / "h100_sxm"
+    root.mkdir()
+    for family in ("attention", "comm"):
+        (root / family).symlink_to(tables / family)
+    write(root, "gemm/vllm/1.0/gemm", rows)
+    with pytest.raises(InputError) as caught:
+        imported.profile(SPEC, H100, "bfloat16", root)
+    assert says in str(caught.value)
+
+
+def test_without_pyarrow(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match="pip install"):
+        imported.profile(SPEC, H100, "bfloat16", tables)
+
+
+def test_the_wheel_is_looked_for(monkeypatch: pytest.MonkeyPatch, tables: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(imported, "PACKAGE", "a_wheel_that_is_not_there")
+    with pytest.raises(InputError, match="it is not installed"):
+        imported.profile(SPEC, H100, "bfloat16")
+    systems = tmp_path / "a_wheel_that_is_there" / "systems"
+    (systems / "data").mkdir(parents=True)
+    (systems / "data" / "h100_sxm").symlink_to(tables)
+    monkeypatch.setattr(imported, "PACKAGE", "a_wheel_that_is_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imported.profile(SPEC, H100, "bfloat16").layers == imported.profile(SPEC, H100, "bfloat16", tables).layers
+
+
+def test_on_the_command_line(tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "small.yaml"
+    model.write_text(SPEC.model_dump_json())
+    cluster = tmp_path / "h100x2.yaml"
+    cluster.write_text(H100.model_dump_json())
+    to = tmp_path / "profile.json"
+    arguments = ["profile", "--model", str(model), "--cluster", str(cluster), "--dtype", "float8", "-o", str(to)]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--import-from", str(tables)])
+    assert end.value.code == 0
+    assert "gemm: h100_sxm/gemm/vllm/0.24.0" in capsys.readouterr().out
+    profile = Profile.model_validate_json(to.read_text())
+    assert (profile.source, profile.dtype) == ("imported", "float8")

@@ -1,0 +1,345 @@
+"""A profile from latencies that others measured: AIConfigurator's tables, as its wheel ships them or in a folder.
+
+Below the folder of a kind of device stand `<family of operators>/<framework>/<version>/<operator>_perf.parquet`,
+latencies in milliseconds. Matrix products, attention and all-reduces are read off; what no table holds (norms,
+activations, hops between stages, K/V transfer) comes from the datasheet, and `provenance` says so.
+
+Between the points of a table, latencies are interpolated in logarithms, which is exact for every power law; beyond
+the last they grow in proportion.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.schema import BYTES_PER_ELEMENT, ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xprofiler import analytic
+
+Array = npt.NDArray[np.float64]
+
+PACKAGE = "aiconfigurator_core"
+
+SYSTEMS = {
+    "a100-sxm4-80gb": "a100_sxm",
+    "b200": "b200_sxm",
+    "h100-80gb-hbm3": "h100_sxm",
+    "h200": "h200_sxm",
+}
+"""Folder of each kind of device."""
+
+TABLE_DTYPES: Mapping[DType, str] = {"float16": "bfloat16", "bfloat16": "bfloat16", "float8": "fp8"}
+"""What the tables call a dtype. In half precision both kinds are equally fast."""
+
+TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <= n <= 4096)}))
+
+
+class Loop(NamedTuple):
+    """What a serving loop adds to the tables' kernels, each in seconds."""
+
+    layer_s: float
+    """A layer: small kernels and the gaps between kernels."""
+    step_s: float
+    """A step: scheduling, sampling, messages."""
+    request_s: float
+    """A step, for each of its requests."""
+    source: str
+
+
+LOOP = Loop(layer_s=10e-6, step_s=1e-3, request_s=0.0, source="assumed")
+
+
+def profile(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    folder: Path | None = None,
+    framework: str = "vllm",
+    loop: Loop = LOOP,
+) -> Profile:
+    """Read the tables of every tensor-parallel degree that fits in a node.
+
+    Args:
+        folder: of one kind of device, or of several by the names in `SYSTEMS`; None: the installed wheel's.
+
+    Raises:
+        InputError: no tables for this device, framework, dtype or model; pyarrow is not installed.
+    """
+    if spec.is_encoder_decoder:
+        raise InputError("model", spec.name, "tables can be imported for decoder-only models")
+    if dtype not in TABLE_DTYPES:
+        raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
+    root = _folder_of(cluster.device.name, folder)
+    tables = Tables(root, framework, TABLE_DTYPES[dtype])
+    kernels = analytic.Kernels(cluster, dtype)
+    layers = tuple(_layer(spec, tables, kernels, t, loop) for t in analytic.tp_degrees(spec, cluster))
+    batches = analytic.BATCHES
+    return Profile(
+        source="imported",
+        model=spec.name,
+        dtype=dtype,
+        device=cluster.device.name,
+        layers=layers,
+        embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
+        head=_head(spec, tables, kernels, 1),
+        overhead=analytic.curve(lambda n: loop.step_s + n * loop.request_s, (1, batches[-1])),
+        **analytic.transfers(spec, cluster, dtype),
+        provenance={
+            **tables.provenance,
+            "norms, activations, embedding, hops, K/V transfer": "datasheet",
+            "serving loop": loop.source,
+        },
+        environment=_package() if folder is None else {"folder": root.name},
+    )
+
+
+def wheel_folder() -> Path:
+    """Where the installed wheel keeps its systems.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    found = find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise InputError(
+            "import-from", "aiconfigurator", "it is not installed: pip install --no-deps aiconfigurator-core"
+        )
+    return Path(found.submodule_search_locations[0]) / "systems"
+
+
+def _package() -> dict[str, str]:
+    try:
+        return {"aiconfigurator-core": version("aiconfigurator-core")}
+    except PackageNotFoundError:
+        return {}
+
+
+def _folder_of(device: str, folder: Path | None) -> Path:
+    if folder is not None and (folder / "gemm").is_dir():
+        return folder
+    base = wheel_folder() / "data" if folder is None else folder
+    root = base / SYSTEMS.get(device, device)
+    if not (root / "gemm").is_dir():
+        held = sorted(name for name, system in SYSTEMS.items() if (base / system / "gemm").is_dir())
+        raise InputError(
+            "cluster.device", device, f"{base} holds tables of {', '.join(held) or 'no device'}; take one of these"
+        )
+    return root
+
+
+class Tables:
+    """The latencies of one kind of device under one serving framework, in seconds.
+
+    Raises:
+        InputError: a table is not there, or does not hold what is asked of it.
+    """
+
+    def __init__(self, root: Path, framework: str, dtype: str) -> None:
+        self.root, self.framework, self.dtype = root, framework, dtype
+        self.provenance: dict[str, str] = {}
+        self._products: dict[str, Grid3] = {}
+        self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
+        self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
+
+    def product(self, m: npt.ArrayLike, n: float, k: float, dtype: str | None = None) -> Array:
+        """Of [m, k] and [k, n]."""
+        dtype = dtype or self.dtype
+        if dtype not in self._products:
+            rows = self._read("gemm", "gemm", ("gemm_dtype", "m", "n", "k", "latency"))
+            known = sorted(set(rows["gemm_dtype"].tolist()))
+            chosen = rows["gemm_dtype"] == dtype
+            if not chosen.any():
+                raise InputError("dtype", dtype, f"{self.root.name}'s matrix products are in {', '.join(known)}")
+            self._products[dtype] = Grid3(*(rows[name][chosen] for name in ("m", "n", "k", "latency")))
+        return self._products[dtype](np.asarray(m, float), n, k) / 1e3
+
+    def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int) -> Surface:
+        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length)."""
+        if phase not in self._attention:
+            self._attention[phase] = self._attention_rows(phase)
+        rows = self._attention[phase]
+        dims = rows["head_dim"] == head_dim
+        if not dims.any():
+            known = sorted(set(rows["head_dim"].tolist()))
+            raise InputError("model.head_dim", head_dim, f"the tables hold {', '.join(map(str, known))}")
+        pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
+        nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
+        if nearest != (heads, kv_heads):
+            self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
+                f"scaled from {nearest[0]} heads, {nearest[1]} for K/V"
+            )
+        # Prompts are bound by products, one for each head; decode by reading K/V.
+        scale = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
+        chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
+        length = (rows["isl"] + rows["step"])[chosen]
+        return _surface(rows["batch_size"][chosen], length, rows["latency"][chosen] * scale / 1e3)
+
+    def all_reduce(self, elements: npt.ArrayLike, devices: int) -> Array:
+        if devices == 1:
+            return np.zeros_like(np.asarray(elements, float))
+        if self._all_reduce is None:
+            self._all_reduce = self._all_reduce_rows()
+        rows = self._all_reduce
+        chosen = rows["num_gpus"] == devices
+        if not chosen.any():
+            known = sorted(set(rows["num_gpus"].tolist()))
+            raise InputError("tp_degree", devices, f"the all-reduces are over {', '.join(map(str, known))} devices")
+        sizes, first = np.unique(rows["message_size"][chosen], return_index=True)
+        seconds = rows["latency"][chosen][first] / 1e3
+        x = np.maximum(np.asarray(elements, float), 1)
+        return np.exp(_interpolate(np.log(x), np.log(sizes), np.log(seconds)))
+
+    def _attention_rows(self, phase: str) -> dict[str, npt.NDArray[Any]]:
+        names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype")
+        rows = self._read("attention", f"{phase}_attention", (*names, "attn_dtype", "latency"), ("window_size",))
+        chosen = (rows["kv_cache_dtype"] == self.dtype) & (rows["attn_dtype"] != "fp8")
+        if not chosen.any():
+            known = sorted(set(rows["kv_cache_dtype"].tolist()))
+            raise InputError("dtype", self.dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
+        if "window_size" in rows:
+            chosen &= rows["window_size"] == 0
+        rows = {name: column[chosen] for name, column in rows.items()}
+        # Some tables write 0 for as many key/value heads as heads.
+        kv_heads = rows["num_key_value_heads"]
+        rows["kv_heads"] = np.where(kv_heads == 0, rows["num_heads"], kv_heads)
+        return rows
+
+    def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
+        """Sizes are in elements of half precision. vLLM's are those of captured graphs, in which it decodes."""
+        names = ("num_gpus", "message_size", "kernel_source", "latency")
+        rows = self._read("comm", "custom_allreduce", names)
+        graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
+        chosen = graph if graph.any() else np.ones(len(graph), bool)
+        return {name: column[chosen] for name, column in rows.items()}
+
+    def _read(
+        self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Columns of the newest version's table."""
+        try:
+            from pyarrow import ArrowInvalid, parquet
+        except ImportError:
+            raise InputError("import-from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
+        found = list((self.root / family / self.framework).glob(f"*/{operator}_perf.parquet"))
+        if not found:
+            held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
+            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
+        path = max(found, key=lambda path: _version_key(path.parts[-2]))
+        try:
+            present = parquet.read_schema(path).names
+            wanted = [*columns, *(name for name in optional if name in present)]
+            table = parquet.read_table(path, columns=wanted)
+            rows = {name: table.column(name).to_numpy(zero_copy_only=False) for name in wanted}
+        except (ArrowInvalid, KeyError, OSError) as error:
+            raise InputError(str(path), type(error).__name__, f"it must be a table of {', '.join(columns)}") from None
+        latency = rows["latency"]
+        if not len(latency) or not (np.isfinite(latency) & (latency > 0)).all():
+            raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
+        self.provenance[operator] = "/".join(path.parts[-5:-1])
+        return rows
+
+
+class Grid3:
+    """log(latency) over (log m, log n, log k), linear between points, in proportion beyond the last."""
+
+    def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
+        axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
+        self.axes = [np.log(axis) for axis in axes]
+        grid = np.full([len(axis) for axis in axes], np.nan)
+        # Where several kernels were measured, the fastest.
+        order = np.argsort(latency)[::-1]
+        grid[tuple(place[order] for place in places)] = np.log(latency[order])
+        self.grid = _filled(grid, self.axes)
+
+    def __call__(self, m: Array, n: float, k: float) -> Array:
+        by_m = _interpolate(np.log(k), self.axes[2], _interpolate(np.log(n), self.axes[1], self.grid, 1), 1)
+        return np.exp(_interpolate(np.log(m), self.axes[0], by_m))
+
+
+def _filled(grid: Array, axes: Sequence[Array]) -> Array:
+    """What was too large to measure grows in proportion from its smaller neighbour."""
+    for place in map(tuple, np.argwhere(np.isnan(grid))):
+        for d in range(grid.ndim):
+            before = (*place[:d], place[d] - 1, *place[d + 1 :])
+            if place[d] > 0 and not np.isnan(grid[before]):
+                grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
+                break
+        else:
+            raise InputError("latency", "missing", "the table's smallest point is not there")
+    return grid
+
+
+def _interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
+    """Logarithms at log sizes `x` along an axis: constant below the first point, in proportion beyond the last."""
+    inside = np.clip(x, points[0], points[-1])
+    i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
+    share = (inside - points[i]) / (points[i + 1] - points[i])
+    low, high = np.take(values, i, axis), np.take(values, i + 1, axis)
+    result: Array = low + share * (high - low) + np.maximum(x - points[-1], 0.0)
+    return result
+
+
+def _surface(batch: Array, length: Array, seconds: Array) -> Surface:
+    batches, row = np.unique(batch, return_inverse=True)
+    lengths, column = np.unique(length, return_inverse=True)
+    grid = np.full((len(batches), len(lengths)), np.nan)
+    grid[row, column] = np.log(seconds)
+    grid = np.exp(_filled(grid, [np.log(batches), np.log(lengths)]))
+    return Surface(
+        batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, grid.tolist()))
+    )
+
+
+def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
+    """Heads that share a key and value first, then how many there are."""
+    group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
+    return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
+
+
+def _version_key(text: str) -> tuple[tuple[int, str], ...]:
+    """1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
+    parts = re.findall(r"\d+|[a-z]+", text.lower())
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])
+
+
+def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, loop: Loop) -> LayerTimes:
+    heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
+    q, kv, ffn = heads * spec.head_dim, kv_heads * spec.head_dim, spec.ffn_size // t
+    shapes = [  # (n, k)
+        (q + 2 * kv, spec.hidden_size),
+        (spec.hidden_size, q),
+        ((2 if spec.gated_ffn else 1) * ffn, spec.hidden_size),
+        (spec.hidden_size, ffn),
+    ]
+    tokens = np.asarray(TOKENS, float)
+    products = sum(tables.product(tokens, n, k) for n, k in shapes)
+    reduced = 2 * tables.all_reduce(tokens * spec.hidden_size, t)
+    # Read and written in half precision: two norms with their residuals, rotations with writing K/V, the activation.
+    elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + (3 if spec.gated_ffn else 2) * ffn
+    half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
+    small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.efficiency.kv
+    rest = products + reduced + small + loop.layer_s
+    return LayerTimes(
+        tp_degree=t,
+        rest=Curve(points=TOKENS, seconds=tuple(rest.tolist())),
+        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim),
+        decode_attention=tables.attention("generation", heads, kv_heads, spec.head_dim),
+        head=None if t == 1 else _head(spec, tables, kernels, t),
+    )
+
+
+def _head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
+    """The head's product stays in half precision."""
+    rows = np.asarray(analytic.BATCHES, float)
+    half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
+    gathered = [kernels.all_gather(n * spec.vocab_size * half, t) for n in analytic.BATCHES]
+    seconds = tables.product(rows, spec.vocab_size / t, spec.hidden_size, "bfloat16") + gathered
+    return Curve(points=analytic.BATCHES, seconds=tuple(seconds.tolist()))
