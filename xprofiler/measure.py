@@ -3,6 +3,9 @@
 Points are measured in several passes over all of them, and each point's time is the median of its passes, so that
 a change of the machine's clock in mid-run touches every point alike. Layers are run one after the other, as in a
 step, so that weights and K/V come from memory and not from a cache that only a benchmark would have warm.
+
+The parts of a step run faster alone than in their places: together they take up to a tenth less than the whole. So
+whole steps are measured, and the rest of the layer is what such a step takes beyond attention, embedding and head.
 Source: ExeGPT sec. 3 (XProfiler).
 """
 
@@ -36,8 +39,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
 ENCODE_BATCHES = (1, 4)
+TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
+"""Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
 JOBS_A_STEP = 12
-"""A whole step is measured after each so many points."""
+"""It is measured after each so many points."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384
@@ -93,8 +98,9 @@ class _Bench:
         encode_points = [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS]
         decode_points = [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
         jobs: dict[tuple[object, ...], Callable[[], float]] = {}
+        whole = {n: self.sequences(n, prompts, contexts) for n in TOKENS}
         for n in TOKENS:
-            jobs["rest", n] = partial(self.rest, n)
+            jobs["step", n] = partial(self.step, whole[n])
             jobs["embedding", n] = partial(self.embedding, n)
         for n in BATCHES:
             jobs["head", n] = partial(self.head, n)
@@ -111,9 +117,18 @@ class _Bench:
             key = keys[done % len(keys)]
             self.progress(done, PASSES * len(jobs), f"profiling: {key[0]}")
             if done % JOBS_A_STEP == 0:
-                steps.append(self.step())
+                steps.append(self.step(TYPICAL_STEP))
             times[key].append(jobs[key]())
         median = {key: statistics.median(values) for key, values in times.items()}
+
+        for n, sequences in whole.items():
+            before, length = sequences[0]
+            if before:
+                beside = spec.num_layers * median["decode attention", n, before + length] + median["head", n]
+            else:
+                beside = len(sequences) * (spec.num_layers * median["encode attention", 1, length] + median["head", 1])
+            rest = median["step", n] - beside - median["embedding", n]
+            median["rest", n] = max(rest, 0.0) / spec.num_layers
 
         def curve(name: str, points: Sequence[int]) -> Curve:
             return Curve(points=tuple(points), seconds=tuple(median[name, n] for n in points))
@@ -141,20 +156,15 @@ class _Bench:
             environment=_environment(),
         )
 
+    def sequences(self, num_tokens: int, prompts: list[int], contexts: list[int]) -> list[tuple[int, int]]:
+        """A step of so many tokens: short decodes as far as batches go, whole prompts beyond."""
+        if num_tokens <= max(BATCHES):
+            context = contexts[min(1, len(contexts) - 1)]
+            return [(context - 1, 1)] * num_tokens
+        prompt = min(num_tokens, max(prompts))
+        return [(0, prompt)] * (num_tokens // prompt)
+
     # Points, each in seconds ---------------------------------------------------------------------------------
-
-    def rest(self, num_tokens: int) -> float:
-        """One layer without attention."""
-        batch = self.batch([(0, num_tokens)])
-        hidden = self.model.embed(batch)
-        layers = self.model.layers
-
-        def run() -> None:
-            x = hidden
-            for layer in layers:
-                x = layer(x, batch, _no_attention)
-
-        return _seconds(run) / len(layers)
 
     def attention(self, sequences: list[tuple[int, int]]) -> float:
         """One layer's attention; sequences are (tokens before, tokens now)."""
@@ -200,10 +210,10 @@ class _Bench:
         worker.release(range(num_requests))
         return statistics.median(seconds)
 
-    def step(self) -> float:
-        """A whole forward pass, repeated over the run: what it varies by is the profile's spread."""
-        batch = self.batch([(100, 1)] * 8 + [(0, 128)])
-        return _seconds(lambda: self.model(batch, self.worker.cache, self.worker.backend))
+    def step(self, sequences: list[tuple[int, int]]) -> float:
+        """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
+        batch = self.batch(sequences)
+        return _seconds(lambda: self.worker.sample(self.model(batch, self.worker.cache, self.worker.backend)).cpu())
 
     def batch(self, sequences: list[tuple[int, int]]) -> Batch:
         """A batch of (tokens before, tokens now) sequences with K/V blocks of their own; decodes come first."""
@@ -231,10 +241,6 @@ class _ModelFree(Worker):
         return np.zeros(len(batch.logit_rows), np.int64)
 
 
-def _no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.flatten(1)
-
-
 def _seconds(run: Callable[[], object]) -> float:
     """Median time of a call: up to three times or `BUDGET_S`, after one to warm up where calls are short."""
     seconds: list[float] = []
@@ -253,7 +259,7 @@ def _fastest_num_threads(bench: _Bench) -> int:
     times = {}
     for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
         torch.set_num_threads(threads)
-        times[threads] = min(bench.step() for _ in range(3))
+        times[threads] = min(bench.step(TYPICAL_STEP) for _ in range(3))
     return min(times, key=times.__getitem__)
 
 

@@ -134,6 +134,7 @@ class Answer(Response):
                     deadline_s=self._deadline_s,
                     received_s=self._info.received_s,
                     inbox=self._inbox,
+                    hold=not (self._request.stream or self._request.stops),
                 )
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
