@@ -32,8 +32,9 @@ class Measured:
             `quantile_output` tokens would have had its last one. Every running request decodes in every step that
             decodes, so each admission shows this time whatever its own length. Not so where nobody was left in decode
             before that: such a request would have held the next ones back. Where that is common (static batches,
-            phases longer than most outputs) this is `request_latency_s`.
-        latency_p99_s: the 99th percentile of the same.
+            phases longer than most outputs) this is `request_latency_s`. Nor where steps mix encode and decode: there
+            such a request would have kept its slot from the prompts that came to it. So there this is the mean time to
+            the first token and `quantile_output` - 1 times the mean gap between tokens.
         request_latency_s: the quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
@@ -47,7 +48,6 @@ class Measured:
     throughput_rps: float
     output_tokens_per_s: float
     latency_s: float
-    latency_p99_s: float
     request_latency_s: float
     ttft_s: float
     itl_p99_s: float
@@ -83,12 +83,16 @@ def measure(
     tokens = sum(steps.num_tokens[id_] for id_ in finished)
 
     in_window = [id_ for id_, step in steps.admitted.items() if first <= step < last and id_ in steps.first_token]
-    virtual = steps.virtual_latencies(in_window, quantile_output)
-    shown = virtual[np.isfinite(virtual)]
-    shows_it = len(shown) > VIRTUAL_SHARE * len(virtual)
     ttft = [(steps.end[steps.first_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in in_window]
     whole = [(steps.end[steps.last_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in finished]
     request_latency_s = float(np.quantile(whole, quantile))
+    gaps = steps.gaps(first, last)
+    if any(record.encode and record.decode for record in log[first:last]):
+        latency_s = float(np.mean(ttft)) + (quantile_output - 1) * float(np.mean(gaps))
+    else:
+        virtual = steps.virtual_latencies(in_window, quantile_output)
+        shown = virtual[np.isfinite(virtual)]
+        latency_s = float(np.mean(shown)) if len(shown) > VIRTUAL_SHARE * len(virtual) else request_latency_s
     encode = [len(record.encode) for record in log[first:last] if record.encode]
     decode = [len(record.decode) for record in log[first:last] if record.decode]
     return Measured(
@@ -96,11 +100,10 @@ def measure(
         window_s=window_s,
         throughput_rps=len(finished) / window_s,
         output_tokens_per_s=tokens / window_s,
-        latency_s=float(np.mean(shown)) if shows_it else request_latency_s,
-        latency_p99_s=float(np.quantile(shown, 0.99)) if shows_it else float(np.quantile(whole, 0.99)),
+        latency_s=latency_s,
         request_latency_s=request_latency_s,
         ttft_s=float(np.mean(ttft)),
-        itl_p99_s=steps.gap_quantile(first, last, 0.99),
+        itl_p99_s=float(np.quantile(gaps, 0.99)) if len(gaps) else 0.0,
         preemptions=sum(len(record.preempted) for record in log[first:last]),
         encode_batch=float(np.mean(encode)) if encode else 0.0,
         decode_batch=float(np.mean(decode)) if decode else 0.0,
@@ -176,8 +179,8 @@ class _Steps:
         undisturbed = np.searchsorted(self.empty_steps, first) == np.searchsorted(self.empty_steps, end_step)
         return np.where(undisturbed, self.end[end_step] - start, np.nan) / 1e9
 
-    def gap_quantile(self, first: int, last: int, q: float) -> float:
-        """Quantile of the gaps between tokens: each step that decodes ends a gap for every request in it."""
+    def gaps(self, first: int, last: int) -> Array:
+        """Seconds between tokens: each step that decodes ends a gap for every request in it."""
         before: dict[int, float] = {}
         gaps: list[float] = []
         for i in range(len(self.log)):
@@ -191,4 +194,4 @@ class _Steps:
                     before[id_] = self.end[i]
             if i >= last:
                 break
-        return float(np.quantile(gaps, q)) / 1e9 if gaps else 0.0
+        return np.asarray(gaps) / 1e9

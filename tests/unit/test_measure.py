@@ -50,7 +50,6 @@ def test_latencies_count_from_admission() -> None:
     assert result.ttft_s == 3.0
     # Four tokens: 3 s for the first, two decode steps, the next phase's encoding, a decode step.
     assert result.latency_s == 3 + 2 + 3 + 1
-    assert result.latency_p99_s == 9.0
     assert sorted(result.latencies_s) == [4.0] * 3 + [9.0] * 3
     assert result.request_latency_s == pytest.approx(6.5)
     assert result.share_within(5.0) == 0.5
@@ -84,6 +83,20 @@ def test_where_phases_run_empty_the_requests_own_latency_counts() -> None:
         batches.append(StepRecord((now + 3) * S, (now + 4) * S, (), ids, ids, (), ()))
     result = measure(batches, quantile=0.5, quantile_output=6, skip_requests=2, num_requests=6)
     assert result.latency_s == result.request_latency_s == 4.0
+
+
+def test_where_steps_mix_the_mean_gap_counts() -> None:
+    """One slot, whose next prompt comes in the step that ends the last output: nobody waits for anybody's prompt."""
+    records = []
+    for id_ in range(12):
+        now = 4 * id_
+        arrivals = (Arrival(id_, 10, 8, now * S),)
+        before = (id_ - 1,) if id_ else ()
+        # The first step ends the slot before; its holder has 3 tokens, gaps of 1 s and, with the prompt, 3 s.
+        records.append(StepRecord(now * S, (now + 3) * S, ((id_, 0, 10),), before, before, arrivals, ()))
+        records.append(StepRecord((now + 3) * S, (now + 4) * S, (), (id_,), (), (), ()))
+    result = measure(records, quantile=0.5, quantile_output=5, skip_requests=2, num_requests=6)
+    assert result.latency_s == pytest.approx(3 + 4 * (1 + 3) / 2)
 
 
 def test_a_log_too_short_is_refused() -> None:
