@@ -22,7 +22,7 @@ from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
 from xrunner.engine import Engine
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app, serve
@@ -60,8 +60,8 @@ def codec() -> TextCodec:
 def main() -> None:
     worker = build_worker(SPEC, "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, threads=1)
     warm_up(worker)
-    rule = OneLaneRule(LaneSettings(mix=True, max_batch=MAX_BATCH, token_budget=TOKEN_BUDGET))
-    engine = Engine(rule, Pool(NUM_BLOCKS, BLOCK_SIZE), worker)
+    lane = LaneSettings(mix=True, max_batch=MAX_BATCH, token_budget=TOKEN_BUDGET)
+    engine = Engine(OneLane(lane, Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
     app = create_app(
         EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,), plan_json="{}"
     )

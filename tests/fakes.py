@@ -13,9 +13,9 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
+from xgpt.policies import LaneSettings, OneLane, Pool, Step
 from xgpt.schema import ModelSpec
-from xrunner.engine import Engine, Generation, Logprobs
+from xrunner.engine import Engine, Generation, Logprobs, OneAtATime
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app
 
 VOCAB_SIZE = 1000
@@ -38,7 +38,7 @@ def expected_tokens(prompt: Collection[int], count: int) -> list[int]:
     return [(sum(prompt) + i) % VOCAB_SIZE for i in range(count)]
 
 
-class FakeExecutor:
+class FakeExecutor(OneAtATime):
     """Answers a prompt with its tokens' sum, and counts on from there, whatever sampling is asked for.
 
     A token is reported with the log probability -1, the next ones with -2, -3, ...
@@ -49,6 +49,7 @@ class FakeExecutor:
     """
 
     def __init__(self, step_s: float = 0.0, fail_at: int | None = None) -> None:
+        super().__init__()
         self.running: dict[int, Generation] = {}
         self._step_s = step_s
         self._fail_at = fail_at
@@ -85,8 +86,8 @@ def fake_engine(
     executor: FakeExecutor, *, kv_blocks: int = 1000, max_batch: int = 16, token_budget: int | None = None
 ) -> Engine:
     """The real engine, pool and rule over a fake executor: ORCA's settings, or with a budget the chunked ones."""
-    rule = OneLaneRule(LaneSettings(mix=True, max_batch=max_batch, token_budget=token_budget))
-    return Engine(rule, Pool(kv_blocks, block_size=16), executor)
+    lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=token_budget)
+    return Engine(OneLane(lane, Pool(kv_blocks, block_size=16)), executor)
 
 
 def byte_tokenizer() -> Tokenizer:

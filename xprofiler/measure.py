@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine, Generation
@@ -197,7 +197,7 @@ class _Bench:
         """A step of the real engine less its model: rule, pool, batch, settling."""
         worker = _ModelFree(self.worker)
         pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
-        engine = Engine(OneLaneRule(LaneSettings(mix=True)), pool, worker)
+        engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
             engine.submit(Generation(i, prompt=(0,) * 8, max_output=100))
         engine.step()

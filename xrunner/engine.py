@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
-from xgpt.policies import OneLaneRule, Pool, Request, Step
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.policies import Pool, Request, Schedule, Step
+from xgpt.schema.step_log import Arrival, Lane, StepRecord
 
 FinishReason = Literal["stop", "length"]
 
@@ -105,11 +107,45 @@ class Executor(Protocol):
     def start(self, generation: Generation) -> None:
         """Set aside the K/V blocks of a request that is about to be encoded."""
 
+    def begin(self, step: Step) -> None:
+        """Send a step on its way, behind those of its lane that are under way. Does not wait for it."""
+
+    def collect(self) -> tuple[Step, dict[int, int]]:
+        """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.
+
+        Steps of one lane end in the order in which they began.
+        """
+
+    def release(self, ids: Collection[int]) -> None:
+        """Free the K/V blocks of these requests; no step under way touches them."""
+
+
+class OneAtATime(ABC):
+    """An executor's `begin` and `collect` where each step is executed while it is waited for."""
+
+    def __init__(self) -> None:
+        self._begun: deque[Step] = deque()
+
+    @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
         """Run one step; returns the next token of each request that decoded or whose prompt ended."""
 
-    def release(self, ids: Collection[int]) -> None:
-        """Free the K/V blocks of these requests."""
+    def begin(self, step: Step) -> None:
+        self._begun.append(step)
+
+    def collect(self) -> tuple[Step, dict[int, int]]:
+        step = self._begun.popleft()
+        return step, self.execute(step)
+
+
+class _Begun(NamedTuple):
+    """What a step's record needs to know of its beginning."""
+
+    number: int
+    start_ns: int
+    settled: int
+    arrivals: tuple[Arrival, ...]
+    cancelled: tuple[int, ...]
 
 
 class Engine:
@@ -121,15 +157,13 @@ class Engine:
 
     def __init__(
         self,
-        rule: OneLaneRule,
-        pool: Pool,
+        schedule: Schedule,
         executor: Executor,
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        self._rule = rule
-        self._pool = pool
+        self._schedule = schedule
         self._executor = executor
         self._clock = clock
         self._on_step = on_step
@@ -137,13 +171,16 @@ class Engine:
         self._wake = threading.Event()
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
+        self._under_way: dict[tuple[Lane, int], deque[_Begun]] = defaultdict(deque)
+        """Of each lane's micro-batch, in the order in which the steps end."""
+        self._num_begun = self._num_settled = self._now_ns = 0
         self._generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
         """Output so far of each request that may be preempted."""
 
     @property
     def pool(self) -> Pool:
-        return self._pool
+        return self._schedule.pool
 
     def submit(self, generation: Generation) -> None:
         """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
@@ -160,64 +197,86 @@ class Engine:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Run one iteration. Returns its tokens, or None where nothing could run."""
-        now_ns = self._clock()
-        self._take_in(now_ns)
-        step = self._rule.next_step(self._pool)
-        if step is None:
+        """Send every step on its way that can be, then wait for one to end.
+
+        Returns:
+            That step's tokens, or None where nothing could run.
+        """
+        self._take_in(self._clock())
+        self._begin_all()
+        if self._num_begun == self._num_settled:
             return None
-        self._executor.release(step.preempted)
-        for chunk in step.encode:
-            if chunk.start == 0:
-                self._executor.start(self._resumed(chunk.id))
-        tokens = self._settle(step, self._executor.execute(step))
-        self._record(now_ns, step, tokens)
+        step, sampled = self._executor.collect()
+        tokens = self._settle(step, sampled)
+        self._record(step, tokens)
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
         """Requests handed in since the last step enter the pool with the step's own time."""
+        self._now_ns = now_ns
         self._wake.clear()
         while not self._inbox.empty():
             item = self._inbox.get()
             if isinstance(item, Generation):
                 self._generations[item.id] = item
                 request = Request(item.id, len(item.prompt), item.max_output, now_ns, item.deadline_ns)
-                self._pool.submit(request)
+                self._schedule.submit(request)
                 self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
-            elif freed := self._pool.cancel(item):
+            elif item in self._generations:
                 self._cancelled.append(item)
-                self._forget(freed)
+                self._forget(self._schedule.cancel(item))
 
-    def _record(self, start_ns: int, step: Step, tokens: list[Token]) -> None:
+    def _begin_all(self) -> None:
+        for lane in self._schedule.lanes:
+            while (step := self._schedule.next_step(lane)) is not None:
+                self._begin(step)
+
+    def _begin(self, step: Step) -> None:
+        self._executor.release(step.preempted)
+        for chunk in step.encode:
+            if chunk.start == 0:
+                self._executor.start(self._resumed(chunk.id))
+        self._executor.begin(step)
+        begun = _Begun(self._num_begun, self._now_ns, self._num_settled, tuple(self._arrivals), tuple(self._cancelled))
+        self._under_way[step.lane, step.microbatch].append(begun)
+        self._num_begun += 1
+        self._arrivals.clear()
+        self._cancelled.clear()
+
+    def _record(self, step: Step, tokens: list[Token]) -> None:
+        begun = self._under_way[step.lane, step.microbatch].popleft()
+        self._num_settled += 1
         if self._on_step is not None:
             self._on_step(
                 StepRecord(
-                    start_ns,
+                    begun.start_ns,
                     self._clock(),
                     step.encode,
                     step.decode,
                     tuple(token.id for token in tokens if token.finish),
-                    tuple(self._arrivals),
-                    tuple(self._cancelled),
+                    begun.arrivals,
+                    begun.cancelled,
                     step.preempted,
+                    step.transfer,
+                    step.lane,
+                    step.microbatch,
+                    begun.number,
+                    begun.settled,
                 )
             )
-        self._arrivals.clear()
-        self._cancelled.clear()
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
-        logprobs = self._executor.logprobs
+        logprobs, pool = self._executor.logprobs, self._schedule.pool
         tokens = [
             Token(id_, token, self._finish(id_, token), logprobs.get(id_))
             for id_, token in sampled.items()
-            if id_ not in self._pool.held
+            if not pool.is_silent(id_)
         ]
-        if self._pool.kv == "quantile":
+        if pool.kv == "quantile":
             for token in tokens:
                 self._generated.setdefault(token.id, []).append(token.token)
-        freed = self._pool.settle(step, [token.id for token in tokens if token.finish])
-        self._forget(freed)
+        self._forget(self._schedule.settle(step, [token.id for token in tokens if token.finish]))
         return tokens
 
     def _resumed(self, id_: int) -> Generation:
@@ -235,8 +294,7 @@ class Engine:
 
     def _finish(self, id_: int, token: int) -> FinishReason | None:
         generation = self._generations[id_]
-        running = self._pool.decoding.get(id_)
-        count = 1 + (running or self._pool.encoding[id_]).generated
+        count = 1 + self._schedule.pool.running[id_].generated
         if token in generation.stop_token_ids or count == generation.output_length:
             return "stop"
         return "length" if count == generation.max_output else None

@@ -15,7 +15,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
 from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
-from xrunner.engine import Generation, Logprobs
+from xrunner.engine import Generation, Logprobs, OneAtATime
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Group, Part, Vocabulary, join
@@ -27,7 +27,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt."""
 
 
-class Worker:
+class Worker(OneAtATime):
     """One rank's executor: turns a step into a batch, runs its part of the model, picks the next tokens.
 
     On its own it holds the whole model. As a stage of a pipeline it is called with the same steps as all the others;
@@ -47,6 +47,7 @@ class Worker:
         vocabulary: Vocabulary | None = None,
         vocab_size: int | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.cache = cache
         self.backend = backend

@@ -1,14 +1,16 @@
-"""The simulated engine: the same rule and pool as the real one, on a simulated clock.
+"""The simulated engine: the same schedule as the real one, on a simulated clock.
 
 Time stands in whole nanoseconds, so that a log of the real engine replays without rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xgpt.policies import OneLaneRule, Pool, Request, Step
+from xgpt.policies import Request, Schedule, Step
+from xgpt.schema import Lane
 from xgpt.schema.step_log import Arrival, StepRecord
 from xsimulator.cost import CostModel
 
@@ -24,144 +26,169 @@ class SimulatedRequest(NamedTuple):
 
 
 StepClock = Callable[[int, Step], int]
-"""(start of the step in ns, step) -> its end in ns."""
+"""(when the step was scheduled in ns, step) -> its end in ns. Called once a step, in the order of the steps."""
+
+
+class _UnderWay(NamedTuple):
+    """A step that has begun: what its record needs to know of its beginning."""
+
+    step: Step
+    start_ns: int
+    settled: int
+    arrivals: tuple[Arrival, ...]
+    cancelled: tuple[int, ...]
 
 
 class SimulatedEngine:
-    """Runs requests through a rule; `clock` says how long each step takes.
+    """Runs requests through a schedule; `clock` says when each step ends.
 
     Args:
         requests: in the order of their arrival.
-        cancellations: step number -> requests taken out before that step.
     """
 
-    def __init__(
-        self,
-        rule: OneLaneRule,
-        pool: Pool,
-        clock: StepClock,
-        requests: Sequence[SimulatedRequest],
-        cancellations: dict[int, tuple[int, ...]] | None = None,
-    ) -> None:
-        self._rule = rule
-        self.pool = pool
+    def __init__(self, schedule: Schedule, clock: StepClock, requests: Sequence[SimulatedRequest]) -> None:
+        self.schedule = schedule
         self._clock = clock
         self._requests = requests
-        self._cancellations = cancellations or {}
         self._output_length = {request.id: request.output_length for request in requests}
-        self._next_arrival = 0
-        self._num_steps = 0
+        self._num_arrived = 0
+        self._journal = _Journal(schedule)
+        self._ends: list[tuple[int, int]] = []
+        """(end in ns, number) of the steps under way."""
         self.now_ns = 0
 
     def step(self) -> StepRecord | None:
-        """Run one step; None when every request has finished."""
-        arrivals = self._take_in()
-        for id_ in self._cancellations.get(self._num_steps, ()):
-            self.pool.cancel(id_)
-        step = self._rule.next_step(self.pool)
-        while step is None:
-            if self._next_arrival == len(self._requests):
+        """Go on to the end of the next step; None when every request has finished."""
+        while True:
+            self._take_in()
+            for lane in self.schedule.lanes:
+                while (step := self._journal.begin(lane, self.now_ns)) is not None:
+                    heapq.heappush(self._ends, (self._clock(self.now_ns, step), self._journal.num_begun - 1))
+            arrival_ns = self._next_arrival_ns()
+            if self._ends and (arrival_ns is None or self._ends[0][0] <= arrival_ns):
+                self.now_ns, number = heapq.heappop(self._ends)
+                step = self._journal.step(number)
+                return self._journal.settle(number, self._finished(step), self.now_ns)
+            if arrival_ns is None:
                 return None
-            self.now_ns = self._requests[self._next_arrival].arrival_ns
-            arrivals += self._take_in()
-            step = self._rule.next_step(self.pool)
-        start_ns, self.now_ns = self.now_ns, self._clock(self.now_ns, step)
-        finished = self._finished(step)
-        self.pool.settle(step, finished)
-        cancelled = self._cancellations.get(self._num_steps, ())
-        self._num_steps += 1
-        return StepRecord(
-            start_ns,
-            self.now_ns,
-            step.encode,
-            step.decode,
-            tuple(finished),
-            tuple(arrivals),
-            cancelled,
-            step.preempted,
-        )
+            self.now_ns = arrival_ns
 
     def run(self) -> list[StepRecord]:
         """Run to the end."""
         return list(iter(self.step, None))
 
-    def _take_in(self) -> list[Arrival]:
-        arrivals = []
-        requests = self._requests
-        while self._next_arrival < len(requests) and requests[self._next_arrival].arrival_ns <= self.now_ns:
-            request = requests[self._next_arrival]
-            self.pool.submit(Request(request.id, request.input_length, request.max_output, request.arrival_ns))
-            arrivals.append(Arrival(request.id, request.input_length, request.max_output, request.arrival_ns))
-            self._next_arrival += 1
-        return arrivals
+    def _next_arrival_ns(self) -> int | None:
+        return self._requests[self._num_arrived].arrival_ns if self._num_arrived < len(self._requests) else None
+
+    def _take_in(self) -> None:
+        while (arrival_ns := self._next_arrival_ns()) is not None and arrival_ns <= self.now_ns:
+            request = self._requests[self._num_arrived]
+            self._journal.submit(Arrival(request.id, request.input_length, request.max_output, arrival_ns))
+            self._num_arrived += 1
 
     def _finished(self, step: Step) -> list[int]:
-        lengths, decoding, encoding = self._output_length, self.pool.decoding, self.pool.encoding
-        finished = [
-            chunk.id
-            for chunk in step.encode
-            if chunk.start + chunk.length == encoding[chunk.id].context
-            and lengths[chunk.id] == encoding[chunk.id].generated + 1
-        ]
-        finished += [id_ for id_ in step.decode if id_ in decoding and decoding[id_].generated + 1 == lengths[id_]]
-        return finished
+        lengths, running = self._output_length, self.schedule.pool.running
+        return [id_ for id_ in self.schedule.sampled(step) if running[id_].generated + 1 == lengths[id_]]
 
 
-def cost_clock(cost: CostModel, pool: Pool) -> StepClock:
-    """A clock that takes each step's time from a cost model."""
+class _Journal:
+    """Drives a schedule, and keeps what its log needs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._under_way: dict[int, _UnderWay] = {}
+        self._arrivals: list[Arrival] = []
+        self._cancelled: list[int] = []
+        self.num_begun = 0
+        self.num_settled = 0
+
+    def submit(self, arrival: Arrival) -> None:
+        self._schedule.submit(Request(*arrival))
+        self._arrivals.append(arrival)
+
+    def cancel(self, id_: int) -> None:
+        self._schedule.cancel(id_)
+        self._cancelled.append(id_)
+
+    def begin(self, lane: Lane, now_ns: int) -> Step | None:
+        step = self._schedule.next_step(lane)
+        if step is not None:
+            self._under_way[self.num_begun] = _UnderWay(
+                step, now_ns, self.num_settled, tuple(self._arrivals), tuple(self._cancelled)
+            )
+            self.num_begun += 1
+            self._arrivals.clear()
+            self._cancelled.clear()
+        return step
+
+    def step(self, number: int) -> Step:
+        return self._under_way[number].step
+
+    def settle(self, number: int, finished: Sequence[int], end_ns: int) -> StepRecord:
+        step, start_ns, settled, arrivals, cancelled = self._under_way.pop(number)
+        self._schedule.settle(step, finished)
+        self.num_settled += 1
+        return StepRecord(
+            start_ns,
+            end_ns,
+            step.encode,
+            step.decode,
+            tuple(finished),
+            arrivals,
+            cancelled,
+            step.preempted,
+            step.transfer,
+            step.lane,
+            step.microbatch,
+            number,
+            settled,
+        )
+
+
+def cost_clock(cost: CostModel, schedule: Schedule) -> StepClock:
+    """A clock that takes each step's time from a cost model: one device, one step at a time."""
 
     def end_ns(start_ns: int, step: Step) -> int:
-        encode = []
-        for chunk in step.encode:
-            end = chunk.start + chunk.length
-            encode.append((chunk.start, end, int(end == pool.encoding[chunk.id].context)))
-        running = pool.decoding if not pool.held else {**pool.decoding, **pool.held}
+        running = schedule.pool.running
+        ended = set(schedule.encoded(step))
+        encode = [(start, start + length, int(id_ in ended)) for id_, start, length in step.encode]
         contexts = [running[id_].context for id_ in step.decode]
-        sampled = len(contexts) + sum(done for _, _, done in encode)
+        sampled = len(contexts) + len(ended)
         return start_ns + max(1, round(cost.step(encode, contexts, sampled) * 1e9))
 
     return end_ns
 
 
-def replay(rule: OneLaneRule, pool: Pool, log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Feed a real engine's arrivals, endings and clock readings to the simulated engine.
+def replay(schedule: Schedule, log: Sequence[StepRecord]) -> list[StepRecord]:
+    """Feed a real engine's arrivals, cancellations, endings and clock readings to a schedule, in the log's order.
 
-    The steps that come out equal the log's, or the two engines have drifted apart.
+    The steps that come out equal the log's, or the two engines have drifted apart; what comes after the first that
+    differs is left out. A log may be cut short, as when its engine was killed.
     """
-    lengths = output_lengths(log)
-    requests = [
-        SimulatedRequest(a.id, a.input_length, a.max_output, lengths.get(a.id, a.max_output + 1), a.arrival_ns)
-        for record in log
-        for a in record.arrivals
-    ]
-    # A step ends where the next begins: arrivals in between belong to the next.
-    ends = [record.start_ns for record in log[1:]] + [log[-1].end_ns]
-    clock = iter(ends)
-    cancellations = {i: record.cancelled for i, record in enumerate(log) if record.cancelled}
-    engine = SimulatedEngine(rule, pool, lambda _start, _step: next(clock), requests, cancellations)
-    engine.now_ns = log[0].start_ns
-    steps = []
-    for _ in log:
-        record = engine.step()
-        if record is None:
+    journal = _Journal(schedule)
+    steps: list[StepRecord] = []
+
+    def settle(record: StepRecord) -> bool:
+        """Whether the step that the record tells of is the one that was scheduled."""
+        step = journal.step(record.number)
+        if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
+            return False
+        steps.append(journal.settle(record.number, record.finished, record.end_ns))
+        return True
+
+    for number, record in enumerate(sorted(log, key=lambda record: record.number)):
+        if number != record.number:
             break
-        steps.append(record)
-    return steps
-
-
-def output_lengths(log: Iterable[StepRecord]) -> dict[int, int]:
-    """Output tokens of each request that finished in the log."""
-    counts: dict[int, int] = {}
-    prompts: dict[int, int] = {}
-    lengths: dict[int, int] = {}
-    for record in log:
+        while journal.num_settled < record.settled:
+            if not settle(log[journal.num_settled]):
+                return steps
         for arrival in record.arrivals:
-            prompts[arrival.id] = arrival.input_length
-        for id_, start, length in record.encode:
-            if start + length == prompts[id_] + counts.get(id_, 0):
-                counts[id_] = counts.get(id_, 0) + 1
-        for id_ in record.decode:
-            counts[id_] += 1
-        for id_ in record.finished:
-            lengths[id_] = counts[id_]
-    return lengths
+            journal.submit(arrival)
+        for id_ in record.cancelled:
+            journal.cancel(id_)
+        if journal.begin(record.lane, record.start_ns) is None:
+            return steps
+    while journal.num_settled < len(log) and log[journal.num_settled].number < journal.num_begun:
+        if not settle(log[journal.num_settled]):
+            break
+    return steps

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from xgpt.policies import OneLaneRule, Pool, lane_settings
+from xgpt.policies import OneLane, Pool, lane_settings
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import (
     ChunkedSettings,
@@ -60,9 +60,9 @@ def simulate(
     lengths = model.lengths
     static = settings.kind == "static"
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
-    rule = OneLaneRule(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]))
+    schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
-    log = SimulatedEngine(rule, pool, cost_clock(model.cost, pool), requests).run()
+    log = SimulatedEngine(schedule, cost_clock(model.cost, schedule), requests).run()
     return measure(
         log,
         quantile=0.99,

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from xgpt.policies import LaneSettings, OneLaneRule, Pool, Step
+from xgpt.policies import LaneSettings, OneLane, Pool, Step
 from xgpt.schema import Constant, Histogram, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -77,7 +77,7 @@ def test_the_rule_runs_at_the_exact_figure(
     def constant(start_ns: int, _step: Step) -> int:
         return start_ns + 1000
 
-    log = SimulatedEngine(OneLaneRule(settings), pool, constant, requests).run()
+    log = SimulatedEngine(OneLane(settings, pool), constant, requests).run()
     # The first decode iteration after each step that encodes, without the beginning and the end of the run.
     peaks = [len(after.decode) for before, after in pairwise(log) if before.encode]
     simulated = float(np.mean(peaks[NUM_PHASES // 4 : NUM_PHASES * 9 // 10]))

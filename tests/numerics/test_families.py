@@ -7,7 +7,7 @@ import torch
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
 from xgpt.checkpoint import read_spec
-from xgpt.policies import Chunk, LaneSettings, OneLaneRule, Pool, Step
+from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS
 from xrunner.engine import Engine, Generation
 from xrunner.kv_cache import KvCache
@@ -234,7 +234,7 @@ def test_greedy_tokens_equal_transformers_whoever_shares_the_batch(checkpoint, e
     num_blocks, block_size = 60, 8
     worker = make_worker(directory, backend, num_blocks, block_size)
     pool = Pool(num_blocks, block_size, hold_finished=policy == "static")
-    engine = Engine(OneLaneRule(POLICIES[policy]), pool, worker)
+    engine = Engine(OneLane(POLICIES[policy], pool), worker)
     rng = np.random.default_rng(5)
     waiting = [generation for generation, _ in expected]
     rng.shuffle(waiting)

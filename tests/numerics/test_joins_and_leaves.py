@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xrunner.engine import Engine, Generation
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker, build_worker
@@ -44,7 +44,7 @@ def solitary(worker):
     tokens = []
     worker = fresh(worker)
     for prompt, output in zip(PROMPTS, OUTPUTS, strict=True):
-        engine = Engine(OneLaneRule(LANES["orca"]), Pool(NUM_BLOCKS, BLOCK_SIZE), worker)
+        engine = Engine(OneLane(LANES["orca"], Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
         engine.submit(Generation(0, prompt, output))
         tokens.append([token.token for step in iter(engine.step, None) for token in step])
     return tokens
@@ -68,7 +68,7 @@ def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary
     worker = fresh(worker)
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
     log = []
-    engine = Engine(OneLaneRule(LANES[policy]), pool, worker, on_step=log.append)
+    engine = Engine(OneLane(LANES[policy], pool), worker, on_step=log.append)
     waiting = data.draw(st.permutations(range(NUM_REQUESTS)))
     leavers = data.draw(st.sets(st.integers(0, NUM_REQUESTS - 1), max_size=3))
     tokens = {id_: [] for id_ in waiting}
@@ -93,13 +93,13 @@ def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary
         assert id_ in leavers or (id_ in ended and tokens[id_] == solo)
 
     again = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
-    replayed = replay(OneLaneRule(LANES[policy]), again, log)
+    replayed = replay(OneLane(LANES[policy], again), log)
     assert [(r.encode, r.decode, r.preempted) for r in replayed] == [(r.encode, r.decode, r.preempted) for r in log]
 
 
 def test_preemption_happens_here(worker):
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv="quantile")
-    engine = Engine(OneLaneRule(LANES["orca"]), pool, fresh(worker))
+    engine = Engine(OneLane(LANES["orca"], pool), fresh(worker))
     for id_ in range(NUM_REQUESTS):
         engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
     while engine.step() is not None:

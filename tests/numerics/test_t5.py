@@ -17,7 +17,7 @@ from tests.numerics.test_weights import copy_with
 from xgpt import policies
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.resolve import load_cluster
 from xgpt.schema import Admission
 from xprofiler import measure
@@ -128,7 +128,7 @@ def run(directory, lane, cancelled=()):
     """Tokens of eight requests; `cancelled` leave after the second step."""
     worker = make_worker(directory, "reference")
     pool = Pool(64, 8)
-    engine = Engine(OneLaneRule(lane), pool, worker)
+    engine = Engine(OneLane(lane, pool), worker)
     rng = np.random.default_rng(2)
     outputs = {id_: [] for id_ in range(8)}
     for id_ in outputs:
@@ -139,7 +139,7 @@ def run(directory, lane, cancelled=()):
         for token in tokens:
             outputs[token.id].append(token.token)
         if steps == 2:
-            pieces = {request.id for request in pool.encoding.values() if request.encoded}
+            pieces = {id_ for id_ in pool.encoding if pool.running[id_].encoded}
             for id_ in cancelled:
                 engine.cancel(id_)
     assert worker.cache.num_free == worker.cache.num_blocks

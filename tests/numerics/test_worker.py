@@ -6,7 +6,7 @@ import torch
 
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError, MachineError
-from xgpt.policies import Chunk, LaneSettings, OneLaneRule, Pool, Step
+from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine, Generation
 from xrunner.worker import build_worker
 
@@ -19,7 +19,7 @@ def spec(small_opt):
 def run(spec, cancelled):
     """Tokens of eight requests; `cancelled` leave after the third step."""
     worker = build_worker(spec, "float32", num_blocks=40, block_size=8)
-    engine = Engine(OneLaneRule(LaneSettings(mix=True, token_budget=24, max_batch=8)), Pool(40, 8), worker)
+    engine = Engine(OneLane(LaneSettings(mix=True, token_budget=24, max_batch=8), Pool(40, 8)), worker)
     rng = np.random.default_rng(2)
     outputs = {id_: [] for id_ in range(8)}
     for id_ in outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.policies import Chunk, LaneSettings, OneLaneRule, Pool, Request, Step, lane_settings
+from xgpt.policies import Chunk, LaneSettings, OneLane, OneLaneRule, Pool, Request, Step, lane_settings
 from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
@@ -16,7 +16,7 @@ def run(
     """(requests encoded, requests decoded) of each step, for (input, output) lengths that all wait at the start."""
     pool = Pool(10**6, 16, hold_finished=lane.refill_when_empty)
     simulated = [SimulatedRequest(i, input_, max_output, output) for i, (input_, output) in enumerate(requests)]
-    log = SimulatedEngine(OneLaneRule(lane), pool, lambda start, _step: start + 1, simulated).run()
+    log = SimulatedEngine(OneLane(lane, pool), lambda start, _step: start + 1, simulated).run()
     return [([id_ for id_, _, _ in record.encode], list(record.decode)) for record in log]
 
 
@@ -61,14 +61,14 @@ def test_rra_keeps_the_mean_of_its_phases_on_the_target() -> None:
     rng = np.random.default_rng(0)
     # A decode batch that never deviates: the target itself is not adjusted.
     lane = LaneSettings(mix=False, encode_every=1, encode_tokens=1000.0, carried_batch=1.0, decode_batch=1e9)
-    pool, rule = Pool(10**6, 16), OneLaneRule(lane)
+    schedule = OneLane(lane, Pool(10**6, 16))
     for id_, length in enumerate(rng.integers(1, 513, 6000)):
-        pool.submit(Request(id_, int(length), 10**3))
+        schedule.submit(Request(id_, int(length), 10**3))
     tokens: list[int] = []
     while len(tokens) < 1000:
-        step = rule.next_step(pool)
+        step = schedule.next_step()
         assert step is not None
-        pool.settle(step, [])
+        schedule.settle(step, [])
         if step.encode:
             tokens.append(sum(chunk.length for chunk in step.encode))
     # Never further from the target than half a prompt, however many phases have passed.
@@ -80,13 +80,13 @@ def test_rra_steers_the_decode_batch(carried: int, encoded: int) -> None:
     """Beyond 10% too many requests in decode the phase encodes a tenth less, beyond 10% too few a tenth more."""
     lane = LaneSettings(mix=False, encode_every=1, encode_tokens=100.0, carried_batch=10.0, decode_batch=20.0)
     pool = Pool(10**6, 16)
+    (batch,) = pool.add_batches(1)
     for id_ in range(50):
         pool.submit(Request(id_, 10, 100))
     for _ in range(carried):
-        admitted = pool.admit()
-        assert admitted is not None
-    pool.settle(Step(tuple(Chunk(id_, 0, 10) for id_ in pool.encoding), ()), [])
-    step = OneLaneRule(lane).next_step(pool)
+        assert pool.admit(batch) is not None
+    pool.settle(Step(tuple(Chunk(id_, 0, 10) for id_ in pool.encoding), ()), batch, [])
+    step = OneLaneRule(lane).next_step(pool, batch)
     assert step is not None
     assert len(step.encode) == encoded
 
@@ -102,14 +102,14 @@ def test_orca_refills_every_free_slot_at_once() -> None:
 
 def test_chunked_fills_its_budget_and_never_exceeds_it() -> None:
     lane = LaneSettings(mix=True, token_budget=8, max_batch=10)
-    pool, rule = Pool(10**6, 16), OneLaneRule(lane)
+    schedule = OneLane(lane, Pool(10**6, 16))
     for id_, length in enumerate([5, 20, 3, 1]):
-        pool.submit(Request(id_, length, 100))
+        schedule.submit(Request(id_, length, 100))
     steps = []
     for _ in range(8):
-        step = rule.next_step(pool)
+        step = schedule.next_step()
         assert step is not None
-        pool.settle(step, [])
+        schedule.settle(step, [])
         steps.append(([tuple(chunk) for chunk in step.encode], list(step.decode)))
         assert sum(chunk.length for chunk in step.encode) + len(step.decode) <= 8
     assert steps[:5] == [
@@ -138,20 +138,20 @@ def test_static_holds_the_finished_until_the_batch_ends() -> None:
 def test_an_idle_engine_may_be_asked_any_number_of_times(times: int) -> None:
     """The long prompt leaves a debt that keeps the second short one waiting, however often an idle engine polls."""
     lane = LaneSettings(mix=False, encode_every=2, encode_tokens=10.0, carried_batch=1.0, decode_batch=20.0)
-    pool, rule = Pool(10**6, 16), OneLaneRule(lane)
-    pool.submit(Request(0, 100, 1))
-    step = rule.next_step(pool)
+    schedule = OneLane(lane, Pool(10**6, 16))
+    schedule.submit(Request(0, 100, 1))
+    step = schedule.next_step()
     assert step is not None
-    pool.settle(step, [0])
+    schedule.settle(step, [0])
     for _ in range(times):
-        assert rule.next_step(pool) is None
-    pool.submit(Request(1, 10, 100))
-    pool.submit(Request(2, 10, 100))
+        assert schedule.next_step() is None
+    schedule.submit(Request(1, 10, 100))
+    schedule.submit(Request(2, 10, 100))
     encoded = []
     for _ in range(22):
-        step = rule.next_step(pool)
+        step = schedule.next_step()
         assert step is not None
-        pool.settle(step, [])
+        schedule.settle(step, [])
         encoded.append(len(step.encode))
     # A phase of two decode steps pays 10 tokens: nine for the debt of 90, one for the prompt.
     assert encoded == [1, *[0] * 20, 1]

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
 from xrunner.engine import Engine, Generation, SamplingParams
 from xrunner.sampling import Sampler, uniform
@@ -174,7 +174,7 @@ def outputs(ids: list[int], max_batch: int, kv_blocks: int = 200, kv: str = "res
     """The worker's tokens for these requests; every third is greedy, the others draw, some with penalties."""
     worker = build_worker(SPEC, "float32", num_blocks=kv_blocks, block_size=4)
     pool = Pool(kv_blocks, 4, kv=kv)
-    engine = Engine(OneLaneRule(LaneSettings(mix=True, max_batch=max_batch, token_budget=9)), pool, worker)
+    engine = Engine(OneLane(LaneSettings(mix=True, max_batch=max_batch, token_budget=9), pool), worker)
     for id_ in ids:
         params = SamplingParams(temperature=1.5 * (id_ % 3), top_p=0.9, seed=id_, presence_penalty=id_ % 2)
         engine.submit(Generation(id_, PROMPTS[id_], max_output=20, sampling=params))

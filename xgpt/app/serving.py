@@ -28,19 +28,19 @@ def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None
     from xrunner.worker import build_worker, warm_up
 
     check_devices(plan)
-    rule, pool = policies.build(plan)
+    schedule = policies.build(plan)
     worker = build_worker(
         plan.model,
         plan.dtype,
         checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
         seed=plan.seed,
-        num_blocks=pool.kv_blocks,
+        num_blocks=schedule.pool.kv_blocks,
         block_size=plan.block_size,
         device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
         threads=plan.profile.num_threads,
     )
     warm_up(worker)
-    return Engine(rule, pool, worker, on_step=on_step)
+    return Engine(schedule, worker, on_step=on_step)
 
 
 def check_devices(plan: Plan) -> None:

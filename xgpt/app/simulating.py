@@ -76,7 +76,7 @@ def simulate(
     from xsimulator.cost import CostModel
     from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
 
-    rule, pool = policies.build(plan)
+    schedule = policies.build(plan)
     total = requests_to_send(plan, num_requests, saturated=arrival_rate is None)
     inputs, outputs = sample(workload, total, rng)
     arrivals = [0] * total if arrival_rate is None else (1e9 * poisson_arrivals(arrival_rate, total, rng)).astype(int)
@@ -85,8 +85,8 @@ def simulate(
         SimulatedRequest(i, int(inputs[i]), max_output, int(outputs[i]), int(arrivals[i])) for i in range(total)
     ]
     check_fits(plan, workload)
-    clock = cost_clock(CostModel(plan.model, profile), pool)
-    log = SimulatedEngine(rule, pool, clock, requests).run()
+    clock = cost_clock(CostModel(plan.model, profile), schedule)
+    log = SimulatedEngine(schedule, clock, requests).run()
     return read_log(plan, workload, log, num_requests, saturated=arrival_rate is None), log
 
 

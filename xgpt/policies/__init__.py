@@ -4,8 +4,25 @@ Both engines drive these same objects, one on a simulated clock and one on a rea
 global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
 """
 
+from xgpt.policies.build import build
 from xgpt.policies.pool import Pool
-from xgpt.policies.request import Chunk, Request, Step
-from xgpt.policies.rule import LaneSettings, OneLaneRule, build, lane_settings
+from xgpt.policies.request import Chunk, MicroBatch, Request, Step
+from xgpt.policies.rule import LaneSettings, OneLaneRule, lane_settings
+from xgpt.policies.schedule import OneLane, Schedule
+from xgpt.policies.waa import TwoLane, TwoLaneSettings
 
-__all__ = ["Chunk", "LaneSettings", "OneLaneRule", "Pool", "Request", "Step", "build", "lane_settings"]
+__all__ = [
+    "Chunk",
+    "LaneSettings",
+    "MicroBatch",
+    "OneLane",
+    "OneLaneRule",
+    "Pool",
+    "Request",
+    "Schedule",
+    "Step",
+    "TwoLane",
+    "TwoLaneSettings",
+    "build",
+    "lane_settings",
+]

@@ -1,15 +1,15 @@
-"""The requests of one engine: who waits, who runs, and how much K/V memory is promised.
+"""The requests of one engine: who waits, who runs in which micro-batch, and how much K/V memory is promised.
 
-Both engines, simulated and real, keep their requests in a `Pool` and change it only through the methods here,
-so that a schedule depends on nothing but the order of submissions, steps and endings.
+Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
+that what is scheduled depends on nothing but the order of submissions, steps, endings and cancellations.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from xgpt.policies.request import Request, Step
+from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.schema import KvPromise
 
 
@@ -19,7 +19,8 @@ class Pool:
     Under "reserve" a request enters with the blocks of its prompt and its maximum output set aside (ORCA Algorithm
     1), so an admitted request never waits for memory again. Under "quantile" it enters with the blocks of its prompt
     and takes more as it grows; where they run out, the request that entered last is preempted: it loses its K/V,
-    waits in front of all others, and is encoded again with what it had generated.
+    waits in front of all others, and is encoded again with what it had generated. A request whose step is under way
+    is never preempted: some stage may be reading its K/V.
 
     Args:
         kv_blocks: blocks that requests share.
@@ -45,46 +46,70 @@ class Pool:
         self.kv = kv
         self.max_running = max_running
         self.hold_finished = hold_finished
+        self.encode_emits = True
+        """Whether the step that ends a prompt makes its first output token, too."""
+        self.prompt_blocks = kv_blocks
+        """Blocks where prompts are encoded."""
         self.reserved_blocks = 0
         self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
-        self.encoding: dict[int, Request] = {}
-        self.decoding: dict[int, Request] = {}
-        self.held: dict[int, Request] = {}
-        self._entered: dict[int, None] = {}
+        self.running: dict[int, Request] = {}
         """Requests inside, in the order in which they entered."""
+        self.batches: list[MicroBatch] = []
+        self._under_way: list[Step] = []
+        self._leaving: set[int] = set()
+        """Cancelled while a step of theirs was under way: they leave when it is settled."""
+
+    def add_batches(self, count: int) -> tuple[MicroBatch, ...]:
+        """New micro-batches over this pool's waiting queue and memory."""
+        added = tuple(MicroBatch() for _ in range(count))
+        self.batches.extend(added)
+        return added
 
     @property
     def num_running(self) -> int:
-        return len(self._entered)
+        return len(self.running)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.encoding or self.decoding)
+        return not (self.waiting or self.running)
 
     def can_ever_fit(self, request: Request) -> bool:
-        return self._blocks_for(request.input_length + request.max_output) <= self.kv_blocks
+        whole = self.blocks_for(request.input_length + request.max_output)
+        prompt = whole if self.kv == "quantile" else self.blocks_for(request.input_length)
+        return whole <= self.kv_blocks and prompt <= self.prompt_blocks
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def admit(self) -> Request | None:
-        """Move the first waiting request in, or return None where there is none or its K/V does not fit."""
+    def can_admit(self) -> bool:
+        """Whether the first waiting request would be let in now."""
         if not self.waiting or self.num_running == self.max_running:
+            return False
+        return self.reserved_blocks + self._blocks_to_enter(self.waiting[0]) <= self.kv_blocks
+
+    def admit(self, batch: MicroBatch) -> Request | None:
+        """Move the first waiting request in, or return None where there is none or its K/V does not fit."""
+        if not self.can_admit():
             return None
-        request = self.waiting[0]
-        tokens = request.context if self.kv == "quantile" else request.input_length + request.max_output
-        blocks = self._blocks_for(tokens)
-        if self.reserved_blocks + blocks > self.kv_blocks:
-            return None
-        self.waiting.popleft()
-        request.blocks = blocks
-        self.reserved_blocks += blocks
-        self.encoding[request.id] = request
-        self._entered[request.id] = None
+        request = self.waiting.popleft()
+        request.blocks = self._blocks_to_enter(request)
+        request.batch = batch
+        self.reserved_blocks += request.blocks
+        batch.encoding[request.id] = request
+        self.running[request.id] = request
         return request
 
-    def make_room(self) -> tuple[int, ...]:
+    def move(self, request: Request, batch: MicroBatch) -> None:
+        """Take a request inside, with its K/V, over to another micro-batch."""
+        assert request.batch is not None
+        now, then = (request.batch.encoding, batch.encoding)
+        if request.id not in now:
+            now, then = (request.batch.decoding, batch.decoding)
+        then[request.id] = now.pop(request.id)
+        request.batch = batch
+
+    def make_room(self, batch: MicroBatch) -> tuple[int, ...]:
         """Set aside the block of each decoding request's next token, preempting where blocks run out.
 
         Returns:
@@ -93,78 +118,134 @@ class Pool:
         if self.kv == "reserve":
             return ()
         preempted = []
-        for request in [r for r in self.decoding.values() if r.blocks * self.block_size < r.context]:
-            while self.reserved_blocks == self.kv_blocks and request.id in self._entered:
+        for request in [r for r in batch.decoding.values() if r.blocks * self.block_size < r.context]:
+            while self.reserved_blocks == self.kv_blocks and request.batch is not None:
                 preempted.append(self._preempt_last())
-            if request.id in self._entered:
+            if request.batch is not None:
                 request.blocks += 1
                 self.reserved_blocks += 1
         return tuple(preempted)
 
-    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
-        """Account for an executed step; `finished` names the requests that ended in it.
+    def begin(self, step: Step, batch: MicroBatch) -> None:
+        """The step is under way from now on, until it is settled."""
+        batch.steps_under_way += 1
+        self._under_way.append(step)
+
+    def end(self, step: Step, batch: MicroBatch) -> None:
+        """The step has been executed."""
+        batch.steps_under_way -= 1
+        self._under_way.remove(step)
+
+    def is_under_way(self, id_: int) -> bool:
+        """Whether a step that has begun touches this request."""
+        return any(id_ in step.ids for step in self._under_way)
+
+    def is_silent(self, id_: int) -> bool:
+        """Whether a running request's tokens are nobody's any more: it has finished, or was cancelled."""
+        return id_ in self._leaving or id_ in self._batch_of(id_).held
+
+    @property
+    def encoding(self) -> Iterator[int]:
+        """Requests with a prompt that is not encoded yet, or only in part."""
+        return (id_ for batch in self.batches for id_ in batch.encoding)
+
+    def settle(self, step: Step, batch: MicroBatch, finished: Collection[int]) -> list[int]:
+        """Account for an executed step's tokens; `finished` names the requests that ended in it.
 
         Returns:
             The requests whose slot and K/V are free again.
         """
         for chunk in step.encode:
-            request = self.encoding[chunk.id]
+            request = batch.encoding[chunk.id]
             request.encoded += chunk.length
             if request.encoded == request.context:
-                request.generated += 1
-                self.decoding[chunk.id] = self.encoding.pop(chunk.id)
+                request.generated += self.encode_emits
+                batch.decoding[chunk.id] = batch.encoding.pop(chunk.id)
         for id_ in step.decode:
-            (self.decoding.get(id_) or self.held[id_]).generated += 1
-        if not self.hold_finished:
-            for id_ in finished:
-                self._leave(self.decoding.pop(id_))
-            return list(finished)
+            (batch.decoding.get(id_) or batch.held[id_]).generated += 1
+        freed = []
         for id_ in finished:
-            self.held[id_] = self.decoding.pop(id_)
-        return self._end_batch()
+            if self.hold_finished:
+                batch.held[id_] = batch.decoding.pop(id_)
+            else:
+                self._leave(batch.decoding.pop(id_))
+                freed.append(id_)
+        return freed + self.settle_leaving(step) + self._end_batch()
+
+    def settle_leaving(self, step: Step) -> list[int]:
+        """Let those go who were cancelled while this step was under way."""
+        if not self._leaving:
+            return []
+        gone = [id_ for id_ in step.ids if id_ in self._leaving and not self.is_under_way(id_)]
+        self._leaving.difference_update(gone)
+        left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
+        for id_ in left:
+            self._take_out(id_)
+        return left
 
     def cancel(self, id_: int) -> list[int]:
         """Take a request out that waits or runs; one that has finished, or is not known, is ignored.
 
-        Must not be called while a step that holds the request is being executed.
+        One with a step under way stays until that step is settled.
 
         Returns:
             The requests whose slot and K/V are free again: its own, and those that it held back.
         """
-        for place in (self.encoding, self.decoding):
-            if id_ in place:
-                self._leave(place.pop(id_))
-                return [id_, *self._end_batch()]
+        if id_ in self.running:
+            if id_ in self._batch_of(id_).held:
+                return []
+            if self.is_under_way(id_):
+                self._leaving.add(id_)
+                return []
+            self._take_out(id_)
+            return [id_, *self._end_batch()]
         for request in self.waiting:
             if request.id == id_:
                 self.waiting.remove(request)
                 return [id_]
         return []
 
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _blocks_to_enter(self, request: Request) -> int:
+        if self.kv == "quantile":
+            return self.blocks_for(request.context)
+        return self.blocks_for(request.input_length + request.max_output)
+
     def _end_batch(self) -> list[int]:
-        """Free held requests once nobody of their batch runs any more."""
-        if self.decoding or self.encoding:
+        """Free held requests once nobody of their batch runs any more, in whichever micro-batch."""
+        if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
-        freed = list(self.held)
-        for request in self.held.values():
-            self._leave(request)
-        self.held.clear()
+        freed = [id_ for batch in self.batches for id_ in batch.held]
+        for batch in self.batches:
+            for request in batch.held.values():
+                self._leave(request)
+            batch.held.clear()
         return freed
 
     def _preempt_last(self) -> int:
-        """The request that entered last loses its K/V and waits in front."""
-        id_ = next(reversed(self._entered))
-        request = self.encoding.pop(id_) if id_ in self.encoding else self.decoding.pop(id_)
-        self._leave(request)
+        """The request that entered last, of those without a step under way, loses its K/V and waits in front."""
+        id_ = next(id_ for id_ in reversed(self.running) if not self.is_under_way(id_))
+        request = self._take_out(id_)
         request.encoded = 0
         self.waiting.appendleft(request)
         self.num_preemptions += 1
         return id_
 
+    def _batch_of(self, id_: int) -> MicroBatch:
+        batch = self.running[id_].batch
+        assert batch is not None
+        return batch
+
+    def _take_out(self, id_: int) -> Request:
+        batch = self._batch_of(id_)
+        request = batch.encoding.pop(id_) if id_ in batch.encoding else batch.decoding.pop(id_)
+        self._leave(request)
+        return request
+
     def _leave(self, request: Request) -> None:
         self.reserved_blocks -= request.blocks
         request.blocks = 0
-        del self._entered[request.id]
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        request.batch = None
+        del self.running[request.id]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from xgpt.schema import Lane
 
 
 @dataclass(slots=True)
@@ -22,6 +25,8 @@ class Request:
     """Output tokens computed; the step that ends the encoding computes one."""
     blocks: int = 0
     """K/V blocks set aside for it now."""
+    batch: MicroBatch | None = field(default=None, repr=False, compare=False)
+    """Where it runs; None: it waits."""
 
     @property
     def context(self) -> int:
@@ -38,8 +43,44 @@ class Chunk(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One iteration: the pieces to encode, the requests to decode by one token, and those that lost their K/V."""
+    """One iteration of one micro-batch of a lane.
+
+    Attributes:
+        encode: the pieces of prompts to encode.
+        decode: the requests to decode by one token.
+        preempted: the requests that lost their K/V for this step; they were in no step under way.
+        transfer: the requests whose K/V moves from the encode to the decode lane ("transfer" steps alone).
+        lane: the worker group that executes it.
+        microbatch: the micro-batch within the lane, from 0.
+    """
 
     encode: tuple[Chunk, ...]
     decode: tuple[int, ...]
     preempted: tuple[int, ...] = ()
+    transfer: tuple[int, ...] = ()
+    lane: Lane = "both"
+    microbatch: int = 0
+
+    @property
+    def ids(self) -> Iterator[int]:
+        """Everybody whom the step touches."""
+        yield from (chunk.id for chunk in self.encode)
+        yield from self.decode
+        yield from self.transfer
+
+
+class MicroBatch:
+    """Requests that run together, and how many of their steps are under way."""
+
+    __slots__ = ("decoding", "encoding", "held", "steps_under_way")
+
+    def __init__(self) -> None:
+        self.encoding: dict[int, Request] = {}
+        self.decoding: dict[int, Request] = {}
+        self.held: dict[int, Request] = {}
+        """Finished, but with a slot until their whole batch has finished."""
+        self.steps_under_way = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.encoding) + len(self.decoding) + len(self.held)

@@ -1,26 +1,17 @@
 """The single-lane rule: rra, orca, chunked and static are settings of it.
 
-It answers one question: given the requests of a worker group, what does the next step encode, and what does it
-decode? The rule reads no clock and draws no random number: the same submissions, steps and endings give the
-same schedule on the simulated clock and on the real one.
+It answers one question: given the requests of a micro-batch and those that wait, what does its next step encode, and
+what does it decode? The rule reads no clock and draws no random number: the same submissions, steps and endings give
+the same schedule on the simulated clock and on the real one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from xgpt.errors import InputError
 from xgpt.policies.pool import Pool
-from xgpt.policies.request import Chunk, Request, Step
-from xgpt.schema import (
-    ChunkedSettings,
-    OrcaSettings,
-    Plan,
-    RraSettings,
-    SingleLaneSettings,
-    StaticSettings,
-    WaaSettings,
-)
+from xgpt.policies.request import Chunk, MicroBatch, Request, Step
+from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings
 
 ADJUSTMENT = 0.1
 """Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
@@ -42,6 +33,8 @@ class LaneSettings:
         token_budget: tokens in a step at most; prompts are cut to fit. None: whole prompts.
         max_batch: requests in the lane at most.
         refill_when_empty: nobody enters before the whole batch has finished.
+        microbatches: what the lane's requests are divided into; each runs by a rule of its own.
+        encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
     """
 
     mix: bool
@@ -52,6 +45,21 @@ class LaneSettings:
     token_budget: int | None = None
     max_batch: int | None = None
     refill_when_empty: bool = False
+    microbatches: int = 1
+    encode_parts: int = 1
+
+    def of_microbatch(self, number: int) -> LaneSettings:
+        """The settings of one micro-batch: its share of whatever counts requests or tokens."""
+        count = self.microbatches
+        return replace(
+            self,
+            encode_tokens=None if self.encode_tokens is None else self.encode_tokens / count,
+            carried_batch=self.carried_batch / count,
+            decode_batch=self.decode_batch / count,
+            token_budget=None if self.token_budget is None else max(1, self.token_budget // count),
+            max_batch=None if self.max_batch is None else (self.max_batch + count - 1 - number) // count,
+            microbatches=1,
+        )
 
 
 def lane_settings(settings: SingleLaneSettings, encode_tokens: float, decode_batch: float) -> LaneSettings:
@@ -69,124 +77,145 @@ def lane_settings(settings: SingleLaneSettings, encode_tokens: float, decode_bat
                 encode_tokens=encode_tokens,
                 carried_batch=decode_batch - settings.encode_batch,
                 decode_batch=decode_batch,
+                microbatches=settings.microbatches,
             )
         case OrcaSettings():
-            return LaneSettings(mix=True, max_batch=settings.max_batch)
+            return LaneSettings(mix=True, max_batch=settings.max_batch, microbatches=settings.microbatches)
         case ChunkedSettings():
-            return LaneSettings(mix=True, token_budget=settings.token_budget, max_batch=settings.max_batch)
+            return LaneSettings(
+                mix=True,
+                token_budget=settings.token_budget,
+                max_batch=settings.max_batch,
+                microbatches=settings.microbatches,
+            )
         case StaticSettings():
-            return LaneSettings(mix=False, max_batch=settings.batch, refill_when_empty=True)
+            return LaneSettings(
+                mix=False,
+                max_batch=settings.batch,
+                refill_when_empty=True,
+                microbatches=settings.decode_microbatches,
+                encode_parts=settings.encode_microbatches // settings.decode_microbatches,
+            )
+
+
+class PromptBudget:
+    """Prompt tokens to encode: a target a time, and what earlier times took too few or too many.
+
+    Taking a prompt only where at least half of it is covered keeps every time within half a prompt of the target and
+    the average on it, so that ragged inputs cost neither throughput nor a stalled decode batch.
+
+    Source: ExeGPT sec. 5.2.
+    """
+
+    def __init__(self, target: float, decode_batch: float) -> None:
+        self._target = target
+        self._decode_batch = decode_batch
+        self._credit = 0.0
+        """Tokens that earlier times took too few (or, below zero, too many)."""
+
+    def open(self, excess: float) -> None:
+        """The next time has come; `excess`: requests in decode beyond their expected number."""
+        target = self._target
+        if abs(excess) > ADJUSTMENT * self._decode_batch:
+            target *= 1 - ADJUSTMENT if excess > 0 else 1 + ADJUSTMENT
+        self._credit += target
+
+    def covers(self, length: int) -> bool:
+        """Whether a prompt of that many tokens is due."""
+        return self._credit >= length / 2
+
+    def spend(self, length: int) -> None:
+        self._credit -= length
+
+    def close(self) -> None:
+        """Nobody is left to encode, or no memory for them: tokens not spent now would be a burst later."""
+        self._credit = min(self._credit, 0.0)
 
 
 class OneLaneRule:
-    """Decides each step of one worker group. Keeps two numbers between steps: the phase and the credit."""
+    """Decides each step of one micro-batch. Keeps two numbers between steps: the phase and the budget's credit."""
 
     def __init__(self, settings: LaneSettings) -> None:
         self.settings = settings
         self._iterations = settings.encode_every
         """Decode iterations since the last step that encoded."""
-        self._credit = 0.0
-        """Prompt tokens that earlier phases encoded too few (or, below zero, too many) of their target."""
+        self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
-    def next_step(self, pool: Pool) -> Step | None:
-        """The next step, or None where nothing can run. Admits the requests that the step begins to encode."""
-        if pool.is_idle:
-            return None  # asking an idle engine must not count as a phase: how often one asks depends on the clock
+    def next_step(self, pool: Pool, batch: MicroBatch) -> Step | None:
+        """The next step, or None where nothing can run. Admits the requests that the step begins to encode.
+
+        Being asked in vain changes nothing: how often an engine asks depends on its clock.
+        """
+        if not batch.num_running and not pool.can_admit():
+            return None
         settings = self.settings
-        preempted = pool.make_room()
+        preempted = pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
-            encode = self._fill(pool)
+            encode = self._fill(pool, batch)
         elif settings.refill_when_empty:
-            if not pool.decoding:
-                encode = self._fill(pool)
-        elif not pool.decoding or self._iterations >= settings.encode_every:
-            encode = self._phase(pool)
+            encode = self._part(pool, batch)
+        elif not batch.decoding or self._iterations >= settings.encode_every:
+            encode = self._phase(pool, batch)
 
         decode: tuple[int, ...] = ()
-        if settings.mix or not encode:
-            decode = tuple(pool.decoding)
-            if pool.held:
-                decode += tuple(r.id for r in pool.held.values() if r.generated < r.max_output)
-        if not encode and not decode:
+        if settings.mix or not (encode or batch.encoding):
+            decode = tuple(batch.decoding)
+            if decode and batch.held:
+                decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
+        if not encode and not decode and not preempted:
             return None
         self._iterations = 0 if encode else self._iterations + 1
         return Step(encode, decode, preempted)
 
-    def _fill(self, pool: Pool) -> tuple[Chunk, ...]:
+    def _fill(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Prompts up to the token budget and the largest batch."""
         budget = self.settings.token_budget
-        left = None if budget is None else budget - len(pool.decoding)
+        left = None if budget is None else budget - len(batch.decoding)
         chunks: list[Chunk] = []
-        for request in pool.encoding.values():
+        for request in batch.encoding.values():
             if left is not None and left <= 0:
                 return tuple(chunks)
-            chunks.append(_next_chunk(request, left))
+            chunks.append(next_chunk(request, left))
             left = None if left is None else left - chunks[-1].length
-        while (left is None or left > 0) and self._has_slot(pool):
-            admitted = pool.admit()
+        while (left is None or left > 0) and self._has_slot(batch):
+            admitted = pool.admit(batch)
             if admitted is None:
                 break
-            chunks.append(_next_chunk(admitted, left))
+            chunks.append(next_chunk(admitted, left))
             left = None if left is None else left - chunks[-1].length
         return tuple(chunks)
 
-    def _has_slot(self, pool: Pool) -> bool:
-        return self.settings.max_batch is None or pool.num_running < self.settings.max_batch
+    def _has_slot(self, batch: MicroBatch) -> bool:
+        return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
-    def _phase(self, pool: Pool) -> tuple[Chunk, ...]:
-        """Whole prompts worth the phase's token target; what is left over or missing moves to the next phase.
+    def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """The next part of a batch that entered whole; several parts may be under way one after the other."""
+        missing = [request for request in batch.encoding.values() if not pool.is_under_way(request.id)]
+        size = -(-batch.num_running // self.settings.encode_parts)
+        return tuple(next_chunk(request, None) for request in missing[:size])
 
-        Taking a prompt only where at least half of it is covered keeps every phase within half a prompt of the
-        target and the average on it, so that ragged inputs cost neither throughput nor a stalled decode batch.
-        """
+    def _phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """Whole prompts worth the phase's token target; what is left over or missing moves to the next phase."""
         settings = self.settings
-        assert settings.encode_tokens is not None
-        target = settings.encode_tokens
-        deviation = len(pool.decoding) - settings.carried_batch
-        if abs(deviation) > ADJUSTMENT * settings.decode_batch:
-            target *= 1 - ADJUSTMENT if deviation > 0 else 1 + ADJUSTMENT
-        self._credit += target
+        self._budget.open(len(batch.decoding) - settings.carried_batch)
         chunks: list[Chunk] = []
         while pool.waiting:
             length = pool.waiting[0].context
-            must_start = not chunks and not pool.decoding
-            if self._credit < length / 2 and not must_start:
+            must_start = not chunks and not batch.decoding
+            if not (self._budget.covers(length) or must_start):
                 self._iterations = 0
                 return tuple(chunks)
-            admitted = pool.admit()
+            admitted = pool.admit(batch)
             if admitted is None:
                 break
-            chunks.append(_next_chunk(admitted, None))
-            self._credit -= length
-        # Nobody left to encode (or no memory for them): tokens not spent now would be a burst later.
-        self._credit = min(self._credit, 0.0)
+            chunks.append(next_chunk(admitted, None))
+            self._budget.spend(length)
+        self._budget.close()
         return tuple(chunks)
 
 
-def _next_chunk(request: Request, limit: int | None) -> Chunk:
+def next_chunk(request: Request, limit: int | None) -> Chunk:
+    """The next piece of a request's prompt, of so many tokens at most."""
     missing = request.context - request.encoded
     return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))
-
-
-def build(plan: Plan) -> tuple[OneLaneRule, Pool]:
-    """The rule and the empty pool of a plan: what both engines start from.
-
-    Raises:
-        InputError: the plan's policy needs more than one lane, or its K/V promise does not go with its model.
-    """
-    if isinstance(plan.policy, WaaSettings):
-        raise InputError("plan.policy", plan.policy.kind, "this engine runs rra, orca, chunked and static")
-    if plan.admission.kv != "reserve" and plan.model.is_encoder_decoder:
-        # The step that ends a prompt also caches the token that the decoder starts with: one more than the prompt's
-        # blocks hold, and what a preempted request had generated would be no prompt for its encoder.
-        raise InputError("plan.admission.kv", plan.admission.kv, f"{plan.model.name} has an encoder: take 'reserve'")
-    settings = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
-    pool = Pool(
-        plan.stages[0].kv_blocks,
-        plan.block_size,
-        kv=plan.admission.kv,
-        max_running=plan.admission.max_running,
-        hold_finished=settings.refill_when_empty,
-    )
-    return OneLaneRule(settings), pool

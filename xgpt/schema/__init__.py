@@ -27,12 +27,14 @@ from xgpt.schema.policy import (
 )
 from xgpt.schema.profile import CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.report import BenchReport, Comparison, UrlReport
+from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
     "BYTES_PER_ELEMENT",
     "SLICE_TOKENS",
     "Admission",
+    "Arrival",
     "BenchReport",
     "ChunkedSettings",
     "ClusterSpec",
@@ -49,6 +51,7 @@ __all__ = [
     "Frozen",
     "Histogram",
     "KvPromise",
+    "Lane",
     "LayerTimes",
     "Link",
     "ModelSpec",
@@ -64,6 +67,7 @@ __all__ = [
     "SingleLaneSettings",
     "Stage",
     "StaticSettings",
+    "StepRecord",
     "Surface",
     "TensorParallel",
     "TruncatedNormal",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 
@@ -32,7 +32,10 @@ class TensorParallel(Frozen):
 
 
 class _SingleLane(Frozen):
-    """Settings that the single-lane policies share."""
+    """Settings that the single-lane policies share.
+
+    `tp_devices` of the devices run in groups of `tp_degree`, the rest one by one.
+    """
 
     tp_degree: PositiveInt = 1
     tp_devices: int = Field(default=0, ge=0)
@@ -63,6 +66,7 @@ class OrcaSettings(_SingleLane):
 
     kind: Literal["orca"] = "orca"
     max_batch: PositiveInt
+    microbatches: PositiveInt = 1
 
     variables: ClassVar[tuple[Variable, ...]] = (Variable("max_batch", "rises", "rises", "requests in a step at most"),)
 
@@ -73,6 +77,7 @@ class ChunkedSettings(_SingleLane):
     kind: Literal["chunked"] = "chunked"
     token_budget: PositiveInt
     max_batch: PositiveInt
+    microbatches: PositiveInt = 1
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "tokens in a step at most"),
@@ -92,6 +97,15 @@ class StaticSettings(_SingleLane):
     decode_microbatches: PositiveInt = 1
 
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
+
+    @model_validator(mode="after")
+    def _check(self) -> StaticSettings:
+        if self.encode_microbatches % self.decode_microbatches:
+            raise ValueError(
+                f"encode_microbatches: {self.encode_microbatches} is no multiple of decode_microbatches, "
+                f"{self.decode_microbatches}"
+            )
+        return self
 
 
 class WaaSettings(Frozen):

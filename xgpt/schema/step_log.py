@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Lane = Literal["both", "encode", "transfer", "decode"]
+"""The worker group that executes a step; "both" where one group does it all."""
 
 
 class Arrival(NamedTuple):
@@ -15,7 +18,7 @@ class Arrival(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One executed step.
+    """One executed step. Steps may overlap on the stages of a pipeline; they are logged in the order of their ends.
 
     Attributes:
         start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in.
@@ -26,6 +29,12 @@ class StepRecord(NamedTuple):
         arrivals: requests taken in before this step was scheduled.
         cancelled: requests taken out before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
+        transfer: requests whose K/V moved from the encode to the decode lane.
+        lane: the worker group that executed it.
+        microbatch: the micro-batch within the lane.
+        number: its place in the order in which steps were scheduled, from 0.
+        settled: steps that had been settled when it was scheduled. With `number` it says in which order everything
+            happened.
     """
 
     start_ns: int
@@ -36,3 +45,8 @@ class StepRecord(NamedTuple):
     arrivals: tuple[Arrival, ...]
     cancelled: tuple[int, ...]
     preempted: tuple[int, ...] = ()
+    transfer: tuple[int, ...] = ()
+    lane: Lane = "both"
+    microbatch: int = 0
+    number: int = 0
+    settled: int = 0

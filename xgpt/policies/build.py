@@ -1,0 +1,57 @@
+"""From a plan to the schedule that both engines start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xgpt.errors import InputError
+from xgpt.policies.pool import Pool
+from xgpt.policies.rule import lane_settings
+from xgpt.policies.schedule import OneLane, Schedule
+from xgpt.policies.waa import TwoLane, TwoLaneSettings
+from xgpt.schema import Plan, Stage, WaaSettings
+
+
+def build(plan: Plan) -> Schedule:
+    """The schedule of one replica, with nobody in it.
+
+    Raises:
+        InputError: the plan's stages do not go with its policy, or its K/V promise not with its model.
+    """
+    if plan.admission.kv != "reserve" and plan.model.is_encoder_decoder:
+        # The step that ends a prompt also caches the token that the decoder starts with: one more than the prompt's
+        # blocks hold, and what a preempted request had generated would be no prompt for its encoder.
+        raise InputError("plan.admission.kv", plan.admission.kv, f"{plan.model.name} has an encoder: take 'reserve'")
+    lanes = {stage.lane for stage in plan.stages}
+    wanted = {"encode", "decode"} if isinstance(plan.policy, WaaSettings) else {"both"}
+    if lanes != wanted:
+        raise InputError("plan.stages", ", ".join(sorted(lanes)), f"{plan.policy.kind} runs on lanes {sorted(wanted)}")
+    if isinstance(plan.policy, WaaSettings):
+        encode = [stage for stage in plan.stages if stage.lane == "encode"]
+        settings = TwoLaneSettings(
+            encode_tokens=plan.estimate.encode_tokens,
+            encode_stages=len(encode),
+            encode_blocks=_fewest_blocks(encode),
+            max_decode_batch=plan.policy.max_decode_batch,
+            decode_batch=plan.estimate.decode_batch,
+            decode_microbatches=plan.policy.decode_microbatches,
+            encoder_only=plan.model.is_encoder_decoder,
+        )
+        return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")))
+    lane = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
+    return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty))
+
+
+def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:
+    return Pool(
+        _fewest_blocks(stages),
+        plan.block_size,
+        kv=plan.admission.kv,
+        max_running=plan.admission.max_running,
+        hold_finished=hold_finished,
+    )
+
+
+def _fewest_blocks(stages: Iterable[Stage]) -> int:
+    """Every stage keeps its layers' K/V of every request: the one with the fewest blocks decides."""
+    return min(stage.kv_blocks for stage in stages)

@@ -1,0 +1,129 @@
+"""What both engines drive: lanes of micro-batches over one pool of requests.
+
+An engine submits requests, asks each lane for steps until it has none, and settles a step once it has been executed:
+
+    while step := schedule.next_step(lane):     # decides, admits, preempts; the step is under way from here
+        ...                                     # execute it: stage after stage, steps of one lane in their order
+    freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
+
+Steps of a lane overlap on its stages. A micro-batch's next step is given out only once its previous one has been
+settled, and the micro-batches take strict turns, so a pipeline of P stages needs P of them to be busy throughout.
+Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+from xgpt.policies.pool import Pool
+from xgpt.policies.request import MicroBatch, Request, Step
+from xgpt.policies.rule import LaneSettings, OneLaneRule
+from xgpt.schema import Lane
+
+
+class Schedule(ABC):
+    """The steps of a plan. All of its state changes in `submit`, `cancel`, `settle`, and where `next_step` gives one.
+
+    Attributes:
+        lanes: the worker groups that ask for steps, in the order in which an engine asks.
+    """
+
+    lanes: tuple[Lane, ...]
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def submit(self, request: Request) -> None:
+        """A new request waits. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        self.pool.submit(request)
+
+    def cancel(self, id_: int) -> list[int]:
+        """Take a request out: at once where none of its steps is under way, else when that step is settled.
+
+        Returns:
+            The requests whose slot and K/V are free again.
+        """
+        return self.pool.cancel(id_)
+
+    @abstractmethod
+    def next_step(self, lane: Lane) -> Step | None:
+        """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
+
+    @abstractmethod
+    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+        """Account for a step that has been executed; `finished` names the requests that ended in it.
+
+        Steps of one lane are settled in the order in which they were given out.
+
+        Returns:
+            The requests whose slot and K/V are free again.
+        """
+
+    def sampled(self, step: Step) -> list[int]:
+        """The requests that have one token more once this step is settled, held ones included."""
+        return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
+
+    def encoded(self, step: Step) -> list[int]:
+        """The requests whose prompt this step ends."""
+        running = self.pool.running
+        return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
+
+
+class OneLane(Schedule):
+    """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
+
+    A micro-batch that has nothing to do is passed over. Static batches enter whole and in equal parts, when nobody of
+    the batch before is left.
+    """
+
+    lanes: tuple[Lane, ...] = ("both",)
+
+    def __init__(self, settings: LaneSettings, pool: Pool) -> None:
+        super().__init__(pool)
+        self.settings = settings
+        self._batches = pool.add_batches(settings.microbatches)
+        self._rules = [OneLaneRule(settings.of_microbatch(i)) for i in range(settings.microbatches)]
+        self._turn = 0
+
+    def next_step(self, lane: Lane = "both") -> Step | None:
+        if self.settings.refill_when_empty and not self.pool.running:
+            self._refill()
+        count = len(self._batches)
+        for number in [(self._turn + i) % count for i in range(count)]:
+            batch = self._batches[number]
+            if batch.steps_under_way and not self._has_more_to_encode(batch):
+                return None
+            step = self._rules[number].next_step(self.pool, batch)
+            if step is not None:
+                step = step._replace(microbatch=number)
+                self.pool.begin(step, batch)
+                stays = self.settings.refill_when_empty and self._has_more_to_encode(batch)
+                self._turn = number if stays else (number + 1) % count
+                return step
+        return None
+
+    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+        batch = self._batches[step.microbatch]
+        self.pool.end(step, batch)
+        return self.pool.settle(step, batch, finished)
+
+    def _refill(self) -> None:
+        """A whole static batch enters, spread evenly over the micro-batches."""
+        pool, count = self.pool, len(self._batches)
+        most = self.settings.max_batch
+        entered: list[Request] = []
+        while most is None or len(entered) < most:
+            request = pool.admit(self._batches[0])
+            if request is None:
+                break
+            entered.append(request)
+        for i, request in enumerate(entered):
+            pool.move(request, self._batches[i * count // len(entered)])
+        self._turn = 0
+
+    def _has_more_to_encode(self, batch: MicroBatch) -> bool:
+        """Parts of a static batch are encoded one behind the other, without waiting for each."""
+        if not self.settings.refill_when_empty:
+            return False
+        return any(not self.pool.is_under_way(id_) for id_ in batch.encoding)

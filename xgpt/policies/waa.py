@@ -1,0 +1,185 @@
+"""The two-lane rule: WAA encodes and decodes on worker groups of their own, asynchronously.
+
+A request passes four places. The encode lane takes a batch of prompts when all of it fits under the cap; the batch
+leaves with its first tokens, waits for its keys and values to move ("transfer" steps, one at a time, each with all
+that has come meanwhile), and joins the micro-batch of the decode lane whose turn it is.
+Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from copy import copy
+from dataclasses import dataclass
+from itertools import islice
+
+from xgpt.policies.pool import Pool
+from xgpt.policies.request import MicroBatch, Request, Step
+from xgpt.policies.rule import PromptBudget, next_chunk
+from xgpt.policies.schedule import Schedule
+from xgpt.schema import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLaneSettings:
+    """A WAA plan's settings as the rule takes them.
+
+    Attributes:
+        encode_tokens: prompt tokens of an encode batch on average.
+        encode_stages: stages of the encode lane: as many batches are under way there at once.
+        encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
+        max_decode_batch: requests in encode, in transfer and in decode at most.
+        decode_batch: requests in decode on average.
+        decode_microbatches: what the decode lane's requests are divided into.
+        encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
+    """
+
+    encode_tokens: float
+    encode_stages: int
+    encode_blocks: int
+    max_decode_batch: int
+    decode_batch: float
+    decode_microbatches: int = 1
+    encoder_only: bool = False
+
+
+class TwoLane(Schedule):
+    """WAA. The pool's memory is the decode lane's; a request has its share from the time it enters the encode lane."""
+
+    lanes: tuple[Lane, ...] = ("decode", "transfer", "encode")
+
+    def __init__(self, settings: TwoLaneSettings, pool: Pool) -> None:
+        super().__init__(pool)
+        pool.encode_emits = not settings.encoder_only
+        pool.prompt_blocks = settings.encode_blocks
+        self.settings = settings
+        self._encode = pool.add_batches(settings.encode_stages)
+        (self._moving,) = pool.add_batches(1)
+        """Encoded; their K/V is still in the encode lane."""
+        (self._arrived,) = pool.add_batches(1)
+        """In the decode lane, and in none of its micro-batches yet."""
+        self._decode = pool.add_batches(settings.decode_microbatches)
+        self._encode_turn = self._decode_turn = 0
+        self._budget = PromptBudget(settings.encode_tokens, settings.decode_batch)
+
+    def next_step(self, lane: Lane) -> Step | None:
+        match lane:
+            case "encode":
+                return self._next_encode()
+            case "transfer":
+                return self._next_transfer()
+        return self._next_decode()
+
+    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+        pool = self.pool
+        batch = self._batch_of(step)
+        pool.end(step, batch)
+        freed = pool.settle(step, batch, finished)
+        if step.lane == "encode":
+            for request in list(batch.decoding.values()):
+                pool.move(request, self._moving)
+        elif step.lane == "transfer":
+            for id_ in step.transfer:
+                if id_ in self._moving.decoding:
+                    pool.move(self._moving.decoding[id_], self._arrived)
+        return freed
+
+    def _batch_of(self, step: Step) -> MicroBatch:
+        match step.lane:
+            case "encode":
+                return self._encode[step.microbatch]
+            case "transfer":
+                return self._moving
+        return self._decode[step.microbatch]
+
+    def _next_encode(self) -> Step | None:
+        batch = self._encode[self._encode_turn]
+        if batch.steps_under_way or not self.pool.can_admit():
+            return None
+        due = self._due()
+        settings = self.settings
+        pool = self.pool
+        # A batch waits until all of it fits: a few prompts at a time would use the encode lane badly.
+        if pool.running and pool.num_running + due > settings.max_decode_batch:
+            return None
+        if self._encode_blocks_with(due) > settings.encode_blocks:
+            return None
+        self._budget.open(self._num_decoding() - settings.decode_batch)
+        entered: list[Request] = []
+        while len(entered) < due:
+            request = pool.admit(batch)
+            if request is None:
+                break
+            self._budget.spend(request.context)
+            entered.append(request)
+        if not pool.waiting or self._budget.covers(pool.waiting[0].context):
+            self._budget.close()
+        step = Step(
+            tuple(next_chunk(request, None) for request in entered),
+            (),
+            lane="encode",
+            microbatch=self._encode_turn,
+        )
+        pool.begin(step, batch)
+        self._encode_turn = (self._encode_turn + 1) % len(self._encode)
+        return step
+
+    def _due(self) -> int:
+        """Prompts that wait and that the next encode batch takes: at least one."""
+        settings, waiting = self.settings, self.pool.waiting
+        budget = copy(self._budget)
+        budget.open(self._num_decoding() - settings.decode_batch)
+        count = blocks = 0
+        for request in waiting:
+            blocks += self.pool.blocks_for(request.context)
+            fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
+            if count and not (fits and budget.covers(request.context)):
+                break
+            budget.spend(request.context)
+            count += 1
+        return count
+
+    def _encode_blocks_with(self, count: int) -> int:
+        """Blocks of the encode lane in use once so many more prompts have entered."""
+        pool = self.pool
+        inside = [
+            r for batch in (*self._encode, self._moving) for r in (*batch.encoding.values(), *batch.decoding.values())
+        ]
+        return sum(pool.blocks_for(r.context) for r in [*inside, *islice(pool.waiting, count)])
+
+    def _next_transfer(self) -> Step | None:
+        batch = self._moving
+        if batch.steps_under_way or not batch.decoding:
+            return None
+        step = Step((), (), transfer=tuple(batch.decoding), lane="transfer")
+        self.pool.begin(step, batch)
+        return step
+
+    def _next_decode(self) -> Step | None:
+        count = len(self._decode)
+        for number in [(self._decode_turn + i) % count for i in range(count)]:
+            batch = self._decode[number]
+            if batch.steps_under_way:
+                return None
+            if not (batch.decoding or self._arrived.decoding):
+                continue
+            self._join(batch)
+            preempted = self.pool.make_room(batch)
+            decode = tuple(batch.decoding)
+            if not decode and not preempted:
+                continue
+            step = Step((), decode, preempted, lane="decode", microbatch=number)
+            self.pool.begin(step, batch)
+            self._decode_turn = (number + 1) % count
+            return step
+        return None
+
+    def _join(self, batch: MicroBatch) -> None:
+        """Those who have arrived join, until the micro-batch has its share of all."""
+        arrived = self._arrived.decoding
+        share = -(-self._num_decoding() // len(self._decode))
+        for request in list(arrived.values())[: max(0, share - batch.num_running)]:
+            self.pool.move(request, batch)
+
+    def _num_decoding(self) -> int:
+        return len(self._arrived.decoding) + sum(batch.num_running for batch in self._decode)
