@@ -1,25 +1,53 @@
-"""An upper bound on throughput that holds: no step serves a request more cheaply than its cheapest tokens.
+"""Upper bounds on throughput that hold, whatever the directions.
 
-A request passes E[I] prompt tokens and E[D] decode iterations through the device. Whatever the schedule, each of
-those tokens costs at least the least seconds per token among steps of the sizes that the block allows, and
-likewise for attention, head and overhead. The sum of these floors is a floor under the time per request; its
-inverse is the bound. It needs no direction to hold, so measured tables may be as uneven as they are.
+Of a box of settings: each setting serves at most as many requests a period as the box's largest values would, and
+takes at least as long for it as the smallest values would on tables that never fall (xscheduler.minorant). As boxes
+shrink, the bound closes on what is predicted; and because a box is left out once its slowest corner breaks a latency
+bound, what remains open is what the constraint allows.
+
+Of a whole space: a request passes E[I] prompt tokens and E[D] decode iterations through the device. Whatever the
+schedule, each of those tokens costs at least the least seconds per token among steps of the sizes that the space
+allows, and likewise for attention, head and overhead.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
-from xscheduler.space import Space
+import numpy as np
+import numpy.typing as npt
+
 from xsimulator.analytic import OneLaneModel
 from xsimulator.cost import Line
 from xsimulator.lengths import steady_decode_batch
 
+if TYPE_CHECKING:
+    from xscheduler.space import Evaluation, Space
+
+Array = npt.NDArray[np.float64]
+
+
+INTERVAL_BOUND = "intervals: most requests a period over the least period, box by box"
+
+
+def interval_bound(space: Space, evaluation: Evaluation, floor: Evaluation, low: slice, high: slice) -> Array:
+    """Throughput that no point of each box exceeds.
+
+    Args:
+        evaluation, floor: predictions of the boxes' corners, on the profile and on its minorant.
+        low, high: where the corners with all values at their lowest, and at their highest, stand.
+    """
+    most, least = evaluation.performance, floor.performance
+    if space.kind in ("rra", "static"):
+        return most.encode_batch[high] / least.cycle[low]
+    # In mixed steps the requests in decode over the time that each spends there, by Little's law.
+    if not space.model.lengths.mean_decodes:
+        return np.full_like(most.throughput[high], space.bound)
+    return most.decode_batch[high] * least.throughput[low] / least.decode_batch[low]
+
 
 class UnitCostBound:
     """Throughput that no schedule with at most so many requests in a step can exceed."""
-
-    name = "unit-cost: least seconds per token, request and sample among allowed step sizes"
 
     def __init__(self, model: OneLaneModel, max_batch: int) -> None:
         cost, lengths = model.cost, model.lengths

@@ -26,6 +26,7 @@ from xgpt.schema import (
     Workload,
 )
 from xscheduler.frontier import Point, frontier
+from xscheduler.minorant import minorant
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Settings, Space
 from xsimulator.analytic import OneLaneModel
@@ -65,6 +66,12 @@ class Scheduler:
             )
         cost = CostModel(problem.model, problem.profile)
         self._model = OneLaneModel(cost, lengths, problem.constraint.quantile)
+        floor = minorant(problem.profile)
+        self._floor = (
+            self._model
+            if floor is problem.profile
+            else OneLaneModel(CostModel(problem.model, floor), lengths, problem.constraint.quantile)
+        )
         max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         model, dtype = problem.model, problem.profile.dtype
         block_bytes = BLOCK_SIZE * model.kv_bytes_per_token(dtype)
@@ -77,7 +84,7 @@ class Scheduler:
         )
 
     def space(self, kind: str) -> Space:
-        return Space(kind, self._model, self.problem.constraint, self._limits)
+        return Space(kind, self._model, self.problem.constraint, self._limits, self._floor)
 
     def frontier(self, kind: str) -> list[Point]:
         """A policy's trade-off between latency and throughput, whatever the latency bound."""
@@ -94,7 +101,7 @@ class Scheduler:
         for kind in kinds:
             space = self.space(kind)
             started = time.perf_counter()
-            found = SEARCHES[self.method](space)
+            found = SEARCHES[self.method]([space])
             seconds = time.perf_counter() - started
             if found.settings is not None:
                 certificate = SearchCertificate(

@@ -19,6 +19,7 @@ from xgpt.schema import (
     StaticSettings,
     Variable,
 )
+from xscheduler.bound import INTERVAL_BOUND, UnitCostBound
 from xsimulator.analytic import OneLaneModel, Performance
 from xsimulator.memory import capacity
 
@@ -69,9 +70,20 @@ class Space:
     Variables whose throughput is monotone are searched; the others are enumerated (`branches`).
     """
 
-    def __init__(self, kind: str, model: OneLaneModel, constraint: Constraint, limits: Limits) -> None:
+    bound_name = INTERVAL_BOUND
+
+    def __init__(
+        self,
+        kind: str,
+        model: OneLaneModel,
+        constraint: Constraint,
+        limits: Limits,
+        floor: OneLaneModel | None = None,
+    ) -> None:
         self.kind = kind
         self.model = model
+        self.floor = floor or model
+        """Predicts on tables below the profile's that never fall (xscheduler.minorant)."""
         self.constraint = constraint
         self.limits = limits
         self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
@@ -89,6 +101,14 @@ class Space:
         if name == "decode_iterations":
             return tuple(range(1, max(2, lengths.max_output)))
         return tuple(range(1, self.limits.max_batch + 1))
+
+    @cached_property
+    def bound(self) -> float:
+        """Throughput that no point exceeds."""
+        corner = {
+            axis.variable.name: axis.values[-1 if axis.variable.throughput != "falls" else 0] for axis in self._axes
+        }
+        return UnitCostBound(self.floor, self.limits.max_batch).of(self, corner)
 
     def capacity_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Requests that may hold K/V at once when the largest step has so many tokens."""
@@ -144,6 +164,13 @@ class Space:
         performance = self.model.evaluate(self.kind, **columns)
         self.evaluations += len(performance.throughput)
         return Evaluation(performance, self)
+
+    def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
+        """The same points' predictions on the minorant tables: periods and latencies that no point falls below."""
+        if self.floor is self.model:
+            return evaluation
+        self.evaluations += len(evaluation.performance.throughput)
+        return Evaluation(self.floor.evaluate(self.kind, **columns), self)
 
     def settings(self, columns: dict[str, Ints], index: int) -> Settings:
         return POLICIES[self.kind].model_validate({name: int(column[index]) for name, column in columns.items()})

@@ -13,7 +13,8 @@ from xgpt.io import dump_json
 from xgpt.resolve import load_model
 from xgpt.schema import Constraint, Histogram, Plan, RraSettings, Uniform, Workload
 from xgpt.workload import histogram
-from xscheduler.bound import UnitCostBound
+from xscheduler.bound import UnitCostBound, interval_bound
+from xscheduler.minorant import minorant
 from xscheduler.schedule import Problem, Scheduler
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
@@ -45,13 +46,14 @@ class Spaces:
         lengths = Lengths(random_workload(rng))
         self.kind = kind
         self.model = OneLaneModel(CostModel(spec, profile), lengths)
+        self.floor = OneLaneModel(CostModel(spec, minorant(profile)), lengths)
         longest = -(-(lengths.max_input + lengths.max_output) // BLOCK_SIZE)
         self.limits = Limits(
             blocks=longest * int(rng.integers(4, 60)), block_size=BLOCK_SIZE, max_batch=int(rng.integers(6, 25))
         )
 
     def space(self, latency_bound_s: float | None = None) -> Space:
-        return Space(self.kind, self.model, Constraint(latency_bound_s=latency_bound_s), self.limits)
+        return Space(self.kind, self.model, Constraint(latency_bound_s=latency_bound_s), self.limits, self.floor)
 
     def bounds(self) -> list[float | None]:
         """No bound, and bounds that leave ever less of what fits in memory."""
@@ -67,8 +69,8 @@ def test_branch_and_bound_agrees_with_exhaustive(kind: str, seed: int) -> None:
     """Where tables are even and directions hold, to within the tolerance with which blocks are dropped."""
     spaces = Spaces(kind, seed, monotone=True)
     for bound in spaces.bounds():
-        best = exhaustive.search(spaces.space(bound))
-        found = branch_and_bound.search(spaces.space(bound))
+        best = exhaustive.search([spaces.space(bound)])
+        found = branch_and_bound.search([spaces.space(bound)])
         assert (found.settings is None) == (best.settings is None)
         assert found.throughput <= best.throughput
         assert found.throughput >= best.throughput / (1 + THROUGHPUT_TOLERANCE), (found.settings, best.settings)
@@ -82,8 +84,8 @@ def test_certificate_holds(kind: str, seed: int, monotone: bool) -> None:
     spaces = Spaces(kind, seed, monotone=monotone)
     for bound in spaces.bounds():
         space = spaces.space(bound)
-        found = branch_and_bound.search(space)
-        best = exhaustive.search(spaces.space(bound))
+        found = branch_and_bound.search([space])
+        best = exhaustive.search([spaces.space(bound)])
         if found.settings is None:
             continue
         assert found.gap is not None
@@ -112,9 +114,54 @@ def test_unit_cost_bound_holds_for_every_point(kind: str, seed: int, monotone: b
 
 @EVERY_KIND
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("monotone", [True, False])
+def test_interval_bound_holds_in_every_box(kind: str, seed: int, monotone: bool) -> None:
+    spaces = Spaces(kind, seed, monotone=monotone)
+    space = spaces.space()
+    points = space.all_points()
+    evaluation = space.evaluate(points)
+    rng = np.random.default_rng(seed)
+    names = [axis.variable.name for axis in space.searched]
+    for _ in range(20):
+        branch = space.branches()[int(rng.integers(len(space.branches())))]
+        ends = {axis.variable.name: np.sort(rng.choice(axis.values, 2)) for axis in space.searched}
+        corners = {name: np.asarray([ends[name][0], ends[name][1]]) for name in names}
+        corners |= {name: np.asarray([value, value]) for name, value in branch.items()}
+        most = space.evaluate(corners)
+        least = space.evaluate_floor(corners, most)
+        bound = interval_bound(space, most, least, slice(0, 1), slice(1, 2))[0]
+        inside = np.ones(len(evaluation.fits), bool)
+        for name, column in corners.items():
+            inside &= (points[name] >= column[0]) & (points[name] <= column[1])
+        throughput = evaluation.performance.throughput[inside & evaluation.fits]
+        assert throughput.max(initial=0.0) <= bound * (1 + 1e-9), (ends, branch)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_minorant_lies_below_and_is_monotone(seed: int) -> None:
+    profile = random_profile(np.random.default_rng(seed), monotone=False)
+    floor = minorant(profile)
+    assert minorant(floor) is floor
+    assert minorant(random_profile(np.random.default_rng(seed), monotone=True)) == random_profile(
+        np.random.default_rng(seed), monotone=True
+    )
+    for ours, theirs in ((floor.head, profile.head), (floor.layers[0].rest, profile.layers[0].rest)):
+        seconds, points = np.asarray(ours.seconds), np.asarray(ours.points)
+        assert (seconds <= np.asarray(theirs.seconds)).all()
+        assert (np.diff(seconds) >= 0).all()
+        assert (np.diff(seconds / points) <= 1e-15).all()
+    surface, above = floor.layers[0].decode_attention, profile.layers[0].decode_attention
+    table = np.asarray(surface.seconds)
+    assert (table <= np.asarray(above.seconds)).all()
+    assert (np.diff(table, axis=0) >= 0).all()
+    assert (np.diff(table, axis=1) >= 0).all()
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
     spaces = Spaces(kind, seed, monotone=True)
-    best = [branch_and_bound.search(spaces.space(bound)).throughput for bound in spaces.bounds()]
+    best = [branch_and_bound.search([spaces.space(bound)]).throughput for bound in spaces.bounds()]
     for looser, tighter in pairwise(best):
         assert tighter <= looser * (1 + THROUGHPUT_TOLERANCE)
 
@@ -123,8 +170,8 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
 def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
     spaces = Spaces(kind, 5, monotone=True)
     bound = spaces.bounds()[2]
-    first, second = (optuna_search.search(spaces.space(bound), num_trials=40, seed=7) for _ in range(2))
-    best = exhaustive.search(spaces.space(bound))
+    first, second = (optuna_search.search([spaces.space(bound)], num_trials=40, seed=7) for _ in range(2))
+    best = exhaustive.search([spaces.space(bound)])
     assert first == second
     assert first.gap is None
     assert 0 < first.throughput <= best.throughput
@@ -139,8 +186,8 @@ def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in SEEDS:
         spaces = Spaces("rra", seed, monotone=True)
         bound = spaces.bounds()[2]
-        best = exhaustive.search(spaces.space(bound))
-        losses.append(1 - branch_and_bound.search(spaces.space(bound)).throughput / best.throughput)
+        best = exhaustive.search([spaces.space(bound)])
+        losses.append(1 - branch_and_bound.search([spaces.space(bound)]).throughput / best.throughput)
     assert max(losses) > 10 * THROUGHPUT_TOLERANCE
 
 

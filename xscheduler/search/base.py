@@ -1,9 +1,9 @@
-"""The contract of a search: a space in, the best allowed point and the proof out."""
+"""The contract of a search: the spaces of one policy in, the best allowed point and the proof out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from xscheduler.space import Settings, Space
@@ -13,16 +13,18 @@ Method = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search of one policy's space found.
+    """What a search of one policy's spaces found.
 
     Attributes:
+        space: where the best point lies; None where no point is allowed.
         settings: the best point that fits and keeps the constraint; None where no point does.
         values: its predictions, by name.
         evaluations: points predicted.
-        gap: no point of the space has over (1 + gap) times this throughput; None where nothing proves it.
+        gap: no point of the spaces has over (1 + gap) times this throughput; None where nothing proves it.
         bound: what the gap rests on.
     """
 
+    space: Space | None = field(compare=False)
     settings: Settings | None
     values: dict[str, float]
     evaluations: int
@@ -34,4 +36,4 @@ class Found:
         return self.values["throughput"] if self.settings else 0.0
 
 
-Search = Callable[[Space], Found]
+Search = Callable[[Sequence[Space]], Found]

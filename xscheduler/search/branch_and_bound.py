@@ -1,20 +1,23 @@
-"""Branch and bound over the monotone variables of a policy.
+"""Branch and bound over the monotone variables of a policy, with one incumbent for all of its spaces.
 
-Source: ExeGPT Algorithm 1, with any number of searched variables, an incumbent shared by the enumerated ones, and a
-certificate. A block is a box of indices on the searched axes. Where directions hold, its best throughput is at the
-corner with every variable at its fast end, and its lowest latency at the opposite corner; tolerances absorb the
-points that break a direction. The gap does not rest on directions: it comes from `UnitCostBound`.
+Source: ExeGPT Algorithm 1, with any number of searched variables, the enumerated ones and placements sharing the
+incumbent, and a certificate. A block is a box of indices on the searched axes. Where directions hold, its best
+throughput is at the corner with every variable at its fast end, and its lowest latency at the opposite corner;
+tolerances absorb the points that break a direction. The gap does not rest on directions, but on bounds that hold
+(xscheduler.bound): a block is left only once neither its promise nor its bound speaks for it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
-from xscheduler.bound import UnitCostBound
+from xscheduler.bound import interval_bound
 from xscheduler.search.base import Found
 from xscheduler.space import Evaluation, Ints, Space
 
@@ -22,117 +25,168 @@ THROUGHPUT_TOLERANCE = 0.002
 """A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
 LATENCY_TOLERANCE = 0.01
 """A block is dropped when its slow corner breaks a bound by more than this share."""
+TARGET_GAP = 0.01
+"""Blocks are divided until what they may hold is proven not to beat the incumbent by more than this share."""
+MAX_EVALUATIONS = 30_000
+"""Then the search ends with the gap that it has."""
+BLOCKS_AT_ONCE = 24
+"""Blocks of a space that are divided in one vectorised call."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+"""(lowest indices, highest indices, branch)"""
 
 
 @dataclass(order=True, slots=True)
 class _Block:
-    """Boxes ordered by what they promise, the best first."""
+    """Boxes ordered by what speaks for them, the best first."""
 
     priority: float
-    low: tuple[int, ...] = field(compare=False)
-    high: tuple[int, ...] = field(compare=False)
-    branch: int = field(compare=False)
+    box: Box = field(compare=False)
     bound: float = field(compare=False)
     """Throughput that no point of the box exceeds, whatever the directions."""
 
 
-class _Search:
+class _Open:
+    """A space with its corners predicted: the boxes that may still hold something better."""
+
     def __init__(self, space: Space) -> None:
         self.space = space
         self.branches = space.branches()
-        self.bound = UnitCostBound(space.model, space.limits.max_batch)
-        self.best: Found | None = None
-        self.best_throughput = 0.0
-        self.unexplored = 0.0
-        """The highest bound of a block that was dropped without predicting all of its points."""
-        self.queue: list[_Block] = []
+        self.blocks: list[_Block] = []
+        low = tuple(0 for _ in space.searched)
+        high = tuple(len(axis.values) - 1 for axis in space.searched)
+        self.roots: list[Box] = [(low, high, branch) for branch in range(len(self.branches))]
 
-    def run(self) -> Found:
-        axes = self.space.searched
-        low = tuple(0 for _ in axes)
-        high = tuple(len(axis.values) - 1 for axis in axes)
-        self.add([(low, high, branch) for branch in range(len(self.branches))])
-        while self.queue:
-            block = heapq.heappop(self.queue)
-            if -block.priority <= self.best_throughput:
-                self.unexplored = max(self.unexplored, block.bound)
-                continue
-            self.add([(low, high, block.branch) for low, high in self._halves(block)])
-        if self.best is None:
-            return Found(None, {}, self.space.evaluations, 0.0, self.bound.name)
-        gap = max(0.0, self.unexplored / self.best_throughput - 1)
-        best = self.best
-        return Found(best.settings, best.values, self.space.evaluations, gap, self.bound.name)
+    @property
+    def priority(self) -> float:
+        return -self.blocks[0].priority if self.blocks else 0.0
 
-    def add(self, boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> None:
-        """Predict the corners of new blocks in one call; keep the incumbent, queue what may beat it."""
-        corners = [self._corners(low, high) for low, high, _ in boxes]
-        points = [(point, branch) for (_, _, branch), of_box in zip(boxes, corners, strict=True) for point in of_box]
-        columns = self._columns(points)
-        evaluation = self.space.evaluate(columns)
-        self._keep_best(columns, evaluation)
-        start = 0
-        for (low, high, branch), of_box in zip(boxes, corners, strict=True):
-            slow, fast = start, start + len(of_box) - 1
-            start += len(of_box)
-            if not self._may_be_feasible(evaluation, slow):
-                continue
-            bound = self.bound.of(self.space, {name: int(column[fast]) for name, column in columns.items()})
-            if low == high:
-                continue
-            if evaluation.feasible[fast]:
-                self.unexplored = max(self.unexplored, bound)
-                continue
-            # Outside memory the corner predicts nothing: only the bound speaks for the block.
-            promise = evaluation.performance.throughput[fast] * (1 + THROUGHPUT_TOLERANCE)
-            promise = min(bound, promise) if evaluation.fits[fast] else bound
-            heapq.heappush(self.queue, _Block(-promise, low, high, branch, bound))
+    def take(self, best: float) -> list[Box]:
+        """Halves of the most promising blocks; the first time, the whole space."""
+        if self.roots:
+            roots, self.roots = self.roots, []
+            return roots
+        taken: list[_Block] = []
+        while self.blocks and len(taken) < BLOCKS_AT_ONCE and self.priority > best:
+            taken.append(heapq.heappop(self.blocks))
+        return [half for block in taken for half in self._halves(block.box)]
 
-    def _corners(self, low: tuple[int, ...], high: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """All corners, from the slow one (lowest throughput and latency) to the fast one."""
-        ends = [
-            (lo, hi) if axis.variable.throughput == "rises" else (hi, lo)
-            for axis, lo, hi in zip(self.space.searched, low, high, strict=True)
-        ]
-        return list(product(*ends))
+    def corners(self, box: Box) -> list[tuple[int, ...]]:
+        """All corners, the one with every index at its lowest first and at its highest last."""
+        low, high, _ = box
+        return list(product(*zip(low, high, strict=True)))
 
-    def _columns(self, points: list[tuple[tuple[int, ...], int]]) -> dict[str, Ints]:
+    def columns(self, points: Sequence[tuple[tuple[int, ...], int]]) -> dict[str, Ints]:
         columns: dict[str, Ints] = {}
         for i, axis in enumerate(self.space.searched):
-            columns[axis.variable.name] = np.asarray([axis.values[point[i]] for point, _ in points])
+            values = np.asarray(axis.values)
+            columns[axis.variable.name] = values[[point[i] for point, _ in points]]
         for axis in self.space.enumerated:
             name = axis.variable.name
             columns[name] = np.asarray([self.branches[branch][name] for _, branch in points])
         return columns
 
-    def _keep_best(self, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        throughput = np.where(evaluation.feasible, evaluation.performance.throughput, -np.inf)
-        index = int(throughput.argmax())
-        if throughput[index] > self.best_throughput:
-            self.best_throughput = float(throughput[index])
-            settings = self.space.settings(columns, index)
-            self.best = Found(settings, evaluation.performance.at(index), 0, None, "")
-
-    def _may_be_feasible(self, evaluation: Evaluation, slow: int) -> bool:
-        return bool(evaluation.fits[slow] and evaluation.excess[slow] <= LATENCY_TOLERANCE)
-
-    def _halves(self, block: _Block) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _halves(self, box: Box) -> list[Box]:
         """Cut the axis that spans the larger ratio of values."""
-        spans = [
-            axis.values[hi] / axis.values[lo]
-            for axis, lo, hi in zip(self.space.searched, block.low, block.high, strict=True)
-        ]
+        low, high, branch = box
+        axes = self.space.searched
+        spans = [axis.values[hi] / axis.values[lo] for axis, lo, hi in zip(axes, low, high, strict=True)]
         i = int(np.argmax(spans))
-        values = self.space.searched[i].values
-        lo, hi = block.low[i], block.high[i]
+        values = axes[i].values
+        lo, hi = low[i], high[i]
         middle = int(np.searchsorted(values, np.sqrt(values[lo] * values[hi]), side="right")) - 1
         middle = min(max(middle, lo), hi - 1)
         return [
-            (block.low, (*block.high[:i], middle, *block.high[i + 1 :])),
-            ((*block.low[:i], middle + 1, *block.low[i + 1 :]), block.high),
+            (low, (*high[:i], middle, *high[i + 1 :]), branch),
+            ((*low[:i], middle + 1, *low[i + 1 :]), high, branch),
         ]
 
 
-def search(space: Space) -> Found:
-    """Find the best allowed point, with the gap to what the bound leaves open."""
-    return _Search(space).run()
+class _Search:
+    def __init__(self, spaces: Sequence[Space]) -> None:
+        self.spaces = spaces
+        self.best: Found | None = None
+        self.best_throughput = 0.0
+        self.unexplored = 0.0
+        """The highest bound of what was dropped without predicting all of it."""
+
+    @property
+    def evaluations(self) -> int:
+        return sum(space.evaluations for space in self.spaces)
+
+    def run(self) -> Found:
+        waiting = [(-space.bound / (1 + THROUGHPUT_TOLERANCE), i) for i, space in enumerate(self.spaces)]
+        heapq.heapify(waiting)
+        opened: dict[int, _Open] = {}
+        while waiting and -waiting[0][0] > self.best_throughput and self.evaluations < MAX_EVALUATIONS:
+            _, i = heapq.heappop(waiting)
+            if i not in opened:
+                opened[i] = _Open(self.spaces[i])
+            space = opened[i]
+            self.divide(space, space.take(self.best_throughput))
+            if space.blocks:
+                heapq.heappush(waiting, (-space.priority, i))
+        for _, i in waiting:
+            left = [block.bound for block in opened[i].blocks] if i in opened else [self.spaces[i].bound]
+            self.unexplored = max(self.unexplored, *left)
+        if self.best is None:
+            return Found(None, None, {}, self.evaluations, 0.0, self.bound_name)
+        gap = max(0.0, self.unexplored / self.best_throughput - 1)
+        return Found(self.best.space, self.best.settings, self.best.values, self.evaluations, gap, self.bound_name)
+
+    @property
+    def bound_name(self) -> str:
+        return self.spaces[0].bound_name
+
+    def divide(self, of: _Open, boxes: list[Box]) -> None:
+        """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
+        if not boxes:
+            return
+        corners = [of.corners(box) for box in boxes]
+        points = [(point, box[2]) for box, its in zip(boxes, corners, strict=True) for point in its]
+        columns = of.columns(points)
+        evaluation = of.space.evaluate(columns)
+        floor = of.space.evaluate_floor(columns, evaluation)
+        self._keep_best(of.space, columns, evaluation)
+        num_corners = len(corners[0])
+        # [boxes, corners]; corner 0 has every value at its lowest, the last one at its highest.
+        low, high = slice(0, None, num_corners), slice(num_corners - 1, None, num_corners)
+        bounds = interval_bound(of.space, evaluation, floor, low, high)
+        slow, fast = self._ends(of.space, num_corners)
+        for k, box in enumerate(boxes):
+            at = k * num_corners
+            if not (floor.fits[at + slow] and floor.excess[at + slow] <= LATENCY_TOLERANCE):
+                continue
+            if box[0] == box[1]:
+                continue
+            bound = float(bounds[k])
+            promise = bound
+            if evaluation.fits[at + fast]:
+                # Outside memory the corner predicts nothing: only the bound speaks for the block.
+                tolerated = evaluation.performance.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
+                promise = min(bound, float(tolerated))
+            priority = max(promise, bound / (1 + TARGET_GAP))
+            if priority > self.best_throughput:
+                heapq.heappush(of.blocks, _Block(-priority, box, bound))
+            else:
+                self.unexplored = max(self.unexplored, bound)
+
+    def _ends(self, space: Space, num_corners: int) -> tuple[int, int]:
+        """Which corner is the slow one (lowest throughput and latency), and which the fast one."""
+        fast = 0
+        for axis in space.searched:
+            fast = 2 * fast + (axis.variable.throughput == "rises")
+        return num_corners - 1 - fast, fast
+
+    def _keep_best(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
+        throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.performance.throughput, -np.inf)
+        index = int(throughput.argmax())
+        if throughput[index] > self.best_throughput:
+            self.best_throughput = float(throughput[index])
+            settings = space.settings(columns, index)
+            self.best = Found(space, settings, evaluation.performance.at(index), 0, None, "")
+
+
+def search(spaces: Sequence[Space]) -> Found:
+    """Find the best allowed point of all spaces, with the gap to what the bound leaves open."""
+    return _Search(spaces).run()
