@@ -51,6 +51,10 @@ class KvCache:
         self._owned[id_] = blocks
         return np.array(blocks, dtype=np.int32)
 
+    def blocks_of(self, id_: int) -> list[int]:
+        """A request's blocks, in order."""
+        return self._owned[id_]
+
     def extend(self, id_: int) -> int:
         """Give a request one more block; the pool has made sure of room."""
         assert self._free, f"request {id_} needs a block, none is free"

@@ -246,8 +246,13 @@ class CrossAttention(nn.Module):
         q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
         k = v = q[:0]
         if memory is not None:
-            k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
+            k, v = self.keys_and_values(memory)
         return self.out(attend(q, k, v))
+
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """# [encoder tokens, hidden] -> two of [encoder tokens, heads, dim]"""
+        k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
+        return k, v
 
 
 class Mlp(nn.Module):

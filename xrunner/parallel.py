@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
 from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
-from xrunner.models import Model, family_of
+from xrunner.models import EncoderDecoderModel, Model, family_of
 
 
 class Group(Protocol):
@@ -72,6 +72,7 @@ class Part:
         is_first: it embeds tokens.
         is_last: it makes logits.
         rank, degree: its place among the ranks that hold these layers together.
+        runs_decoder: False for an encoder on its own: of the decoder it has what makes the keys and values of prompts.
 
     Raises:
         InputError: the heads cannot be shared out among so many ranks.
@@ -84,6 +85,7 @@ class Part:
     is_last: bool = True
     rank: int = 0
     degree: int = 1
+    runs_decoder: bool = True
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
@@ -165,7 +167,11 @@ def build(part: Part) -> Model:
     }
     model.has_embedding, model.has_head = part.is_first, part.is_last
     unused = (() if part.is_first else model.first_modules) + (() if part.is_last else model.last_modules)
-    for name in unused:
+    if not part.runs_decoder:
+        assert isinstance(model, EncoderDecoderModel)
+        model.drop_decoder()
+        unused = (*unused, *(name for name in model.last_modules if not name.startswith("encoder")))
+    for name in dict.fromkeys(unused):
         owner, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(owner), leaf)
     if part.degree > 1:
@@ -207,7 +213,7 @@ def _reduced(model: Model) -> list[Linear]:
     projections = []
     for module in model.modules():
         match module:
-            case Attention() | CrossAttention():
+            case Attention() | CrossAttention() if hasattr(module, "out"):
                 projections.append(module.out)
             case Mlp() | GatedMlp():
                 projections.append(module.down)

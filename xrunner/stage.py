@@ -39,10 +39,14 @@ class Stage:
         self._pipe = pipe
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
-        """Logits of the last stage. # [sampled, vocab]"""
+        """Logits of the last stage, where there is a decoder. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
             memory = self._encode(model, batch)
+            if not model.runs_decoder:
+                assert memory is not None, "a step of an encoder has prompts"
+                model.keep(batch, memory, cache)
+                return None
             out = model.decode(batch, memory, cache, backend, self._received(len(batch.context_len)))
         else:
             out = model(batch, cache, backend, self._received(len(batch.token_ids)))

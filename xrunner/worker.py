@@ -77,22 +77,36 @@ class Worker(OneAtATime):
         assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
         prompt = (*generation.prompt, *self.model.decoder_start)
         assert not (self.model.decoder_start and generation.num_resumed), "what was generated is no encoder's prompt"
-        blocks = self.cache.allocate(generation.id, len(prompt))
+        self._take_row(generation, len(prompt) if self.model.runs_decoder else len(generation.prompt))
+        self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
+
+    def adopt(self, generation: Generation, cached: int) -> None:
+        """Set aside a row and blocks for a request whose first `cached` tokens another worker has encoded.
+
+        Their keys and values are to be written into the blocks before the request decodes.
+        """
+        row = self._take_row(generation, cached)
+        self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
+        self._context[row] = cached
+
+    def _take_row(self, generation: Generation, num_tokens: int) -> int:
+        """A row, with the blocks of so many tokens."""
+        blocks = self.cache.allocate(generation.id, num_tokens)
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
-        self._widen(len(blocks))
+        self._widen(len(blocks) + 1)  # an encoder's step computes, but does not write, a place behind the prompt
         self._tables[row, : len(blocks)] = blocks
         self._row[generation.id] = row
-        self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
         self._prompt_len[row] = len(generation.prompt)
-        if self.model.has_head:
+        if self.model.has_head and self.model.runs_decoder:
             output = generation.prompt[len(generation.prompt) - generation.num_resumed :]
             self._sampler.start(row, generation.sampling, output)
+        return row
 
     def release(self, ids: Collection[int]) -> None:
-        """Free what these requests hold; one that never started holds nothing."""
-        started = [id_ for id_ in ids if id_ in self._row]
+        """Free what these requests hold; one that never started, or is named again, holds nothing."""
+        started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._row]
         self.cache.free(started)
         for id_ in started:
             row = self._row.pop(id_)
@@ -290,10 +304,17 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def warm_up(worker: Worker) -> None:
-    """Compile and load what the first steps would otherwise wait for: one prompt and one decode."""
+def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None:
+    """Compile and load what the first steps would otherwise wait for: a prompt and a decode, as far as it runs them.
+
+    All workers of a pipeline must call this together.
+    """
     request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
-    worker.start(request)
-    worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
-    worker.execute(Step(encode=(), decode=(-1,)))
+    if encode:
+        worker.start(request)
+        worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
+    else:
+        worker.adopt(request, 4)
+    if decode:
+        worker.execute(Step(encode=(), decode=(-1,)))
     worker.release([-1])

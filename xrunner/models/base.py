@@ -45,6 +45,7 @@ class Model(nn.Module):
         first_modules: what only the first stage of a pipeline needs.
         last_modules: what only its last stage needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and its last.
+        runs_decoder: whether it has a decoder to run; else it makes what a decoder elsewhere recalls of prompts.
         first_layers: the checkpoint's number of the first layer of each of our lists; 0 where it is not named.
     """
 
@@ -60,7 +61,7 @@ class Model(nn.Module):
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__()
         self.spec = spec
-        self.has_embedding = self.has_head = True
+        self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None

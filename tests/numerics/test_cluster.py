@@ -1,0 +1,214 @@
+"""Greedy tokens of worker processes over Gloo are those of one process: whatever the stages, lanes and policy.
+
+60 requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
+here; a few cases stand for all others, which take minutes.
+"""
+
+import numpy as np
+import pytest
+
+from xgpt.checkpoint import read_spec
+from xgpt.policies import LaneSettings, OneLane, Pool, TwoLane, TwoLaneSettings
+from xgpt.schema import Stage
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.executor import RemoteExecutor
+from xrunner.cluster.fleet import Fleet
+from xrunner.engine import Engine, Generation, SamplingParams
+from xrunner.worker import build_worker
+from xsimulator.events import replay
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+NUM_REQUESTS = 60
+RNG = np.random.default_rng(5)
+PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 30, NUM_REQUESTS)]
+OUTPUTS = [int(n) for n in RNG.integers(1, 16, NUM_REQUESTS)]
+CANCELLED = frozenset(range(7, NUM_REQUESTS, 11))
+
+ONE_LANE = {
+    "rra": {"mix": False, "encode_every": 3, "encode_tokens": 40.0, "carried_batch": 6.0, "decode_batch": 9.0},
+    "orca": {"mix": True, "max_batch": 10},
+    "chunked": {"mix": True, "token_budget": 24, "max_batch": 10},
+    "static": {"mix": False, "max_batch": 8, "refill_when_empty": True},
+}
+# Stages as (devices, share of the layers that ends here).
+PLACEMENTS = {
+    "tp2": [(2, 1.0)],
+    "pp2": [(1, 0.5), (1, 1.0)],
+    "tp2+1": [(2, 0.5), (1, 1.0)],
+    "1+tp2": [(1, 0.5), (2, 1.0)],
+    "pp3": [(1, 0.34), (1, 0.67), (1, 1.0)],
+}
+# Lanes of WAA, each as above.
+LANES = {
+    "1+1": ([(1, 1.0)], [(1, 1.0)]),
+    "1+2": ([(1, 1.0)], [(1, 0.5), (1, 1.0)]),
+    "2+1": ([(1, 0.5), (1, 1.0)], [(1, 1.0)]),
+    "tp2+1": ([(2, 1.0)], [(1, 1.0)]),
+    "1+tp2": ([(1, 1.0)], [(2, 1.0)]),
+}
+NAMES = {"opt": "opt-untied-odd", "llama": "llama-grouped", "t5": "t5-gated-untied"}
+
+
+def stages(spec, shares, lane="both", first_device=0):
+    made, begun, device = [], 0.0, first_device
+    for num_devices, end in shares:
+        layers = [(round(n * begun), round(n * end)) for n in (spec.num_encoder_layers, spec.num_layers)]
+        made.append(
+            Stage(
+                lane=lane,
+                devices=tuple(range(device, device + num_devices)),
+                encode_layers=layers[0] if spec.is_encoder_decoder and lane != "decode" else None,
+                decode_layers=layers[1],
+                tp=num_devices,
+                kv_blocks=NUM_BLOCKS,
+            )
+        )
+        begun, device = end, device + num_devices
+    return made
+
+
+def pool(**settings):
+    return Pool(NUM_BLOCKS, BLOCK_SIZE, **settings)
+
+
+def one_lane(kind, microbatches):
+    settings = LaneSettings(**ONE_LANE[kind], microbatches=microbatches)
+    return lambda: OneLane(settings, pool(hold_finished=kind == "static"))
+
+
+def two_lanes(spec, lanes):
+    settings = TwoLaneSettings(
+        encode_tokens=40.0,
+        encode_stages=len(lanes[0]),
+        encode_blocks=NUM_BLOCKS,
+        max_decode_batch=14,
+        decode_batch=8.0,
+        decode_microbatches=len(lanes[1]),
+        encoder_only=spec.is_encoder_decoder,
+    )
+    return lambda: TwoLane(settings, pool())
+
+
+def run(schedule, executor, sampling=None):
+    """Submit requests a few at a time, cancel some; returns tokens by request and the log."""
+    log = []
+    engine = Engine(schedule, executor, on_step=log.append)
+    tokens = {id_: [] for id_ in range(NUM_REQUESTS)}
+    ended, submitted = set(), 0
+    while submitted < NUM_REQUESTS or not engine.pool.is_idle:
+        for id_ in range(submitted, min(NUM_REQUESTS, submitted + 3)):
+            extra = {} if sampling is None else {"sampling": sampling}
+            engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_], **extra))
+            submitted = id_ + 1
+        for token in engine.step() or ():
+            tokens[token.id].append(token.token)
+            if token.finish:
+                ended.add(token.id)
+            elif token.id in CANCELLED and len(tokens[token.id]) == 2:
+                engine.cancel(token.id)
+    assert ended | CANCELLED == set(range(NUM_REQUESTS))
+    return tokens, log
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with Fleet(3) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Tokens of one process."""
+    made = {}
+
+    def make(family, sampling=None):
+        key = (family, sampling)
+        if key not in made:
+            directory, _ = checkpoint(NAMES[family])
+            worker = build_worker(
+                read_spec(directory), "float32", checkpoint=directory, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+            )
+            made[key], _ = run(one_lane("orca", 1)(), worker, sampling)
+        return made[key]
+
+    return make
+
+
+def check(fleet, directory, placed, schedule, expected, sampling=None):
+    deployment = Deployment(
+        model=read_spec(directory),
+        dtype="float32",
+        checkpoint=str(directory),
+        block_size=BLOCK_SIZE,
+        stages=tuple(placed),
+    )
+    executor = RemoteExecutor(fleet, deployment)
+    executor.deploy()
+    try:
+        tokens, log = run(schedule(), executor, sampling)
+    finally:
+        executor.close()
+    for id_ in range(NUM_REQUESTS):
+        count = len(tokens[id_])
+        assert tokens[id_] == expected[id_][:count], id_
+        assert id_ in CANCELLED or count == OUTPUTS[id_]
+    replayed = replay(schedule(), log)
+    assert [record[2:] for record in replayed] == [record[2:] for record in log]
+
+
+SINGLE = [
+    pytest.param(family, placement, kind, microbatches, id=f"{family}-{placement}-{kind}-{microbatches}", marks=marks)
+    for family in NAMES
+    for placement, degrees in PLACEMENTS.items()
+    for kind in ONE_LANE
+    for microbatches in sorted({1, len(degrees)})
+    for marks in [
+        ()
+        if (family, placement, kind, microbatches)
+        in {("opt", "tp2+1", "rra", 2), ("llama", "pp2", "chunked", 2), ("t5", "1+tp2", "orca", 2)}
+        else pytest.mark.long
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "placement", "kind", "microbatches"), SINGLE)
+def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatches):
+    directory, _ = checkpoint(NAMES[family])
+    placed = stages(read_spec(directory), PLACEMENTS[placement])
+    check(fleet, directory, placed, one_lane(kind, microbatches), alone(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "lanes"),
+    [
+        pytest.param(
+            family,
+            lanes,
+            id=f"{family}-{lanes}",
+            marks=() if (family, lanes) in {("llama", "1+tp2"), ("t5", "2+1")} else pytest.mark.long,
+        )
+        for family in NAMES
+        for lanes in LANES
+    ],
+)
+def test_two_lanes(fleet, checkpoint, alone, family, lanes):
+    directory, _ = checkpoint(NAMES[family])
+    spec = read_spec(directory)
+    encode, decode = LANES[lanes]
+    num_encode = sum(devices for devices, _ in encode)
+    placed = stages(spec, encode, "encode") + stages(spec, decode, "decode", num_encode)
+    check(fleet, directory, placed, two_lanes(spec, LANES[lanes]), alone(family))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [None, "1+tp2"])
+def test_drawn_tokens(fleet, checkpoint, alone, lanes):
+    sampling = SamplingParams(temperature=0.9, top_k=50, seed=3, frequency_penalty=0.4, logprobs=1)
+    directory, _ = checkpoint(NAMES["llama"])
+    spec = read_spec(directory)
+    placed, schedule = stages(spec, PLACEMENTS["tp2+1"]), one_lane("orca", 2)
+    if lanes is not None:
+        placed = stages(spec, LANES[lanes][0], "encode") + stages(spec, LANES[lanes][1], "decode", 1)
+        schedule = two_lanes(spec, LANES[lanes])
+    check(fleet, directory, placed, schedule, alone("llama", sampling), sampling)

@@ -1,0 +1,61 @@
+"""What starts the workers of one machine, and starts them anew when one dies: torch's elastic launcher.
+
+Run as a process of its own, because the launcher wants a main thread for signals and ends with its workers. It ends
+when its standard input does, that is, when whoever has started it ends, however that comes about.
+
+Workers are forked off a server that has imported all they need, so that starting them anew takes no second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from xrunner.cluster.agent_settings import AgentSettings
+from xrunner.cluster.process import Settings, main
+
+MAX_RESTARTS = 10**6
+"""The engine counts restarts; the launcher must not."""
+SHUTDOWN_S = 1
+"""From SIGTERM to SIGKILL: a worker has nothing to tidy up."""
+
+
+def run() -> None:
+    settings = msgspec.json.decode(sys.stdin.readline(), type=AgentSettings)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    logging.disable(logging.CRITICAL)  # the launcher would report every restart and its own end at length
+    multiprocessing.set_forkserver_preload(["xrunner.cluster.process"])
+    config = LaunchConfig(
+        min_nodes=settings.num_nodes,
+        max_nodes=settings.num_nodes,
+        nproc_per_node=settings.num_workers,
+        run_id=settings.run,
+        rdzv_backend="c10d",
+        rdzv_endpoint=settings.rendezvous,
+        max_restarts=MAX_RESTARTS,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        local_addr=settings.host,
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    told = Settings(settings.engine, settings.secret, settings.host, settings.first_device)
+    with contextlib.suppress(SignalException):
+        elastic_launch(config, main)(told)
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    run()

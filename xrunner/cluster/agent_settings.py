@@ -1,0 +1,41 @@
+"""What an agent is told, and how it is started; apart from `agent`, which imports the launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """One line of JSON on an agent's standard input.
+
+    Attributes:
+        num_workers: on this machine.
+        num_nodes: machines that the replica's workers are on.
+        rendezvous: address and port at which all machines meet.
+        run: names the replica among those that meet there.
+        engine, secret, host, first_device: see `process.Settings`.
+    """
+
+    num_workers: int
+    num_nodes: int
+    rendezvous: str
+    run: str
+    engine: str
+    secret: bytes
+    host: str
+    first_device: int = 0
+
+
+def start_agent(settings: AgentSettings) -> subprocess.Popen[bytes]:
+    """An agent with its settings told. It ends, and all of its workers with it, when its input is closed."""
+    # Workers that are killed leave a semaphore behind, which the launcher's tracker removes, but complains of.
+    quiet = os.environ | {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+    agent = subprocess.Popen([sys.executable, "-m", "xrunner.cluster.agent"], stdin=subprocess.PIPE, env=quiet)
+    assert agent.stdin is not None
+    agent.stdin.write(msgspec.json.encode(settings) + b"\n")
+    agent.stdin.flush()
+    return agent

@@ -1,0 +1,120 @@
+"""Which worker of a replica holds what, and whom it talks to. Worked out alike by everyone, from the plan alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from xgpt.schema import DType, Frozen, ModelSpec, Plan, Stage
+from xrunner.parallel import Part
+
+
+class Deployment(Frozen):
+    """One replica: a model in stages. Workers are numbered as the devices of the first replica are."""
+
+    model: ModelSpec
+    dtype: DType
+    checkpoint: str | None = None
+    seed: int = 0
+    block_size: PositiveInt = 16
+    stages: tuple[Stage, ...]
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: str | None = None
+    """Of attention; None: the fastest."""
+    threads: PositiveInt | None = None
+    """CPU threads of each worker; None: one."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(
+            model=plan.model,
+            dtype=plan.dtype,
+            checkpoint=plan.checkpoint,
+            seed=plan.seed,
+            block_size=plan.block_size,
+            stages=plan.stages,
+            device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+            threads=plan.profile.num_threads,
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        devices = [device for stage in self.stages for device in stage.devices]
+        if sorted(devices) != list(range(len(devices))):
+            raise ValueError(f"stages: devices {devices} must be 0 to {len(devices) - 1}, each once")
+        for stage in self.stages:
+            if stage.tp != len(stage.devices):
+                raise ValueError(f"stages: tp {stage.tp} must be the number of the stage's devices {stage.devices}")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        return sum(len(stage.devices) for stage in self.stages)
+
+    def seat(self, worker: int) -> Seat:
+        """A worker's place.
+
+        Raises:
+            InputError: the model's heads cannot be shared out among the stage's devices.
+        """
+        number = next(i for i, stage in enumerate(self.stages) if worker in stage.devices)
+        stage = self.stages[number]
+        lane = [other for other in self.stages if other.lane == stage.lane]
+        at = lane.index(stage)
+        rank = stage.devices.index(worker)
+        before = lane[at - 1].devices if at else ()
+        behind = lane[at + 1].devices if at + 1 < len(lane) else ()
+        is_leader = rank == 0
+        part = Part(
+            self.model,
+            stage.decode_layers,
+            stage.encode_layers or (0, 0),
+            is_first=not at,
+            is_last=at == len(lane) - 1,
+            rank=rank,
+            degree=stage.tp,
+            runs_decoder=not (self.model.is_encoder_decoder and stage.lane == "encode"),
+        )
+        return Seat(
+            number=number,
+            part=part,
+            kv_blocks=stage.kv_blocks,
+            receives_from=before[rank % len(before)] if before else None,
+            sends_to=tuple(other for i, other in enumerate(behind) if i % stage.tp == rank),
+            last=lane[-1].devices[0],
+            recallers=tuple(device for other in lane[:-1] for device in other.devices),
+            hands_on_to=((*stage.devices[1:], *behind[:1]) if is_leader else ()),
+            answers=is_leader and part.is_last,
+        )
+
+    def lane(self, name: str) -> tuple[Stage, ...]:
+        """The stages of a lane, in order; "both" is the only one where there is one."""
+        return tuple(stage for stage in self.stages if stage.lane == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker's place in its replica; others by their numbers.
+
+    Attributes:
+        number: of its stage.
+        part: what it holds of the model.
+        receives_from: who sends it hidden states; None: it is in its lane's first stage.
+        sends_to: who waits for its hidden states.
+        last: the first rank of its lane's last stage, which hands out what an encoder has read.
+        recallers: who is given that.
+        hands_on_to: who gets control messages from it.
+        answers: it tells the engine when a step has ended.
+    """
+
+    number: int
+    part: Part
+    kv_blocks: int
+    receives_from: int | None
+    sends_to: tuple[int, ...]
+    last: int
+    recallers: tuple[int, ...]
+    hands_on_to: tuple[int, ...]
+    answers: bool

@@ -1,0 +1,149 @@
+"""A replica's workers as one executor: steps go out to the first stage of their lane, ends come back from its last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import zmq
+
+from xgpt.policies import Step
+from xrunner.cluster import messages as m
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.sockets import Sockets
+from xrunner.engine import Generation, Logprobs
+
+CHECK_MS = 100
+"""How often it looks, while it waits, whether a worker is lost."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a lane's next message carries."""
+
+    release: list[int]
+    begin: list[m.Beginning]
+
+
+class RemoteExecutor:
+    """`engine.Executor` over the workers of a fleet. Belongs to one thread.
+
+    Raises:
+        WorkerLost: from `deploy` and `collect`; deploy anew after `Fleet.restart`.
+    """
+
+    def __init__(self, fleet: Fleet, deployment: Deployment) -> None:
+        self.logprobs: dict[int, Logprobs] = {}
+        self._fleet = fleet
+        self._deployment = deployment
+        self._lanes: tuple[str, ...] = tuple(dict.fromkeys(stage.lane for stage in deployment.stages))
+        self._num_decode_workers = sum(len(stage.devices) for stage in deployment.lane("decode"))
+        spec = deployment.model
+        self._decoder_start = (spec.bos_token_id or 0) if spec.is_encoder_decoder else None
+        self._sockets: Sockets | None = None
+
+    def deploy(self) -> dict[int, float]:
+        """Have the workers build their parts, with nobody in them. Returns seconds by worker."""
+        self.close()
+        self._sockets = sockets = Sockets(self._fleet.secret, self._fleet.host)
+        self._answers, endpoint = sockets.bind(zmq.PULL)
+        seconds = self._fleet.deploy(self._deployment, endpoint)
+        members = self._fleet.members
+        self._first = {
+            lane: sockets.connect(zmq.PUSH, members[self._deployment.lane(lane)[0].devices[0]].hello.inbox)
+            for lane in self._lanes
+        }
+        self._pending = {lane: _Pending([], []) for lane in self._lanes}
+        self._under_way: dict[int, Step] = {}
+        self._moved: dict[int, int] = {}
+        """Transfers by how many workers have received theirs."""
+        self._number = 0
+        self._generations: dict[int, Generation] = {}
+        self._last: dict[int, int] = {}
+        """The token that each request generated last."""
+        self.control_bytes = 0
+        return seconds
+
+    def close(self) -> None:
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
+
+    def start(self, generation: Generation) -> None:
+        self._generations[generation.id] = generation
+        self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation))
+
+    def release(self, ids: Collection[int]) -> None:
+        for pending in self._pending.values():
+            pending.release.extend(ids)
+        for id_ in ids:
+            self._generations.pop(id_, None)
+            self._last.pop(id_, None)
+
+    def begin(self, step: Step) -> None:
+        self._number += 1
+        self._under_way[self._number] = step
+        if step.lane == "transfer":
+            self._begin_transfer(step)
+            return
+        pending = self._take(step.lane)
+        tokens = [self._last[id_] for id_ in step.decode]
+        self._send(step.lane, m.Work(self._number, *pending, list(step.encode), list(step.decode), tokens))
+
+    def collect(self) -> tuple[Step, dict[int, int]]:
+        while True:
+            self._fleet.check()
+            if not self._answers.poll(CHECK_MS):
+                continue
+            match m.decode_answer(self._answers.recv()):
+                case m.Done() as done:
+                    return self._end(done)
+                case m.Moved(number):
+                    self._moved[number] = self._moved.get(number, 0) + 1
+                    if self._moved[number] == self._num_decode_workers:
+                        return self._end_transfer(number)
+
+    def _begin_transfer(self, step: Step) -> None:
+        """The encode lane sends, the decode lane sets blocks aside and receives."""
+        begin = []
+        for id_ in step.transfer:
+            generation = self._generations[id_]
+            cached = len(generation.prompt)
+            if self._decoder_start is None:  # the sampler must know of the token that encoding has made
+                prompt = (*generation.prompt, self._last[id_])
+                generation = replace(generation, prompt=prompt, num_resumed=generation.num_resumed + 1)
+            begin.append(m.Beginning.of(generation, cached))
+        for lane in self._lanes:
+            released, _ = self._take(lane, begin=False)
+            self._send(lane, m.Transfer(self._number, released, begin))
+
+    def _end(self, done: m.Done) -> tuple[Step, dict[int, int]]:
+        step = self._under_way.pop(done.number)
+        self.logprobs = done.logprobs
+        tokens = dict(zip(done.ids, done.tokens, strict=True))
+        self._last |= {id_: token for id_, token in tokens.items() if id_ in self._generations}
+        if self._decoder_start is not None and step.lane == "encode":
+            self._last |= dict.fromkeys((chunk.id for chunk in step.encode), self._decoder_start)
+        return step, tokens
+
+    def _end_transfer(self, number: int) -> tuple[Step, dict[int, int]]:
+        step = self._under_way.pop(number)
+        del self._moved[number]
+        self._pending["encode"].release.extend(step.transfer)
+        self.logprobs = {}
+        return step, {}
+
+    def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
+        """What is pending for a lane, no longer so."""
+        pending = self._pending[lane]
+        taken = pending.release, pending.begin if begin else []
+        pending.release = []
+        if begin:
+            pending.begin = []
+        return taken
+
+    def _send(self, lane: str, message: m.Work | m.Transfer) -> None:
+        content = m.encode(message)
+        self.control_bytes += len(content)
+        self._first[lane].send(content)

@@ -1,0 +1,139 @@
+"""What the engine and its workers tell each other. msgspec over the wire: nothing in a message can run."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from xrunner.engine import Generation, Logprobs, SamplingParams
+
+T = TypeVar("T")
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+# From the engine ---------------------------------------------------------------------------------------------
+
+
+class Deploy(_Message):
+    """Build your part; hand on control messages to these endpoints, and tell this one how steps end."""
+
+    deployment: bytes
+    hands_on_to: list[str]
+    answers_to: str
+
+
+class Beginning(_Message):
+    """A request whose K/V blocks are to be set aside (`engine.Generation`)."""
+
+    id: int
+    prompt: list[int]
+    max_output: int
+    sampling: list[Any]
+    num_resumed: int
+    cached: int = 0
+    """Tokens whose K/V will be received from the encode lane; the token behind them, if any, is decoded next."""
+
+    @classmethod
+    def of(cls, generation: Generation, cached: int = 0) -> Beginning:
+        sampling = generation.sampling
+        return cls(
+            generation.id,
+            list(generation.prompt),
+            generation.max_output,
+            [getattr(sampling, name) for name in SamplingParams.__slots__],
+            generation.num_resumed,
+            cached,
+        )
+
+    def generation(self) -> Generation:
+        return Generation(
+            self.id,
+            tuple(self.prompt),
+            self.max_output,
+            sampling=SamplingParams(*self.sampling),
+            num_resumed=self.num_resumed,
+        )
+
+
+class Work(_Message):
+    """Release, begin, then execute a step (`policies.Step`); `tokens` are what the decoding ones generated last."""
+
+    number: int
+    release: list[int]
+    begin: list[Beginning]
+    encode: list[tuple[int, int, int]]
+    decode: list[int]
+    tokens: list[int]
+
+
+class Transfer(_Message):
+    """Send these requests' K/V, or receive it."""
+
+    number: int
+    release: list[int]
+    begin: list[Beginning]
+
+
+class Stop(_Message):
+    """End."""
+
+
+# From a worker -----------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """A worker has started. `epoch` is common to all that were started together, and grows from time to time."""
+
+    worker: int
+    epoch: int
+    node: str
+    pid: int
+    inbox: str
+
+
+class Loaded(_Message):
+    """Its part is built; or, with an error and its exit code, cannot be."""
+
+    worker: int
+    seconds: float
+    error: str = ""
+    exit_code: int = 0
+
+
+class Alive(_Message):
+    """Sent now and then, with the bytes that the worker has sent so far."""
+
+    worker: int
+    epoch: int
+    control_bytes: int
+    tensor_bytes: int
+
+
+class Done(_Message):
+    """A step has ended, with these tokens."""
+
+    number: int
+    ids: list[int]
+    tokens: list[int]
+    logprobs: dict[int, Logprobs]
+
+
+class Moved(_Message):
+    """A decode worker has received what a transfer brings it."""
+
+    number: int
+    worker: int
+
+
+ToWorker = Deploy | Work | Transfer | Stop
+ToEngine = Hello | Loaded | Alive
+Answer = Done | Moved
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -1,0 +1,84 @@
+"""The two ends of K/V transfers, each in a thread beside the one that computes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.tensors import Traffic
+from xrunner.kv_cache import KvCache
+from xrunner.transfer import CachePart, Piece, pieces
+
+
+class Order(NamedTuple):
+    """Move the K/V of these requests, which lies, or shall lie, in these blocks."""
+
+    number: int
+    blocks: list[int]
+
+
+class Mover(threading.Thread):
+    """Moves what it is told to, one transfer after the other.
+
+    Args:
+        group: all workers of the replica, and nobody else's to use: it must not wait for what stages send each other.
+        moved: to be called, in this thread, when a transfer has come to an end here.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        deployment: Deployment,
+        worker: int,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        moved: Callable[[int], None],
+    ) -> None:
+        super().__init__(name="K/V transfer", daemon=True)
+        self._worker = worker
+        self._part = CachePart(cache, deployment.seat(worker).part)
+        self._group = group
+        self._traffic = traffic
+        self._moved = moved
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        lanes = (
+            {device: deployment.seat(device).part for stage in deployment.lane(lane) for device in stage.devices}
+            for lane in ("encode", "decode")
+        )
+        self._pieces = [piece for piece in pieces(*lanes) if worker in (piece.sender, piece.receiver)]
+
+    def move(self, order: Order) -> None:
+        """Move this behind all else; returns at once."""
+        self._orders.put(order)
+
+    def stop(self) -> None:
+        """End once all that was ordered is done."""
+        self._orders.put(None)
+
+    def run(self) -> None:
+        try:
+            while (order := self._orders.get()) is not None:
+                for piece in self._pieces:
+                    (self._send if piece.sender == self._worker else self._receive)(piece, order.blocks)
+                self._moved(order.number)
+        except Exception as error:
+            # A thread's end would be noticed by nobody, a process's is.
+            print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _send(self, piece: Piece, blocks: list[int]) -> None:
+        contents = self._part.read(piece, blocks)
+        self._traffic.count(contents)
+        dist.send(contents, piece.receiver, group=self._group)
+
+    def _receive(self, piece: Piece, blocks: list[int]) -> None:
+        contents = self._part.empty(piece, len(blocks))
+        dist.recv(contents, piece.sender, group=self._group)
+        self._part.write(piece, blocks, contents)

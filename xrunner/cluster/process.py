@@ -1,0 +1,252 @@
+"""What a worker runs: it hands on control messages in one thread, and executes them in another."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from xgpt.errors import XgptError
+from xgpt.policies import Chunk, Step
+from xrunner.cluster import messages as m
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.movers import Mover, Order
+from xrunner.cluster.sockets import Secret, Sockets
+from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
+from xrunner.weights import DTYPES
+from xrunner.worker import Worker, build_worker, warm_up
+
+ALIVE_S = 0.5
+"""How often a worker says that it is alive."""
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a worker is started with.
+
+    Attributes:
+        engine: the endpoint at which the engine's process listens to its workers.
+        secret: the private key that all share.
+        host: address of the interface to listen on.
+        first_device: number of the first device on this machine that the replica has.
+    """
+
+    engine: str
+    secret: bytes
+    host: str
+    first_device: int = 0
+
+
+def main(settings: Settings) -> None:
+    """Run until told to stop. Started by torch's elastic launcher, which sets the environment."""
+    die_with_parent()
+    worker = int(os.environ["RANK"])
+    traffic = Traffic()
+    orders: SimpleQueue[m.ToWorker] = SimpleQueue()
+    dist.init_process_group(_backend())
+    control = ControlPlane(settings, worker, _epoch(), orders, traffic)
+    control.start()
+    try:
+        Executing(settings, worker, orders, traffic).run()
+    except Exception as error:
+        # The launcher reports that we died; why, only we know.
+        print(f"worker {worker} has failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("XGPT_DEBUG"):
+            raise
+        os._exit(1)
+    # Peers may still be receiving what we have sent last; the engine stops all at once, so nobody waits for an end.
+    os._exit(0)
+
+
+def _epoch() -> int:
+    """A number that all who have started together have in common: the first one's clock."""
+    epoch = torch.tensor(time.time_ns())
+    dist.broadcast(epoch, 0)
+    return int(epoch)
+
+
+def _backend() -> str:
+    """Gloo alone where several workers share a GPU, which NCCL does not do."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cpu:gloo,cuda:nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, where that is Linux."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class ControlPlane(threading.Thread):
+    """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive."""
+
+    def __init__(
+        self, settings: Settings, worker: int, epoch: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic
+    ) -> None:
+        super().__init__(name="control", daemon=True)
+        self._settings = settings
+        self._worker = worker
+        self._epoch = epoch
+        self._orders = orders
+        self._traffic = traffic
+
+    def run(self) -> None:
+        sockets = Sockets(Secret.of(self._settings.secret), self._settings.host)
+        engine = sockets.connect(zmq.DEALER, self._settings.engine, str(self._worker).encode())
+        inbox, endpoint = sockets.bind(zmq.PULL)
+        peers: list[zmq.Socket[bytes]] = []
+        engine.send(m.encode(m.Hello(self._worker, self._epoch, socket.gethostname(), os.getpid(), endpoint)))
+        poller = zmq.Poller()
+        poller.register(engine, zmq.POLLIN)
+        poller.register(inbox, zmq.POLLIN)
+        next_alive = 0.0
+        while True:
+            if (now := time.monotonic()) >= next_alive:
+                sent = self._traffic
+                engine.send(m.encode(m.Alive(self._worker, self._epoch, sent.control_bytes, sent.tensor_bytes)))
+                next_alive = now + ALIVE_S
+            ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
+            if inbox in ready:
+                order = inbox.recv()
+                for peer in peers:
+                    peer.send(order)
+                self._traffic.control_bytes += len(order) * len(peers)
+                self._orders.put(m.decode_to_worker(order))
+            if engine in ready:
+                message = m.decode_to_worker(engine.recv())
+                if isinstance(message, m.Deploy):
+                    for peer in peers:
+                        peer.close()
+                    peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.hands_on_to]
+                self._orders.put(message)
+
+
+class Executing:
+    """Executes orders one after the other, in the order in which all workers of a lane get them."""
+
+    def __init__(self, settings: Settings, worker: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+        self._number = worker
+        self._orders = orders
+        self._traffic = traffic
+        self._device_index = settings.first_device + int(os.environ["LOCAL_RANK"])
+        sockets = Sockets(Secret.of(settings.secret), settings.host)
+        self._sockets = sockets
+        self._engine = sockets.connect(zmq.DEALER, settings.engine)
+        self._answers: zmq.Socket[bytes] | None = None
+        self._worker: Worker | None = None
+        self._is_answering = False
+        self._lane = "both"
+        self._mover: Mover | None = None
+
+    def run(self) -> None:
+        while True:
+            match self._orders.get():
+                case m.Work() as work:
+                    self._execute(work)
+                case m.Transfer() as transfer:
+                    self._transfer(transfer)
+                case m.Deploy() as order:
+                    self._deploy(order)
+                case m.Stop():
+                    return
+
+    def _deploy(self, order: m.Deploy) -> None:
+        started = time.perf_counter()
+        try:
+            self._build(Deployment.model_validate_json(order.deployment), order.answers_to)
+        except XgptError as error:
+            self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
+            return
+        self._engine.send(m.encode(m.Loaded(self._number, time.perf_counter() - started)))
+
+    def _build(self, deployment: Deployment, answers_to: str) -> None:
+        self._clear()
+        group = stage_groups(deployment, self._number, self._traffic)
+        transfers = dist.new_group(backend="gloo") if deployment.lane("decode") else None
+        if self._number >= deployment.num_workers:
+            return  # nothing to do this time
+        seat = deployment.seat(self._number)
+        device: str = deployment.device
+        if device == "cuda" and torch.cuda.is_available():
+            device = f"cuda:{self._device_index % torch.cuda.device_count()}"
+            torch.cuda.set_device(device)
+        pipe = RankPipe(seat, deployment.model.hidden_size, DTYPES[deployment.dtype], device, self._traffic)
+        self._worker = build_worker(
+            deployment.model,
+            deployment.dtype,
+            checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
+            seed=deployment.seed,
+            num_blocks=seat.kv_blocks,
+            block_size=deployment.block_size,
+            backend=deployment.backend,
+            device=device,
+            threads=deployment.threads or 1,
+            part=seat.part,
+            group=group,
+            pipe=pipe,
+        )
+        self._answers = self._sockets.connect(zmq.PUSH, answers_to)
+        self._is_answering = seat.answers
+        self._lane = deployment.stages[seat.number].lane
+        if transfers is not None:
+            moved = self._tell_moved(answers_to) if self._lane == "decode" else lambda number: None
+            self._mover = Mover(self._worker.cache, deployment, self._number, transfers, self._traffic, moved)
+            self._mover.start()
+        warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
+
+    def _clear(self) -> None:
+        """Give up what was deployed before: its memory is needed."""
+        if self._mover is not None:
+            self._mover.stop()
+            self._mover.join()
+        if self._answers is not None:
+            self._answers.close()
+        self._mover = self._answers = self._worker = None
+
+    def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
+        """A socket of the transfer thread's own."""
+        answers = self._sockets.connect(zmq.PUSH, answers_to)
+        return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
+
+    def _execute(self, work: m.Work) -> None:
+        worker = self._worker
+        assert worker is not None
+        worker.release(work.release)
+        for beginning in work.begin:
+            worker.start(beginning.generation())
+        worker.tell(work.decode, work.tokens)
+        step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode))
+        tokens = worker.execute(step)
+        if self._is_answering:
+            done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs)
+            self._answer(m.encode(done))
+
+    def _transfer(self, transfer: m.Transfer) -> None:
+        worker, mover = self._worker, self._mover
+        assert worker is not None and mover is not None
+        worker.release(transfer.release)
+        if self._lane == "decode":
+            for beginning in transfer.begin:
+                worker.adopt(beginning.generation(), beginning.cached)
+        blocks = [block for beginning in transfer.begin for block in worker.cache.blocks_of(beginning.id)]
+        mover.move(Order(transfer.number, blocks))
+
+    def _answer(self, answer: bytes) -> None:
+        assert self._answers is not None
+        self._traffic.control_bytes += len(answer)
+        self._answers.send(answer)

@@ -1,0 +1,93 @@
+"""Sockets of the control plane: encrypted with a secret that all sides share, and bound to one named interface."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+from xgpt.errors import MachineError
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A CurveZMQ key pair that everyone of a cluster has. Who does not know even the public key is not answered."""
+
+    public: bytes
+    private: bytes
+
+    @classmethod
+    def new(cls) -> Secret:
+        return cls(*zmq.curve_keypair())
+
+    @classmethod
+    def of(cls, private: bytes) -> Secret:
+        return cls(zmq.curve_public(private), private)
+
+    @classmethod
+    def from_passphrase(cls, passphrase: str) -> Secret:
+        """The same on every machine that is given the same words."""
+        return cls.of(z85.encode(hashlib.sha256(passphrase.encode()).digest()))
+
+
+class Sockets:
+    """Opens sockets that share a secret, and closes them all. Belongs to one thread.
+
+    Args:
+        host: the address of the interface to bind to.
+    """
+
+    def __init__(self, secret: Secret, host: str) -> None:
+        self._context = zmq.Context()
+        self._secret = secret
+        self._host = host
+        self._opened: list[zmq.Socket[bytes]] = []
+
+    def bind(self, kind: int, port: int | None = None) -> tuple[zmq.Socket[bytes], str]:
+        """A socket and its endpoint; on any free port where none is given.
+
+        Raises:
+            MachineError: the interface is not here, or the port is taken.
+        """
+        opened = self._open(kind)
+        opened.curve_server = True
+        address = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            if port is None:
+                port = opened.bind_to_random_port(f"tcp://{address}")
+            else:
+                opened.bind(f"tcp://{address}:{port}")
+        except zmq.ZMQError as error:
+            raise MachineError(f"cannot bind a control socket to {self._host}:{port or '*'}: {error}") from None
+        return opened, f"tcp://{address}:{port}"
+
+    def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.Socket[bytes]:
+        opened = self._open(kind)
+        opened.curve_serverkey = self._secret.public
+        if identity:
+            opened.identity = identity
+        opened.connect(endpoint)
+        return opened
+
+    def close(self) -> None:
+        """Close all at once; what is still to be sent is dropped."""
+        self._context.destroy(linger=0)
+
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
+        opened: zmq.Socket[bytes] = self._context.socket(kind)
+        opened.linger = 0
+        opened.ipv6 = ":" in self._host
+        opened.sndhwm = opened.rcvhwm = 0  # messages are never dropped: a step that is lost is lost for good
+        opened.curve_publickey, opened.curve_secretkey = self._secret.public, self._secret.private
+        self._opened.append(opened)
+        return opened
+
+
+def free_port(host: str) -> int:
+    """A port that was free just now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as opened:
+        opened.bind((host, 0))
+        return int(opened.getsockname()[1])

@@ -1,0 +1,100 @@
+"""The tensor plane: what ranks of a stage add up, and what stages hand on, over torch.distributed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xrunner.cluster.deployment import Deployment, Seat
+
+MAX_UNDER_WAY = 8
+"""Tensors that are sent before the oldest must have arrived: more than the micro-batches of a pipeline use."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that this worker has sent."""
+
+    tensor_bytes: int = 0
+    control_bytes: int = 0
+
+    def count(self, tensor: Tensor, copies: int = 1) -> None:
+        self.tensor_bytes += copies * tensor.numel() * tensor.element_size()
+
+
+@dataclass
+class RankGroup:
+    """`parallel.Group` over a process group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    degree: int
+    traffic: Traffic
+
+    def add_up(self, x: Tensor) -> Tensor:
+        self.traffic.count(x)
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.traffic.count(x)
+        gathered = [torch.empty_like(x) for _ in range(self.degree)]
+        dist.all_gather(gathered, x, group=self.group)
+        return gathered
+
+
+@dataclass
+class RankPipe:
+    """`stage.Pipe` between workers."""
+
+    seat: Seat
+    hidden_size: int
+    dtype: torch.dtype
+    device: str
+    traffic: Traffic
+    _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    """What must stay as it is until it has arrived."""
+
+    def receive(self, num_rows: int) -> Tensor:
+        assert self.seat.receives_from is not None
+        return self._receive(self.seat.receives_from, num_rows)
+
+    def send(self, hidden: Tensor) -> None:
+        self._send(hidden, self.seat.sends_to)
+
+    def send_to_all(self, memory: Tensor) -> None:
+        if self.seat.part.rank == 0:
+            self._send(memory, self.seat.recallers)
+
+    def receive_from_last(self, num_rows: int) -> Tensor:
+        return self._receive(self.seat.last, num_rows)
+
+    def _receive(self, worker: int, num_rows: int) -> Tensor:
+        received = torch.empty(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        dist.recv(received, worker)
+        return received
+
+    def _send(self, tensor: Tensor, workers: tuple[int, ...]) -> None:
+        tensor = tensor.contiguous()
+        self.traffic.count(tensor, len(workers))
+        for worker in workers:
+            work = dist.isend(tensor, worker)
+            assert work is not None
+            self._under_way.append((work, tensor))
+        while len(self._under_way) > MAX_UNDER_WAY:
+            self._under_way.popleft()[0].wait()
+
+
+def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
+    """The group of this worker's stage, where it has company. All workers must call this together."""
+    own = None
+    for stage in deployment.stages:
+        if stage.tp > 1:
+            group = dist.new_group(list(stage.devices))
+            if worker in stage.devices:
+                own = RankGroup(group, stage.devices.index(worker), stage.tp, traffic)
+    return own
