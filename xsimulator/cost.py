@@ -11,7 +11,9 @@ below the first and along the last segment beyond the last. Source: ExeGPT sec. 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +49,16 @@ class Line:
         x = np.asarray(x, float)
         inside = np.interp(x, self.points, self.values)
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
+
+    def at(self, x: float) -> float:
+        """The value at one point, without numpy's overhead."""
+        points, values = self._lists
+        i = min(max(bisect_right(points, x) - 1, 0), len(points) - 2)
+        return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
+
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float]]:
+        return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
         """The sum, exact: both functions are linear between the union of their points."""
@@ -93,6 +105,20 @@ class Grid:
         high = s[i + 1, j] + v * (s[i + 1, j + 1] - s[i + 1, j])
         return np.maximum(low + u * (high - low), 0.0)
 
+    def at(self, batch: float, length: float) -> float:
+        """The value at one point, without numpy's overhead."""
+        batches, lengths, seconds = self._lists
+        i = min(max(bisect_right(batches, batch) - 1, 0), len(batches) - 2)
+        j = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
+        v = (length - lengths[j]) / (lengths[j + 1] - lengths[j])
+        low = seconds[i][j] + v * (seconds[i][j + 1] - seconds[i][j])
+        high = seconds[i + 1][j] + v * (seconds[i + 1][j + 1] - seconds[i + 1][j])
+        return max(low + (batch - batches[i]) / (batches[i + 1] - batches[i]) * (high - low), 0.0)
+
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float], list[list[float]]]:
+        return self.batches.tolist(), self.lengths.tolist(), self.seconds.tolist()
+
     def per_request(self, batch: float) -> Line:
         """Seconds of one request against its length, within a batch of that many."""
         batch = max(batch, 1.0)
@@ -117,6 +143,7 @@ class CostModel:
                 "model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one"
             )
         layer = profile.layer(tp_degree)
+        self.spec, self.profile, self.tp_degree = spec, profile, tp_degree
         self.num_layers = spec.num_layers
         self.tokens = Line.of(layer.rest).scaled(spec.num_layers) + Line.of(profile.embedding)
         self.head = Line.of(profile.head_of(tp_degree))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from xgpt.policies import Request, Schedule, Step
 from xgpt.schema import Lane
 from xgpt.schema.step_log import Arrival, StepRecord
-from xsimulator.cost import CostModel
 
 
 class SimulatedRequest(NamedTuple):
@@ -143,20 +142,6 @@ class _Journal:
             number,
             settled,
         )
-
-
-def cost_clock(cost: CostModel, schedule: Schedule) -> StepClock:
-    """A clock that takes each step's time from a cost model: one device, one step at a time."""
-
-    def end_ns(start_ns: int, step: Step) -> int:
-        running = schedule.pool.running
-        ended = set(schedule.encoded(step))
-        encode = [(start, start + length, int(id_ in ended)) for id_, start, length in step.encode]
-        contexts = [running[id_].context for id_ in step.decode]
-        sampled = len(contexts) + len(ended)
-        return start_ns + max(1, round(cost.step(encode, contexts, sampled) * 1e9))
-
-    return end_ns
 
 
 def replay(schedule: Schedule, log: Sequence[StepRecord]) -> list[StepRecord]:

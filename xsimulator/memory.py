@@ -6,8 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import BYTES_PER_ELEMENT, ClusterSpec, DType, KvPromise, ModelSpec
+from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ClusterSpec, DType, KvPromise, ModelSpec
+from xsimulator.cost import Array
 from xsimulator.lengths import Lengths
+from xsimulator.placement import Lane
 
 WORKSPACE_BYTES = 256 * 2**20
 """Buffers of libraries and of the engine itself, beside activations."""
@@ -36,6 +38,63 @@ def kv_blocks(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, block_size: i
             binding="memory",
         )
     return blocks
+
+
+class LaneMemory:
+    """Memory of the devices of one lane's stages.
+
+    Every stage keeps its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. Arrays
+    have an entry for each stage; the devices of its group hold the same.
+
+    Raises:
+        InfeasibleError: not even the weights fit on some stage.
+    """
+
+    def __init__(self, spec: ModelSpec, cluster: ClusterSpec, dtype: DType, lane: Lane, block_size: int) -> None:
+        size = BYTES_PER_ELEMENT[dtype]
+        self.lane = lane
+        self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
+        tp = np.asarray([stage.tp for stage in lane], float)
+        decoder = np.asarray([stage.decoder_layers for stage in lane], float)
+        encoder = np.asarray([stage.encoder_layers for stage in lane], float)
+        table = spec.vocab_size * spec.hidden_size
+        # A tied matrix stands on both ends of a pipeline, and once where they are one stage.
+        tables = [
+            float(stage.embeds or (stage.heads and spec.tie_embeddings))
+            if spec.tie_embeddings
+            else float(stage.embeds) + float(stage.heads)
+            for stage in lane
+        ]
+        params = decoder * spec.decoder_layer_params + encoder * spec.encoder_layer_params + np.asarray(tables) * table
+        self.weight_bytes: Array = params * size / tp
+        """Of one device of each stage."""
+        heads = np.maximum(spec.num_kv_heads / tp, 1.0)
+        self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * size
+        self._activation_bytes = activation_bytes_per_token(spec, dtype)
+        self.fixed_bytes: Array = self.weight_bytes + WORKSPACE_BYTES
+        worst = int(np.argmax(self.fixed_bytes))
+        if self.fixed_bytes[worst] >= self._usable:
+            needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
+            raise InfeasibleError(
+                f"memory: {spec.name} needs {needed:.1f} GiB in {dtype} on a device of stage {worst} before any K/V, "
+                f"{cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
+                nearest_bound_s=None,
+                binding="memory",
+            )
+
+    def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
+        """K/V blocks that every stage has beside the activations of a step of so many tokens. # [n] -> [n]"""
+        at_once = np.minimum(np.atleast_1d(np.asarray(step_tokens, float)), SLICE_TOKENS)
+        free = self._usable - self.fixed_bytes[:, None] - at_once * self._activation_bytes
+        with np.errstate(divide="ignore"):
+            blocks = np.where(self._block_bytes[:, None] > 0, free / self._block_bytes[:, None], np.inf)
+        return np.floor(np.maximum(blocks.min(axis=0), 0.0))
+
+    def device_bytes(self, blocks: float, step_tokens: float) -> tuple[int, ...]:
+        """Bytes in use on each device, stage by stage, with so many K/V blocks and the largest step's activations."""
+        activations = min(step_tokens, SLICE_TOKENS) * self._activation_bytes
+        by_stage = self.fixed_bytes + activations + blocks * self._block_bytes
+        return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
 
 
 def capacity(

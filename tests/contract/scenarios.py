@@ -25,8 +25,9 @@ from xprofiler import analytic
 from xscheduler.schedule import Problem
 from xscheduler.space import Settings
 from xsimulator.analytic import OneLaneModel
+from xsimulator.clock import LaneClock
 from xsimulator.cost import CostModel
-from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
+from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
 
@@ -62,7 +63,7 @@ def simulate(
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
     schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
-    log = SimulatedEngine(schedule, cost_clock(model.cost, schedule), requests).run()
+    log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     return measure(
         log,
         quantile=0.99,

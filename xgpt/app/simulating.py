@@ -11,7 +11,10 @@ from xgpt.schema import Plan, Profile, Workload
 if TYPE_CHECKING:
     import numpy as np
 
+    from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
+    from xsimulator.clock import OnSpan
+    from xsimulator.events import StepClock
     from xsimulator.measure import Measured
 
 
@@ -65,6 +68,7 @@ def simulate(
     num_requests: int,
     rng: np.random.Generator,
     arrival_rate: float | None = None,
+    on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay sampled requests on the simulated engine; all at once, or at a Poisson rate.
 
@@ -73,8 +77,7 @@ def simulate(
     """
     from xgpt import policies
     from xgpt.workload import poisson_arrivals, sample
-    from xsimulator.cost import CostModel
-    from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
+    from xsimulator.events import SimulatedEngine, SimulatedRequest
 
     schedule = policies.build(plan)
     total = requests_to_send(plan, num_requests, saturated=arrival_rate is None)
@@ -85,15 +88,32 @@ def simulate(
         SimulatedRequest(i, int(inputs[i]), max_output, int(outputs[i]), int(arrivals[i])) for i in range(total)
     ]
     check_fits(plan, workload)
-    clock = cost_clock(CostModel(plan.model, profile), schedule)
+    clock = clock_of(plan, profile, schedule, on_span)
     log = SimulatedEngine(schedule, clock, requests).run()
     return read_log(plan, workload, log, num_requests, saturated=arrival_rate is None), log
+
+
+def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
+    """When the steps of one replica of a plan end."""
+    from xsimulator.clock import LaneClock, TwoLaneClock
+    from xsimulator.lane import LaneCost
+    from xsimulator.placement import lane_of
+
+    lanes = {}
+    for name in ("both", "encode", "decode"):
+        if stages := [stage for stage in plan.stages if stage.lane == name]:
+            heads = name != "encode" or not plan.model.is_encoder_decoder
+            lanes[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads))
+    if "both" in lanes:
+        return LaneClock(lanes["both"], schedule, on_span)
+    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span)
 
 
 def check_fits(plan: Plan, workload: Workload) -> None:
     """Refuse a workload whose longest request the plan's K/V memory or the model's context cannot hold."""
     longest = workload.input.lengths[-1] + workload.output.lengths[-1]
-    room = min(plan.stages[0].kv_blocks * plan.block_size, plan.model.max_context)
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
+    room = min(blocks * plan.block_size, plan.model.max_context)
     if longest > room:
         raise InputError("workload", workload.name, f"its longest request has {longest} tokens, the plan holds {room}")
 

@@ -1,0 +1,297 @@
+"""Seconds of steps on the stages of a lane: vectorised tables for closed forms, single steps for the simulation.
+
+A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
+
+    d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
+
+with the tables of its tensor-parallel degree; embedding on the first stage, head on the last. Every stage pays the
+overhead: each worker assembles its own batch. An encoder-decoder's prompts pass its encoder layers, and in the step
+that encodes them also the decoder, with the token that it starts with. Source: ExeGPT sec. 3, 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.schema import ModelSpec, Profile
+from xsimulator.cost import Array, Grid, Line
+from xsimulator.lengths import Lengths
+from xsimulator.placement import Lane, StageShape
+
+
+class Table:
+    """Piecewise linear functions over the same points, evaluated all at once. # values [..., points]"""
+
+    def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        self.points: Array = np.asarray(points, float)
+        self.values: Array = np.ascontiguousarray(values, float)
+        self._rises = np.diff(self.values, axis=-1)
+        self._inverse = 1 / np.diff(self.points)
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Table:
+        points = np.unique(np.concatenate([line.points for line in lines]))
+        return cls(points, [line(points) for line in lines])
+
+    def __call__(self, x: Array) -> Array:
+        """# [n] -> [..., n]"""
+        index, share = self._locate(x)
+        return self.values[..., index] + share * self._rises[..., index]
+
+    def each(self, x: Array) -> Array:
+        """The last axis but one, each at its own column. # values [..., i, points], x [n, i] -> [..., n, i]"""
+        index, share = self._locate(x)
+        own = np.arange(x.shape[-1])
+        return self.values[..., own, index] + share * self._rises[..., own, index]
+
+    def _locate(self, x: Array) -> tuple[npt.NDArray[np.intp], Array]:
+        index = np.searchsorted(self.points, x, side="right") - 1
+        np.clip(index, 0, len(self.points) - 2, out=index)
+        return index, (x - self.points[index]) * self._inverse[index]
+
+
+class _Degree:
+    """One tensor-parallel degree's tables."""
+
+    def __init__(self, profile: Profile, degree: int) -> None:
+        if degree not in profile.tp_degrees:
+            raise InputError(
+                "tp_degree", degree, f"the profile of {profile.model} on {profile.device} covers {profile.tp_degrees}"
+            )
+        layer = profile.layer(degree)
+        self.rest = Line.of(layer.rest)
+        self.encode = Grid(layer.encode_attention)
+        self.decode = Grid(layer.decode_attention)
+        self.head = Line.of(profile.head_of(degree))
+        self.cross = None if layer.cross is None else Grid(layer.cross.attention)
+        self.cross_kv = None if layer.cross is None else Line.of(layer.cross.keys_values)
+        if profile.encoder_layers:
+            encoder = profile.encoder_layer(degree)
+            self.encoder_rest = Line.of(encoder.rest)
+            self.encoder = Grid(encoder.attention)
+
+
+class LaneCost:
+    """Step times of the stages of one lane.
+
+    Stages that cost the same are one kind; arrays have an entry for each kind.
+
+    Attributes:
+        kinds: distinct stages.
+        counts: how many stages are of each kind.
+
+    Raises:
+        InputError: the profile lacks a degree, or the hop between stages.
+    """
+
+    def __init__(self, spec: ModelSpec, profile: Profile, stages: Lane) -> None:
+        if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
+            raise InputError("profile", profile.model, "it holds no times between devices: stages cannot be predicted")
+        self.spec = spec
+        self.profile = profile
+        self.stages = stages
+        self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
+            dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))
+        )
+        order = {kind: number for number, kind in enumerate(self.kinds)}
+        self.kind_of = np.asarray([order[stage, i > 0] for i, stage in enumerate(stages)])
+        self.counts = np.bincount(self.kind_of).astype(float)
+        self._degrees = {stage.tp: _Degree(profile, stage.tp) for stage, _ in self.kinds}
+        self._embedding = Line.of(profile.embedding)
+        self._overhead = Line.of(profile.overhead)
+        self._near = None if profile.hop is None else Line.of(profile.hop)
+        self._far = None if profile.inter_node_hop is None else Line.of(profile.inter_node_hop)
+        self.has_encoder = bool(profile.encoder_layers)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @cached_property
+    def tokens(self) -> Table:
+        """Token-wise work against decoder tokens. # [kinds]"""
+        lines = []
+        for stage, _ in self.kinds:
+            line = self._degrees[stage.tp].rest.scaled(stage.decoder_layers)
+            lines.append(line + self._embedding if stage.embeds else line)
+        return Table.of(lines)
+
+    @cached_property
+    def samples(self) -> Table:
+        """Output head against sampled tokens. # [kinds]"""
+        return Table.of([self._degrees[stage.tp].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
+
+    @cached_property
+    def overhead(self) -> Table:
+        """The loop's own cost against requests in the step. # [kinds]"""
+        return Table.of([self._overhead] * len(self.kinds))
+
+    @cached_property
+    def hop(self) -> Table:
+        """From the stage before, against tokens. # [kinds]"""
+        zero = Line([1, 2], [0.0, 0.0])
+        lines = []
+        for stage, follows in self.kinds:
+            line = self._far if stage.far else self._near
+            lines.append(line if follows and line is not None else zero)
+        return Table.of(lines)
+
+    def decode(self, contexts: Array, inputs: float) -> Table:
+        """Steps that only decode, against requests in them. # [kinds, contexts]
+
+        Args:
+            contexts: mean tokens that each request attends to (an encoder-decoder's: of its output).
+            inputs: mean input length, for cross-attention.
+        """
+        grids = [self._degrees[stage.tp] for stage, _ in self.kinds]
+        parts = [self.tokens.points, self.samples.points, self.overhead.points]
+        points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in grids)]))
+        base = self.tokens(points) + self.samples(points) + self.overhead(points)  # [kinds, points]
+        values = np.empty((len(self.kinds), len(contexts), len(points)))
+        for k, ((stage, _), degree) in enumerate(zip(self.kinds, grids, strict=True)):
+            attention = degree.decode(points, np.asarray(contexts, float)[:, None])
+            if degree.cross is not None:
+                attention = attention + degree.cross(points, inputs)
+            values[k] = base[k] + stage.decoder_layers * attention
+        return Table(points, values)
+
+    def decode_attention(self, context: float, inputs: float) -> Table:
+        """Attention of a decode batch alone, against its requests. # [kinds]"""
+        points = np.unique(np.concatenate([self._degrees[stage.tp].decode.batches for stage, _ in self.kinds]))
+        values = []
+        for stage, _ in self.kinds:
+            degree = self._degrees[stage.tp]
+            attention = degree.decode(points, context)
+            if degree.cross is not None:
+                attention = attention + degree.cross(points, inputs)
+            values.append(stage.decoder_layers * attention)
+        return Table(points, values)
+
+    def cross_kv(self, tokens: Array) -> Array:
+        """Making the keys and values of an encoder's output. # [n] -> [kinds, n]"""
+        values = []
+        for stage, _ in self.kinds:
+            line = self._degrees[stage.tp].cross_kv
+            assert line is not None
+            values.append(stage.decoder_layers * line(tokens))
+        return np.asarray(values)
+
+    def prompts(self, lengths: Lengths) -> Table:
+        """What prompts cost beside decoder tokens, samples and overhead, against their number. # [kinds]
+
+        Attention; with an encoder also its layers, and what the decoder makes of its output.
+        """
+        tokens = lengths.mean_input
+        points = {0.0}
+        for stage, _ in self.kinds:
+            degree = self._degrees[stage.tp]
+            points.update(degree.encode.batches)
+            if self.has_encoder:
+                points.update(degree.encoder_rest.points / tokens)
+                points.update(degree.encoder.batches)
+        x = np.sort(np.asarray(list(points)))
+        values = []
+        for stage, _ in self.kinds:
+            degree = self._degrees[stage.tp]
+            if not self.has_encoder:
+                attention = degree.encode(x[:, None], lengths.inputs) @ lengths.input_probabilities
+                values.append(stage.decoder_layers * attention)
+                continue
+            assert degree.cross is not None and degree.cross_kv is not None
+            attention = degree.encoder(x[:, None], lengths.inputs) @ lengths.input_probabilities
+            encoder = stage.encoder_layers * (degree.encoder_rest(x * tokens) + attention)
+            if stage.embeds:
+                encoder = encoder + self._embedding(x * tokens)
+            values.append(encoder + stage.decoder_layers * (degree.cross_kv(x * tokens) + degree.cross(x, tokens)))
+        return Table(x, values)
+
+    def encode(self, lengths: Lengths) -> Table:
+        """Steps that only encode whole prompts, against their number. # [kinds]"""
+        prompts = self.prompts(lengths)
+        each = 1.0 if self.has_encoder else lengths.mean_input
+        others = [self.tokens.points / each, self.samples.points, self.overhead.points]
+        x = np.unique(np.concatenate([prompts.points, *others]))
+        return Table(x, prompts(x) + self.tokens(x * each) + self.samples(x) + self.overhead(x))
+
+    # Single steps ----------------------------------------------------------------------------------------------
+
+    def step(self, step: ConcreteStep) -> list[float]:
+        """Seconds of one concrete step on each stage."""
+        by_kind = [self._stage(stage, step) for stage, _ in self.kinds]
+        return [by_kind[k] for k in self.kind_of]
+
+    def hops(self, step: ConcreteStep) -> list[float]:
+        """Seconds from the stage before to each stage."""
+        if self.num_stages == 1:
+            return [0.0]
+        tokens = step.num_tokens
+        lines = (self._near, self._far)
+        seconds = {far: line.at(tokens) for far, line in enumerate(lines) if line is not None}
+        return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
+
+    def _stage(self, stage: StageShape, step: ConcreteStep) -> float:
+        degree = self._degrees[stage.tp]
+        decodes = len(step.contexts)
+        seconds = self._overhead.at(decodes + len(step.encode))
+        if stage.heads:
+            seconds += degree.head.at(step.sampled)
+        prompt_tokens = step.num_tokens - decodes
+        if self.has_encoder:
+            assert degree.cross is not None and degree.cross_kv is not None
+            started = sum(done for _, _, done in step.encode)
+            decoder_tokens = decodes + (started if stage.decoder_layers else 0)
+            per_layer = degree.cross_kv.at(prompt_tokens + step.joining_tokens)
+            if decoder_tokens:
+                per_layer += degree.cross.at(decoder_tokens, step.mean_input)
+            if step.encode:
+                seconds += stage.encoder_layers * (
+                    degree.encoder_rest.at(prompt_tokens) + _ragged(degree.encoder, step.encode)
+                )
+            if stage.embeds:
+                seconds += self._embedding.at(decoder_tokens + prompt_tokens)
+        else:
+            decoder_tokens = step.num_tokens
+            per_layer = _ragged(degree.encode, step.encode) if step.encode else 0.0
+            if stage.embeds:
+                seconds += self._embedding.at(decoder_tokens)
+        per_layer += degree.rest.at(decoder_tokens)
+        if decodes:
+            per_layer += degree.decode.at(decodes, sum(step.contexts) / decodes)
+        return seconds + stage.decoder_layers * per_layer
+
+
+class ConcreteStep(NamedTuple):
+    """What a step's cost depends on.
+
+    Attributes:
+        encode: (start, end, 1 or 0 for ended) of each prompt piece.
+        contexts: tokens that each decoding request attends to (an encoder-decoder's: of its output).
+        sampled: rows that go through the head.
+        num_tokens: prompt tokens, and one for each decode.
+        mean_input: mean input length of whoever passes the decoder; for cross-attention.
+        joining_tokens: input tokens of those whose first decode it is in a lane without their encoder.
+    """
+
+    encode: Sequence[tuple[int, int, int]]
+    contexts: Sequence[int]
+    sampled: int
+    num_tokens: int
+    mean_input: float = 0.0
+    joining_tokens: int = 0
+
+
+def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
+    """Attention of prompt pieces [start, end): each by itself, in a batch of that many."""
+    count = len(pieces)
+    seconds = 0.0
+    for start, end, _ in pieces:
+        seconds += grid.at(count, end)
+        if start:
+            seconds -= grid.at(count, start)
+    return seconds / count

@@ -1,0 +1,116 @@
+"""Where a model's layers stand: the stages of a lane, and how many layers each has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xgpt.schema import ClusterSpec, ModelSpec, Stage
+
+
+class StageShape(NamedTuple):
+    """One pipeline stage as its times and its memory need it.
+
+    Attributes:
+        tp: devices of its tensor-parallel group.
+        decoder_layers, encoder_layers: layers that it holds. Those of a decoder-only model are decoder layers.
+        embeds: it holds the token embedding: the first of a lane.
+        heads: it holds the output head: the last of a lane that makes tokens.
+        far: its input comes from another node.
+    """
+
+    tp: int
+    decoder_layers: int
+    encoder_layers: int = 0
+    embeds: bool = False
+    heads: bool = False
+    far: bool = False
+
+
+Lane = tuple[StageShape, ...]
+
+
+def whole(spec: ModelSpec, tp: int = 1) -> Lane:
+    """The lane of one stage with the whole model."""
+    return (StageShape(tp, spec.num_layers, spec.num_encoder_layers, embeds=True, heads=True),)
+
+
+def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest stage is as fast as can be; every stage has at least one.
+
+    Layers go one by one to the stage that is the fastest with it: optimal, as each adds the same to its stage.
+
+    Args:
+        layer_s: seconds of a layer on each stage.
+        fixed_s: seconds of whatever else the stage does (embedding, head).
+    """
+    assert len(layer_s) <= num_layers, "a stage without a layer"
+    fixed = fixed_s or [0.0] * len(layer_s)
+    counts = [1] * len(layer_s)
+    queue = [(fixed[i] + 2 * seconds, i) for i, seconds in enumerate(layer_s)]
+    heapq.heapify(queue)
+    for _ in range(num_layers - len(layer_s)):
+        seconds, i = queue[0]
+        counts[i] += 1
+        heapq.heapreplace(queue, (seconds + layer_s[i], i))
+    return tuple(counts)
+
+
+def degrees(num_devices: int, tp_degree: int, tp_devices: int) -> tuple[int, ...]:
+    """Tensor-parallel degree of each stage: `tp_devices` in groups of `tp_degree` first, then the rest one by one.
+
+    Source: ExeGPT sec. 4.2, Figure 4 (d).
+    """
+    groups = tp_devices // tp_degree if tp_degree > 1 else 0
+    return (tp_degree,) * groups + (1,) * (num_devices - groups * tp_degree)
+
+
+def lane(
+    degrees: Sequence[int],
+    decoder_layers: Sequence[int],
+    encoder_layers: Sequence[int] | None = None,
+    *,
+    heads: bool = True,
+    first_device: int = 0,
+    cluster: ClusterSpec | None = None,
+) -> Lane:
+    """Stages on consecutive devices.
+
+    Args:
+        heads: the lane makes tokens (not so the encode lane of an encoder-decoder).
+        first_device: index of its first device in the cluster: it decides which hops are between nodes.
+    """
+    encoder = encoder_layers or [0] * len(degrees)
+    stages, device, node = [], first_device, -1
+    per_node = cluster.devices_per_node if cluster is not None else None
+    for i, tp in enumerate(degrees):
+        starts_on = device // per_node if per_node else 0
+        stages.append(
+            StageShape(
+                tp,
+                decoder_layers[i],
+                encoder[i],
+                embeds=i == 0,
+                heads=heads and i == len(degrees) - 1,
+                far=i > 0 and starts_on != node,
+            )
+        )
+        device += tp
+        node = (device - 1) // per_node if per_node else 0
+    return tuple(stages)
+
+
+def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True) -> Lane:
+    """The stages of one lane of a plan."""
+    layers = [stage.decode_layers[1] - stage.decode_layers[0] for stage in stages]
+    encoder = [
+        0 if stage.encode_layers is None else stage.encode_layers[1] - stage.encode_layers[0] for stage in stages
+    ]
+    found = lane([stage.tp for stage in stages], layers, encoder, heads=heads)
+    nodes = [{device // cluster.devices_per_node for device in stage.devices} for stage in stages]
+    return tuple(shape._replace(far=i > 0 and nodes[i].isdisjoint(nodes[i - 1])) for i, shape in enumerate(found))
+
+
+def _count(layers: tuple[int, int]) -> int:
+    return layers[1] - layers[0]
