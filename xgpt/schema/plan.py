@@ -16,6 +16,7 @@ SLICE_TOKENS = 2048
 """Tokens that go through the layers at once: a larger step runs in slices, so that activations stay bounded."""
 
 KvPromise = Literal["reserve", "quantile"]
+AdmissionOrder = Literal["fcfs", "sjf", "edf", "das"]
 Sla = Literal["length", "request"]
 
 

@@ -1,0 +1,127 @@
+"""Requests in rows: how a batch is laid out where a model runs rows of equal length instead of flattened tokens.
+
+Four layouts, of TCB and of what it is compared with: one request a row, padded to the longest (TNB); the same in
+batches of similar length (TTB, TurboTransformers); requests one behind the other in rows of fixed length (TCB); and
+these in slots, which are rows of their own within a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.policies.request import Request
+
+BatchCost = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float64]]
+"""(numbers of requests, tokens to which each is padded) -> seconds of each such batch."""
+
+
+class Place(NamedTuple):
+    """Where a request's prompt lies: tokens [start, start + length) of a slot, counted over all rows."""
+
+    id: int
+    slot: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """A batch of `num_slots` slots of `slot_tokens` tokens each; so many of them make a row.
+
+    Attention reaches from a request's tokens to its own alone, but is computed over whole slots. Places are in the
+    order of slots.
+    """
+
+    num_slots: int
+    slot_tokens: int
+    slots_per_row: int
+    places: tuple[Place, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that are computed, padding included."""
+        return self.num_slots * self.slot_tokens
+
+    @property
+    def padding(self) -> float:
+        """Share of them that is padding."""
+        return 1 - sum(place.length for place in self.places) / self.num_tokens
+
+    @property
+    def most_a_slot(self) -> int:
+        """Requests in the fullest slot."""
+        return int(np.bincount([place.slot for place in self.places]).max())
+
+
+def padded_rows(requests: Sequence[Request]) -> RowBatch:
+    """One request a row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
+    places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
+    return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
+
+
+def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest: int) -> list[list[Request]]:
+    """Cut the requests, sorted by length, into the batches of at most `largest` that cost least together.
+
+    best[i] = min over j of best[j] + cost(i - j, length of request i), for the i shortest.
+
+    Source: TurboTransformers (arXiv 2010.05680) Algorithm 2; TCB's TTB, Figure 1(b).
+    """
+    ordered = sorted(requests, key=lambda one: one.input_length)
+    best = np.zeros(len(ordered) + 1)
+    first = np.zeros(len(ordered) + 1, dtype=np.int64)
+    for end in range(1, len(ordered) + 1):
+        starts = np.arange(max(0, end - largest), end)
+        total = best[starts] + cost(end - starts, ordered[end - 1].input_length)
+        cheapest = int(total.argmin())
+        best[end], first[end] = total[cheapest], starts[cheapest]
+    batches, end = [], len(ordered)
+    while end:
+        batches.append(ordered[first[end] : end])
+        end = int(first[end])
+    return batches[::-1]
+
+
+def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
+    """The requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
+    return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, _places(rows))
+
+
+def slotted_rows(
+    rows: Sequence[Sequence[Request]], row_tokens: int, slot_tokens: int
+) -> tuple[RowBatch, list[Request]]:
+    """Rows of `row_tokens // slot_tokens` slots; each request goes to the first slot of its row that has room.
+
+    Source: TCB sec. 4.2, and Algorithm 2, where `slot_tokens` is the longest request chosen by utility.
+
+    Returns:
+        The batch, and the requests that fitted no slot.
+    """
+    slots_per_row = row_tokens // slot_tokens
+    slots: list[list[Request]] = []
+    left_over = []
+    for row in rows:
+        own: list[list[Request]] = [[] for _ in range(slots_per_row)]
+        for one in row:
+            slot = next((slot for slot in own if _tokens(slot) + one.input_length <= slot_tokens), left_over)
+            slot.append(one)
+        slots += own
+    return RowBatch(len(slots), slot_tokens, slots_per_row, _places(slots)), left_over
+
+
+def _tokens(row: Sequence[Request]) -> int:
+    return sum(one.input_length for one in row)
+
+
+def _places(slots: Sequence[Sequence[Request]]) -> tuple[Place, ...]:
+    places = []
+    for index, slot in enumerate(slots):
+        start = 0
+        for one in slot:
+            places.append(Place(one.id, index, start, one.input_length))
+            start += one.input_length
+    return tuple(places)
