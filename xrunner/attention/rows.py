@@ -1,0 +1,51 @@
+"""Attention over rows of several requests: computed over whole slots, masked to each request.
+
+The layout of TCB, for the batches that `xrunner.rows` runs; what serves is the flattened batch of the other backends.
+Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MASK_BYTES = 64 * 2**20
+"""So many slots are attended to at once that their masks, a bias for each head included, take no more."""
+
+NOBODY = -1
+"""Owner of a token that is padding."""
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Each query attends, in its own slot, where it is allowed to; every query must be allowed something.
+
+    Args:
+        q: # [slots, heads, queries, dim]
+        k, v: # [slots, kv_heads, keys, dim]
+        allowed: # bool [slots, queries, keys], or [1, queries, keys]: alike in all slots
+        bias: added to the scores, alike in all slots. # [heads, queries, keys]
+
+    Returns:
+        # like q
+    """
+    if bias is None or allowed.shape[0] == 1:
+        return _attend(q, k, v, allowed, bias, scale)
+    at_once = max(1, MASK_BYTES // (bias.numel() * bias.element_size()))
+    parts = zip(*(x.split(at_once) for x in (q, k, v, allowed)), strict=True)
+    return torch.cat([_attend(*part, bias, scale) for part in parts])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    mask = allowed[:, None]
+    if bias is not None:
+        mask = torch.where(mask, bias, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
+    """Where a query's request is the key's; padding sees everything, so that it never divides by nothing.
+
+    # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
+    """
+    return (queries[..., None] == keys[:, None]) | (queries[..., None] == NOBODY)
