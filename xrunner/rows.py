@@ -1,15 +1,15 @@
 """Runs a batch in rows, from its prompts to the last token of its longest answer: TCB's engine, and its baselines'.
 
 The layers are those that serve; what differs is the layout. All slots of a batch hold equally many tokens: padding is
-computed, too. A decode step computes as many tokens in each slot as the fullest has requests, until the longest answer
-of the batch has ended. Keys and values lie slot by slot and stay as long; only with `free_slots` does a slot leave
-whose requests have all ended. Positions restart with each request.
+computed, too. A decode step computes a token of every request, and attention as if each slot had as many of them as the
+fullest, until the longest answer of the batch has ended. Keys and values lie slot by slot and stay as long; only with
+`free_slots` does a slot leave whose requests have all ended. Positions restart with each request.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -41,38 +41,42 @@ def run_rows(
         free_slots: let slots leave, and their memory with them, when their requests have ended (TCB sec. 4.2.2).
     """
     layout = _Layout(batch, prompts)
-    lengths = layout.per_request({place.id: output_lengths[place.id] for place in batch.places}, otherwise=0)
-    ends = lengths.max(axis=1)
+    lengths = np.array([output_lengths[id_] for id_ in layout.ids])
+    ends = np.zeros(batch.num_slots, dtype=np.int64)
+    np.maximum.at(ends, layout.slot, lengths)
     """Of each slot: steps until its last request has ended."""
-    slots = np.arange(batch.num_slots)
+    present, num_slots = np.arange(len(lengths)), batch.num_slots
     steps: list[tuple[np.ndarray, np.ndarray]] = []
+    """The requests of each step, and their tokens."""
     with torch.inference_mode():
-        kind = _CausalRows if isinstance(model, DecoderModel) else _EncoderDecoderRows
-        rows = kind(model, layout, most_steps=int(ends.max()))
+        rows = _rows_of(model, layout, most_steps=int(ends.max()))
         tokens = rows.first()
         while True:
-            steps.append((slots, tokens.cpu().numpy()))
-            running = ends[slots] > len(steps)
+            steps.append((present, tokens.cpu().numpy()))
+            running = ends > len(steps)
             if not running.any():
                 break
-            if free_slots and running.mean() <= 1 - LEAVING_SHARE:
-                stay = torch.from_numpy(np.flatnonzero(running)).to(tokens.device)
-                rows.keep(stay)
-                slots, tokens = slots[running], tokens[stay]
+            if free_slots and running.sum() <= (1 - LEAVING_SHARE) * num_slots:
+                stay = running[layout.slot[present]]
+                tokens = rows.keep(tokens, stay)
+                present, num_slots = present[stay], int(running.sum())
             tokens = rows.next(tokens)
-    return layout.collect(steps, lengths)
+    outputs: dict[int, list[int]] = {id_: [] for id_ in layout.ids}
+    for count, (requests, values) in enumerate(steps):
+        for request in np.flatnonzero(lengths[requests] > count):
+            outputs[layout.ids[requests[request]]].append(int(values[request]))
+    return outputs
 
 
 class _Layout:
-    """A batch as arrays: slots of tokens, and in each slot its requests by number.
+    """A batch as arrays: its slots of tokens, and its requests in the order of their places.
 
     Attributes:
         most: requests in the fullest slot.
         token_ids, positions: 0 where there is padding. # int64 [slots, tokens]
-        owner: number of the request that a token belongs to. # int64 [slots, tokens]
-        length, end: of each request: tokens of its prompt, and the place of the last in its slot; 1 and 0 where there
-            is no request. # int64 [slots, most]
-        present: # bool [slots, most]
+        owner: the number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
+        slot, number: where a request is: its slot, and its number there. # int64 [requests]
+        length, end: tokens of its prompt, and where in its slot the last of them lies. # int64 [requests]
     """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:
@@ -81,38 +85,20 @@ class _Layout:
         self.token_ids = np.zeros(shape, dtype=np.int64)
         self.positions = np.zeros(shape, dtype=np.int64)
         self.owner = np.full(shape, NOBODY, dtype=np.int64)
-        self.ids: dict[tuple[int, int], int] = {}
-        number = dict.fromkeys(range(batch.num_slots), 0)
-        for id_, slot, start, length in batch.places:
+        self.ids = [place.id for place in batch.places]
+        self.slot = np.array([place.slot for place in batch.places])
+        self.number = np.arange(len(self.ids)) - np.searchsorted(self.slot, self.slot)
+        self.length = np.array([place.length for place in batch.places])
+        self.end = np.array([place.start for place in batch.places]) + self.length - 1
+        for (id_, slot, start, length), number in zip(batch.places, self.number, strict=True):
             tokens = slice(start, start + length)
             self.token_ids[slot, tokens] = prompts[id_]
             self.positions[slot, tokens] = np.arange(length)
-            self.owner[slot, tokens] = number[slot]
-            self.ids[slot, number[slot]] = id_
-            number[slot] += 1
-        places = {place.id: place for place in batch.places}
-        self.length = self.per_request({id_: place.length for id_, place in places.items()}, otherwise=1)
-        self.end = self.per_request({id_: p.start + p.length - 1 for id_, p in places.items()}, otherwise=0)
-        self.present = self.per_request(dict.fromkeys(places, 1), otherwise=0) == 1
-
-    def per_request(self, values: Mapping[int, int], otherwise: int) -> np.ndarray:
-        """# int64 [slots, most]"""
-        array = np.full((len(self.token_ids), self.most), otherwise, dtype=np.int64)
-        for place, id_ in self.ids.items():
-            array[place] = values[id_]
-        return array
-
-    def collect(self, steps: list[tuple[np.ndarray, np.ndarray]], lengths: np.ndarray) -> dict[int, list[int]]:
-        """Each request's tokens out of those of all steps: (slots, tokens [slots, most])."""
-        outputs: dict[int, list[int]] = {id_: [] for id_ in self.ids.values()}
-        for count, (slots, tokens) in enumerate(steps):
-            for row, number in zip(*np.nonzero(lengths[slots] > count), strict=True):
-                outputs[self.ids[int(slots[row]), int(number)]].append(int(tokens[row, number]))
-        return outputs
+            self.owner[slot, tokens] = number
 
 
 class _Rows(ABC):
-    """A batch on the device. Requests without a prompt fill up the slots: their tokens mean nothing."""
+    """A batch on the device. Attention sees slots of `most` tokens, some of them nobody's; the layers see requests."""
 
     def __init__(self, model: Model, layout: _Layout, most_steps: int) -> None:
         self._most = layout.most
@@ -120,25 +106,57 @@ class _Rows(ABC):
         self._num_steps = 0
         """Tokens of each request whose keys and values are kept behind the prompts'."""
         self._owner = self._tensor(layout.owner)
-        self._length = self._tensor(layout.length)
-        numbers = np.where(layout.present, np.arange(layout.most), NOBODY)
-        self._sees_prompt = same_owner(self._tensor(numbers), self._owner)
+        self._slot, self._number = self._tensor(layout.slot), self._tensor(layout.number)
+        numbers = torch.full((len(layout.owner), layout.most), NOBODY, device=self._device)
+        numbers[self._slot, self._number] = self._number
+        self._sees_prompt = same_owner(numbers, self._owner)
         """# bool [slots, most, tokens]"""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
         """A step's tokens lie side by side, so each request sees every so manieth. # bool [1, most, steps * most]"""
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Read the prompts; the first token of each request. # int64 [slots, most]"""
+        """Read the prompts; the first token of each request. # int64 [requests]"""
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """One decode step. # int64 [slots, most] -> same"""
+        """One decode step. # int64 [requests] -> same"""
 
-    def keep(self, slots: Tensor) -> None:
-        """Let all other slots leave."""
-        self._owner, self._length = self._owner[slots], self._length[slots]
-        self._sees_prompt = self._sees_prompt[slots]
+    @property
+    @abstractmethod
+    def _caches(self) -> Iterable[SlotCache]:
+        """All that it keeps."""
+
+    def keep(self, tokens: Tensor, stay: np.ndarray) -> Tensor:
+        """Let all slots leave but those of the requests that stay; these requests' share of `tokens`.
+
+        # int64 [requests], bool [requests] -> int64 [requests that stay]
+        """
+        chosen = self._tensor(np.flatnonzero(stay))
+        slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
+        self._number = self._number[chosen]
+        self._owner, self._sees_prompt = self._owner[slots], self._sees_prompt[slots]
+        for cache in self._caches:
+            cache.keep(slots)
+        return tokens[chosen]
+
+    def _attend_requests(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cache: SlotCache, allowed: Tensor, bias: Tensor | None, scale: float
+    ) -> Tensor:
+        """A step's tokens attend in their slots. # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
+        q, k, v = (self._in_slots(x) for x in (q, k, v))
+        keys, values = cache.append(k, v)
+        return self._of_requests(attend_slots(q, keys, values, allowed, bias, scale))
+
+    def _in_slots(self, x: Tensor) -> Tensor:
+        """# [requests, heads, dim] -> [slots, heads, most, dim]"""
+        slots = x.new_zeros(len(self._owner), x.shape[1], self._most, x.shape[2])
+        slots[self._slot, :, self._number] = x
+        return slots
+
+    def _of_requests(self, x: Tensor) -> Tensor:
+        """# [slots, heads, most, dim] -> [requests, heads * dim]"""
+        return x[self._slot, :, self._number].flatten(1)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -183,63 +201,48 @@ class _CausalRows(_Rows):
     def __init__(self, model: DecoderModel, layout: _Layout, most_steps: int) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
-        self._token_ids = self._tensor(layout.token_ids)
-        self._positions = self._tensor(layout.positions)
-        self._end = self._tensor(layout.end)
+        self._batch = _batch(self._tensor(layout.token_ids), self._tensor(layout.positions))
+        self._length, self._end = self._tensor(layout.length), self._tensor(layout.end)
         most = self._owner.shape[1] + (most_steps - 1) * layout.most
-        self._caches = [SlotCache(most) for _ in model.layers]
+        self._kept = [SlotCache(most) for _ in model.layers]
+
+    @property
+    def _caches(self) -> Iterable[SlotCache]:
+        return self._kept
 
     def first(self) -> Tensor:
-        place = torch.arange(self._owner.shape[1], device=self._device)
+        slots, num_tokens = self._owner.shape
+        place = torch.arange(num_tokens, device=self._device)
         allowed = same_owner(self._owner, self._owner) & (place <= place[:, None])
-        hidden = self._forward(self._token_ids, self._positions, allowed).unflatten(0, self._owner.shape)
-        return self._choose(hidden.gather(1, self._end[..., None].expand(-1, -1, hidden.shape[2])))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
+            q, k, v = (_by_slot(x, slots) for x in (q, k, v))
+            return _by_token(attend_slots(q, *cache.append(k, v), allowed, None, q.shape[-1] ** -0.5))
+
+        hidden = self._forward(self._batch, attend)
+        return self._model.head(hidden[self._slot * num_tokens + self._end]).argmax(dim=-1)
 
     def next(self, tokens: Tensor) -> Tensor:
-        positions = self._length + self._num_steps
+        batch = _batch(tokens, self._length + self._num_steps)
         self._num_steps += 1
-        own = self._sees_own[..., : self._num_steps * self._most].expand(len(tokens), -1, -1)
-        hidden = self._forward(tokens, positions, torch.cat((self._sees_prompt, own), dim=2))
-        return self._choose(hidden.unflatten(0, tokens.shape))
+        own = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
+        allowed = torch.cat((self._sees_prompt, own), dim=2)
 
-    def keep(self, slots: Tensor) -> None:
-        super().keep(slots)
-        for cache in self._caches:
-            cache.keep(slots)
+        def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
+            return self._attend_requests(q, k, v, cache=cache, allowed=allowed, bias=None, scale=q.shape[-1] ** -0.5)
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        """# int64 [slots, tokens] twice -> [slots * tokens, hidden]"""
-        batch = _batch(token_ids.flatten(), positions.flatten())
+        return self._model.head(self._forward(batch, attend)).argmax(dim=-1)
+
+    def keep(self, tokens: Tensor, stay: np.ndarray) -> Tensor:
+        self._length = self._length[self._tensor(np.flatnonzero(stay))]
+        return super().keep(tokens, stay)
+
+    def _forward(self, batch: Batch, attend: Callable[..., Tensor]) -> Tensor:
+        """# [tokens, hidden]"""
         hidden = self._model.embed(batch)
-        for layer, cache in zip(self._model.layers, self._caches, strict=True):
-            hidden = layer(hidden, batch, partial(_attend, slots=len(token_ids), cache=cache, allowed=allowed))
+        for layer, cache in zip(self._model.layers, self._kept, strict=True):
+            hidden = layer(hidden, batch, partial(attend, cache=cache))
         return hidden
-
-    def _choose(self, hidden: Tensor) -> Tensor:  # [slots, most, hidden] -> int64 [slots, most]
-        return self._model.head(hidden.flatten(0, 1)).argmax(dim=-1).unflatten(0, hidden.shape[:2])
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    slots: int,
-    cache: SlotCache,
-    allowed: Tensor,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """# q, k, v [slots * tokens, heads, dim] -> [slots * tokens, heads * dim]; scale None: 1 / sqrt(dim)"""
-    q, k, v = (_by_slot(x, slots) for x in (q, k, v))
-    keys, values = cache.append(k, v)
-    return _by_token(attend_slots(q, keys, values, allowed, bias, q.shape[-1] ** -0.5 if scale is None else scale))
-
-
-def _batch(token_ids: Tensor, positions: Tensor) -> Batch:
-    """What a layer needs of a batch: tokens and positions."""
-    none = token_ids[:0]
-    return Batch(token_ids, positions, none, none, none, none, none, num_decodes=0, max_query_len=0)
 
 
 class _EncoderDecoderRows(_Rows):
@@ -253,18 +256,15 @@ class _EncoderDecoderRows(_Rows):
         self._own = [SlotCache(most_steps * layout.most) for _ in range(num_layers)]
         self._prompts = [SlotCache(self._owner.shape[1]) for _ in range(num_layers)]
 
+    @property
+    def _caches(self) -> Iterable[SlotCache]:
+        return (*self._own, *self._prompts)
+
     def first(self) -> Tensor:
-        memory = self._encode()
-        starts = torch.full_like(self._length, self._model.decoder_start[0])
-        return self._decode(starts, memory)
+        return self._decode(torch.full_like(self._slot, self._model.decoder_start[0]), self._encode())
 
     def next(self, tokens: Tensor) -> Tensor:
         return self._decode(tokens, None)
-
-    def keep(self, slots: Tensor) -> None:
-        super().keep(slots)
-        for cache in (*self._own, *self._prompts):
-            cache.keep(slots)
 
     def _encode(self) -> Tensor:
         """# [slots * tokens, hidden]"""
@@ -278,23 +278,43 @@ class _EncoderDecoderRows(_Rows):
             q, k, v = (_by_slot(x, slots) for x in (q, k, v))
             return _by_token(attend_slots(q, k, v, allowed, bias, scale=1.0))
 
-        batch = _batch(self._token_ids.flatten(), self._token_ids.flatten())
+        batch = _batch(self._token_ids)
         hidden = self._model.token_embedding(batch.token_ids)
         for layer in self._model.encoder.layers:
             hidden = layer(hidden, batch, attend)
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """One step; with what the encoder has read, if it is the first. # int64 [slots, most] -> same"""
+        """One step; with what the encoder has read, if it is the first. # int64 [requests] -> same"""
+        slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
         step = torch.arange(num_own, device=self._device) // self._most
         bias = self._model.decoder.position_bias(step - (self._num_steps - 1)).T[:, None]  # [heads, 1, own]
         sees_own = self._sees_own[..., :num_own]
-        batch = _batch(tokens.flatten(), tokens.flatten())
+
+        def recall(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
+            keys, values = cache.append(_by_slot(k, slots), _by_slot(v, slots))
+            return self._of_requests(attend_slots(self._in_slots(q), keys, values, self._sees_prompt, None, scale=1.0))
+
+        batch = _batch(tokens)
         hidden = self._model.token_embedding(batch.token_ids)
         for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
-            attend = partial(_attend, slots=len(tokens), cache=own, allowed=sees_own, bias=bias, scale=1.0)
-            recall = partial(_attend, slots=len(tokens), cache=prompts, allowed=self._sees_prompt, scale=1.0)
-            hidden = layer(hidden, memory, batch, attend, recall)
-        return self._model.head(hidden).argmax(dim=-1).view_as(tokens)
+            attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias, scale=1.0)
+            hidden = layer(hidden, memory, batch, attend, partial(recall, cache=prompts))
+        return self._model.head(hidden).argmax(dim=-1)
+
+
+def _rows_of(model: Model, layout: _Layout, most_steps: int) -> _Rows:
+    if isinstance(model, DecoderModel):
+        return _CausalRows(model, layout, most_steps)
+    assert isinstance(model, EncoderDecoderModel)
+    return _EncoderDecoderRows(model, layout, most_steps)
+
+
+def _batch(token_ids: Tensor, positions: Tensor | None = None) -> Batch:
+    """What a layer needs of a batch: its tokens and, in decoder-only models, their positions."""
+    token_ids = token_ids.flatten()
+    none = token_ids[:0]
+    positions = none if positions is None else positions.flatten()
+    return Batch(token_ids, positions, none, none, none, none, none, num_decodes=0, max_query_len=0)

@@ -164,7 +164,14 @@ class DasQueue(Queue):
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
         """Lengths whose earliest deadline is to be noted before the next look."""
-        self._open_row(0)
+        self._room = 0
+        """Tokens left in the row."""
+        self._dominant = 0
+        """How many more of its requests are to be chosen by utility alone."""
+        self.num_dominant = 0
+        """How many of them were: its first."""
+        self._worth = 0.0
+        """Their utility."""
 
     def pop(self) -> Request:
         returned = bool(self._front)
@@ -190,11 +197,7 @@ class DasQueue(Queue):
         """Begin a row, whatever room the last one has left."""
         self._room = row_tokens
         self._dominant = math.ceil(self._eta * self._num_shortest(row_tokens))
-        """How many more are to be."""
-        self.num_dominant = 0
-        """How many of the row's requests were chosen by utility alone: its first."""
-        self._worth = 0.0
-        """Their utility."""
+        self.num_dominant, self._worth = 0, 0.0
 
     def _num_shortest(self, room: int) -> int:
         """How many of the shortest fit."""

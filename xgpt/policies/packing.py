@@ -103,7 +103,7 @@ def slotted_rows(
     """
     slots_per_row = row_tokens // slot_tokens
     slots: list[list[Request]] = []
-    left_over = []
+    left_over: list[Request] = []
     for row in rows:
         own: list[list[Request]] = [[] for _ in range(slots_per_row)]
         for one in row:

@@ -33,7 +33,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor 
         return _attend(q, k, v, allowed, bias, scale)
     at_once = max(1, MASK_BYTES // (bias.numel() * bias.element_size()))
     parts = zip(*(x.split(at_once) for x in (q, k, v, allowed)), strict=True)
-    return torch.cat([_attend(*part, bias, scale) for part in parts])
+    return torch.cat([_attend(q, k, v, allowed, bias, scale) for q, k, v, allowed in parts])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
