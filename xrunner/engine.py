@@ -73,7 +73,8 @@ class Generation:
             Hidden from the schedule.
         sampling: how its tokens are chosen.
         num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
-        deadline_ns: after which its tokens are of no use, on the engine's clock.
+        deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
+            without a token.
     """
 
     id: int
@@ -212,7 +213,7 @@ class Engine:
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
-        """Requests handed in since the last step enter the pool with the step's own time."""
+        """Requests handed in since the last step enter the pool with the step's own time; who is too late leaves."""
         self._now_ns = now_ns
         self._wake.clear()
         while not self._inbox.empty():
@@ -221,10 +222,11 @@ class Engine:
                 self._generations[item.id] = item
                 request = Request(item.id, len(item.prompt), item.max_output, now_ns, item.deadline_ns)
                 self._schedule.submit(request)
-                self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns))
+                self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns, item.deadline_ns))
             elif item in self._generations:
                 self._cancelled.append(item)
                 self._forget(self._schedule.cancel(item))
+        self._forget(self._schedule.expire(now_ns))
 
     def _begin_all(self) -> None:
         for lane in self._schedule.lanes:

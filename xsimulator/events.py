@@ -22,6 +22,7 @@ class SimulatedRequest(NamedTuple):
     max_output: int
     output_length: int
     arrival_ns: int = 0
+    deadline_ns: int | None = None
 
 
 StepClock = Callable[[int, Step], int]
@@ -82,7 +83,9 @@ class SimulatedEngine:
     def _take_in(self) -> None:
         while (arrival_ns := self._next_arrival_ns()) is not None and arrival_ns <= self.now_ns:
             request = self._requests[self._num_arrived]
-            self._journal.submit(Arrival(request.id, request.input_length, request.max_output, arrival_ns))
+            self._journal.submit(
+                Arrival(request.id, request.input_length, request.max_output, arrival_ns, request.deadline_ns)
+            )
             self._num_arrived += 1
 
     def _finished(self, step: Step) -> list[int]:
@@ -110,6 +113,7 @@ class _Journal:
         self._cancelled.append(id_)
 
     def begin(self, lane: Lane, now_ns: int) -> Step | None:
+        self._schedule.expire(now_ns)
         step = self._schedule.next_step(lane)
         if step is not None:
             self._under_way[self.num_begun] = _UnderWay(

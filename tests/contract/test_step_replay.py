@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
-from xgpt.schema import KvPromise
+from xgpt.schema import AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine, Generation, Logprobs
 from xsimulator.events import replay
@@ -93,10 +93,14 @@ class Executor:
             self.running.pop(id_, None)
 
 
-def schedule_for(lane: LaneSettings | TwoLaneSettings, kv: KvPromise, blocks: int) -> Schedule:
+def schedule_for(
+    lane: LaneSettings | TwoLaneSettings, kv: KvPromise, blocks: int, order: AdmissionOrder = "fcfs"
+) -> Schedule:
+    row_tokens = 3 * LONGEST_INPUT if order == "das" else None
     if isinstance(lane, TwoLaneSettings):
-        return TwoLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv))
-    return OneLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=lane.refill_when_empty))
+        return TwoLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv, order=order, row_tokens=row_tokens))
+    hold = lane.refill_when_empty
+    return OneLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, order=order, row_tokens=row_tokens))
 
 
 def jittered_clock(rng: np.random.Generator) -> Iterator[int]:
@@ -107,18 +111,25 @@ def jittered_clock(rng: np.random.Generator) -> Iterator[int]:
 
 
 def run_engine(
-    lane: LaneSettings | TwoLaneSettings, kv: KvPromise, blocks: int, rng: np.random.Generator
+    lane: LaneSettings | TwoLaneSettings,
+    kv: KvPromise,
+    blocks: int,
+    rng: np.random.Generator,
+    order: AdmissionOrder = "fcfs",
 ) -> list[StepRecord]:
     """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none."""
     log: list[StepRecord] = []
-    executor, schedule, clock = Executor(rng), schedule_for(lane, kv, blocks), jittered_clock(rng)
+    executor, schedule, clock = Executor(rng), schedule_for(lane, kv, blocks, order), jittered_clock(rng)
     pool = schedule.pool
     engine = Engine(schedule, executor, clock=lambda: next(clock), on_step=log.append)
     num_requests, arrival_chance = int(rng.integers(5, 40)), rng.random()
     submitted = 0
     while submitted < num_requests or not pool.is_idle:
         while submitted < num_requests and rng.random() < arrival_chance:
-            engine.submit(random_generation(submitted, rng))
+            generation = random_generation(submitted, rng)
+            if order != "fcfs" and rng.random() < 0.7:
+                generation = replace(generation, deadline_ns=next(clock) + int(rng.integers(20_000)))
+            engine.submit(generation)
             submitted += 1
         if submitted and rng.random() < 0.1:
             engine.cancel(int(rng.integers(submitted)))
@@ -147,6 +158,30 @@ def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int)
     log = run_engine(lane, kv, blocks, np.random.default_rng(seed))
     if log:
         assert steps(replay(schedule_for(lane, kv, blocks), log)) == steps(log)
+
+
+@CASES
+@pytest.mark.parametrize("order", ["sjf", "edf", "das"])
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
+def test_the_log_replays_in_every_order(
+    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
+) -> None:
+    """With deadlines that some requests miss."""
+    lane, blocks = LANES[kind], LARGEST + spare_blocks
+    log = run_engine(lane, kv, blocks, np.random.default_rng(seed), order)
+    assert steps(replay(schedule_for(lane, kv, blocks, order), log)) == steps(log)
+
+
+def test_what_the_orders_are_told_apart_by() -> None:
+    """Requests expire in such logs, and another order gives another schedule."""
+    log = run_engine(LANES["orca"], "reserve", LARGEST + 3, np.random.default_rng(4), "das")
+    admitted = {chunk[0] for record in log for chunk in record.encode}
+    arrived = {arrival.id for record in log for arrival in record.arrivals}
+    cancelled = {id_ for record in log for id_ in record.cancelled}
+    assert len(arrived - admitted - cancelled) > 3
+    for other in ("fcfs", "sjf", "edf"):
+        assert steps(replay(schedule_for(LANES["orca"], "reserve", LARGEST + 3, other), log)) != steps(log)
 
 
 def test_preemption_is_among_what_replays() -> None:

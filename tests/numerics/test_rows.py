@@ -8,7 +8,7 @@ import xrunner.attention.rows as row_attention
 import xrunner.rows as rows_module
 from tests.numerics.checkpoints import VOCABULARY
 from tests.numerics.test_families import FIRST_SHAPES, make_worker
-from xgpt.policies import LaneSettings, OneLaneRule, Pool
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.policies.packing import concatenated_rows, padded_rows, slotted_rows
 from xgpt.policies.request import Request
 from xrunner.engine import Engine, Generation
@@ -37,7 +37,7 @@ def flattened(checkpoint):
     def make(name):
         if name not in made:
             worker = make_worker(checkpoint(name)[0], "reference")
-            engine = Engine(OneLaneRule(LaneSettings(mix=True, max_batch=6)), Pool(64, 8), worker)
+            engine = Engine(OneLane(LaneSettings(mix=True, max_batch=6), Pool(64, 8)), worker)
             for one in REQUESTS:
                 engine.submit(Generation(one.id, PROMPTS[one.id], one.max_output))
             outputs = {one.id: [] for one in REQUESTS}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies.admission import ORDERS, DasQueue, EarliestUpTo, Queue, make_queue, utility
+from xgpt.policies.admission import DasQueue, EarliestUpTo, Queue, SortedQueue, make_queue, utility
 from xgpt.policies.request import Request
+from xgpt.schema import AdmissionOrder
+
+ORDERS = get_args(AdmissionOrder)
 
 
 def request(id_: int, length: int, deadline_ns: int | None = None, arrival_ns: int = 0) -> Request:
@@ -75,6 +79,7 @@ def test_nobody_is_lost_or_served_twice(order, data):
                 waiting = {i: one for i, one in waiting.items() if i not in late}
             case 2 if len(queue):
                 head = queue.head()
+                assert queue.ahead(3)[0] is head is queue.head()
                 assert queue.pop() is head
                 assert returned.pop(head.id, None) or waiting.pop(head.id)
                 if data.draw(st.booleans()):
@@ -82,7 +87,10 @@ def test_nobody_is_lost_or_served_twice(order, data):
                     returned[head.id] = head
                     assert queue.head() is head
         assert {one.id for one in queue} == {*waiting, *returned} and len(queue) == len(waiting) + len(returned)
-    assert sorted(drained(queue)) == sorted([*waiting, *returned])
+    ahead = [one.id for one in queue.ahead(1000)]
+    assert ahead == [one.id for one in queue.ahead(1000)]
+    assert drained(queue) == ahead
+    assert sorted(ahead) == sorted([*waiting, *returned])
     assert queue.head() is None
 
 
@@ -190,4 +198,4 @@ def test_memory_follows_those_that_wait():
 def heaps_of(queue: Queue) -> list[list[object]]:
     if isinstance(queue, DasQueue):
         return [queue._deadlines, *queue._heaps.values()]
-    return [queue._deadlines, queue._heap]
+    return [queue._deadlines, queue._heap] if isinstance(queue, SortedQueue) else [queue._deadlines]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
@@ -32,11 +33,16 @@ def deadline(request: Request) -> float:
 
 
 class Queue(ABC):
-    """Requests that wait. Those that have been inside and lost their K/V come before all others."""
+    """Requests that wait. Those that have been inside and lost their K/V come before all others.
+
+    Looking (`head`, `ahead`) changes nothing: how often an engine looks depends on its clock.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Request] = {}
-        """In the order of arrival; without those in front."""
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        """By id, in the order of arrival; without those in front."""
+        self._numbers: dict[int, int] = {}
+        """In that order, too."""
         self._front: deque[Request] = deque()
         self._deadlines: list[Entry] = []
         self._number = 0
@@ -52,6 +58,7 @@ class Queue(ABC):
     def push(self, request: Request) -> None:
         self._number += 1
         self._waiting[request.id] = request
+        self._numbers[request.id] = self._number
         if request.deadline_ns is not None:
             heappush(self._deadlines, (request.deadline_ns, self._number, request))
             _prune(self._deadlines, self._waiting, len(self._waiting))
@@ -72,15 +79,31 @@ class Queue(ABC):
         if self._front:
             return self._front.popleft()
         request = self._first()
-        del self._waiting[request.id]
-        self._drop(request)
+        self._forget(request)
         return request
+
+    def ahead(self, count: int) -> list[Request]:
+        """The next so many (or all), in the order in which they would enter if nobody else came."""
+        row = self._row()
+        taken: list[tuple[bool, int, Request]] = []
+        while len(taken) < count and len(self):
+            from_front = bool(self._front)
+            number = 0 if from_front else self._numbers[self._first().id]
+            taken.append((from_front, number, self.pop()))
+        for from_front, number, request in reversed(taken):
+            if from_front:
+                self._front.appendleft(request)
+            else:
+                self._waiting[request.id] = request
+                self._numbers[request.id] = number
+                self._add(request, number)
+        self._set_row(row)
+        return [request for _, _, request in taken]
 
     def remove(self, id_: int) -> bool:
         """Take a request out wherever it waits; False where it does not wait."""
-        request = self._waiting.pop(id_, None)
-        if request is not None:
-            self._drop(request)
+        if id_ in self._waiting:
+            self._forget(self._waiting[id_])
             return True
         for returned in self._front:
             if returned.id == id_:
@@ -94,8 +117,7 @@ class Queue(ABC):
         while self._deadlines and self._deadlines[0][0] < now_ns:
             request = heappop(self._deadlines)[2]
             if self._waiting.get(request.id) is request:
-                del self._waiting[request.id]
-                self._drop(request)
+                self._forget(request)
                 expired.append(request)
         return expired
 
@@ -106,6 +128,18 @@ class Queue(ABC):
             row.append(self.pop())
             row_tokens -= request.input_length
         return row
+
+    def _forget(self, request: Request) -> None:
+        del self._waiting[request.id], self._numbers[request.id]
+        self._drop(request)
+
+    def _row(self) -> tuple[float, ...]:
+        """What an order remembers of those who have entered."""
+        return ()
+
+    def _set_row(self, row: tuple[float, ...]) -> None:
+        """Remember this instead."""
+        assert not row
 
     @abstractmethod
     def _first(self) -> Request:
@@ -118,6 +152,22 @@ class Queue(ABC):
     @abstractmethod
     def _drop(self, request: Request) -> None:
         """Forget a request that has just been taken out of `_waiting`."""
+
+
+class FirstComeQueue(Queue):
+    """In the order of arrival."""
+
+    def ahead(self, count: int) -> list[Request]:
+        return list(islice(self, count))
+
+    def _first(self) -> Request:
+        return next(iter(self._waiting.values()))
+
+    def _add(self, request: Request, number: int) -> None:
+        pass
+
+    def _drop(self, request: Request) -> None:
+        pass
 
 
 class SortedQueue(Queue):
@@ -174,16 +224,18 @@ class DasQueue(Queue):
         """Their utility."""
 
     def pop(self) -> Request:
-        returned = bool(self._front)
+        if self._front:
+            return super().pop()
+        if self._lengths[0] > self._room:
+            self._open_row(self.row_tokens)
         request = super().pop()
-        if not returned:
-            self._room = max(0, self._room - request.input_length)
-            if self._dominant:
-                self._dominant -= 1
-                self.num_dominant += 1
-                self._worth += utility(request)
-            if not self._waiting:
-                self._room = 0  # who comes next begins a row: what is worth choosing shows only in a crowd
+        self._room = max(0, self._room - request.input_length)
+        if self._dominant:
+            self._dominant -= 1
+            self.num_dominant += 1
+            self._worth += utility(request)
+        if not self._waiting:
+            self._room = 0  # who comes next begins a row: what is worth choosing shows only in a crowd
         return request
 
     def fill_row(self, row_tokens: int) -> list[Request]:
@@ -210,11 +262,16 @@ class DasQueue(Queue):
             room -= fitting * length
         return total
 
+    def _row(self) -> tuple[float, ...]:
+        return self._room, self._dominant, self.num_dominant, self._worth
+
+    def _set_row(self, row: tuple[float, ...]) -> None:
+        self._room, self._dominant, self.num_dominant = (int(number) for number in row[:3])
+        self._worth = row[3]
+
     def _first(self) -> Request:
-        if self._lengths[0] > self._room:
-            self._open_row(self.row_tokens)
-        length = self._lengths[0]
-        if not self._dominant and self.num_dominant:
+        length = self._lengths[0]  # the first of a row, too
+        if length <= self._room and not self._dominant and self.num_dominant:
             # Worth at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
             longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
             length = self._most_urgent(min(longest, self._room)) or length
@@ -250,17 +307,18 @@ class DasQueue(Queue):
         self._changed.add(length)
 
 
-ORDERS: dict[AdmissionOrder, Callable[[int], Queue]] = {
-    "fcfs": lambda _: SortedQueue(lambda _: 0),
-    "sjf": lambda _: SortedQueue(lambda request: request.input_length),
-    "edf": lambda _: SortedQueue(deadline),
-    "das": DasQueue,
-}
-
-
-def make_queue(order: AdmissionOrder, row_tokens: int) -> Queue:
+def make_queue(order: AdmissionOrder, row_tokens: int | None = None) -> Queue:
     """An empty queue; `row_tokens`: prompt tokens that das looks at together."""
-    return ORDERS[order](row_tokens)
+    match order:
+        case "fcfs":
+            return FirstComeQueue()
+        case "sjf":
+            return SortedQueue(lambda request: request.input_length)
+        case "edf":
+            return SortedQueue(deadline)
+        case "das":
+            assert row_tokens is not None
+            return DasQueue(row_tokens)
 
 
 class EarliestUpTo:

@@ -49,6 +49,8 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
         kv=plan.admission.kv,
         max_running=plan.admission.max_running,
         hold_finished=hold_finished,
+        order=plan.admission.order,
+        row_tokens=plan.admission.row_tokens,
     )
 
 

@@ -6,11 +6,11 @@ that what is scheduled depends on nothing but the order of submissions, steps, e
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator
 
+from xgpt.policies.admission import make_queue
 from xgpt.policies.request import MicroBatch, Request, Step
-from xgpt.schema import KvPromise
+from xgpt.schema import AdmissionOrder, KvPromise
 
 
 class Pool:
@@ -29,6 +29,8 @@ class Pool:
         max_running: requests inside at most, under "quantile": as many as fit with the plan's probability.
         hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Such a
             batch is set aside whole, so this goes with "reserve" alone.
+        order: who of those who wait enters next.
+        row_tokens: prompt tokens that the order "das" looks at together.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Pool:
         kv: KvPromise = "reserve",
         max_running: int | None = None,
         hold_finished: bool = False,
+        order: AdmissionOrder = "fcfs",
+        row_tokens: int | None = None,
     ) -> None:
         assert kv == "reserve" or not hold_finished
         self.kv_blocks = kv_blocks
@@ -52,7 +56,7 @@ class Pool:
         """Blocks where prompts are encoded."""
         self.reserved_blocks = 0
         self.num_preemptions = 0
-        self.waiting: deque[Request] = deque()
+        self.waiting = make_queue(order, row_tokens)
         self.running: dict[int, Request] = {}
         """Requests inside, in the order in which they entered."""
         self.batches: list[MicroBatch] = []
@@ -80,19 +84,24 @@ class Pool:
         return whole <= self.kv_blocks and prompt <= self.prompt_blocks
 
     def submit(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.push(request)
+
+    def expire(self, now_ns: int) -> list[int]:
+        """Take out who waits, has never been inside, and whose deadline has passed."""
+        return [request.id for request in self.waiting.expire(now_ns)]
 
     def can_admit(self) -> bool:
         """Whether the first waiting request would be let in now."""
-        if not self.waiting or self.num_running == self.max_running:
+        request = self.waiting.head()
+        if request is None or self.num_running == self.max_running:
             return False
-        return self.reserved_blocks + self._blocks_to_enter(self.waiting[0]) <= self.kv_blocks
+        return self.reserved_blocks + self._blocks_to_enter(request) <= self.kv_blocks
 
     def admit(self, batch: MicroBatch) -> Request | None:
         """Move the first waiting request in, or return None where there is none or its K/V does not fit."""
         if not self.can_admit():
             return None
-        request = self.waiting.popleft()
+        request = self.waiting.pop()
         request.blocks = self._blocks_to_enter(request)
         request.batch = batch
         self.reserved_blocks += request.blocks
@@ -199,11 +208,7 @@ class Pool:
                 return []
             self._take_out(id_)
             return [id_, *self._end_batch()]
-        for request in self.waiting:
-            if request.id == id_:
-                self.waiting.remove(request)
-                return [id_]
-        return []
+        return [id_] if self.waiting.remove(id_) else []
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -229,7 +234,7 @@ class Pool:
         id_ = next(id_ for id_ in reversed(self.running) if not self.is_under_way(id_))
         request = self._take_out(id_)
         request.encoded = 0
-        self.waiting.appendleft(request)
+        self.waiting.push_front(request)
         self.num_preemptions += 1
         return id_
 

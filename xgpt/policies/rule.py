@@ -200,8 +200,8 @@ class OneLaneRule:
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
         chunks: list[Chunk] = []
-        while pool.waiting:
-            length = pool.waiting[0].context
+        while (first := pool.waiting.head()) is not None:
+            length = first.context
             must_start = not chunks and not batch.decoding
             if not (self._budget.covers(length) or must_start):
                 self._iterations = 0

@@ -23,7 +23,9 @@ from xgpt.schema import Lane
 
 
 class Schedule(ABC):
-    """The steps of a plan. All of its state changes in `submit`, `cancel`, `settle`, and where `next_step` gives one.
+    """The steps of a plan.
+
+    All of its state changes in `submit`, `cancel`, `expire`, `settle`, and where `next_step` gives one.
 
     Attributes:
         lanes: the worker groups that ask for steps, in the order in which an engine asks.
@@ -45,6 +47,10 @@ class Schedule(ABC):
             The requests whose slot and K/V are free again.
         """
         return self.pool.cancel(id_)
+
+    def expire(self, now_ns: int) -> list[int]:
+        """Let those go who wait and whose deadline has passed; an engine does so before it asks for steps."""
+        return self.pool.expire(now_ns)
 
     @abstractmethod
     def next_step(self, lane: Lane) -> Step | None:

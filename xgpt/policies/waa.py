@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
@@ -112,7 +111,8 @@ class TwoLane(Schedule):
                 break
             self._budget.spend(request.context)
             entered.append(request)
-        if not pool.waiting or self._budget.covers(pool.waiting[0].context):
+        first = pool.waiting.head()
+        if first is None or self._budget.covers(first.context):
             self._budget.close()
         step = Step(
             tuple(next_chunk(request, None) for request in entered),
@@ -126,11 +126,11 @@ class TwoLane(Schedule):
 
     def _due(self) -> int:
         """Prompts that wait and that the next encode batch takes: at least one."""
-        settings, waiting = self.settings, self.pool.waiting
+        settings = self.settings
         budget = copy(self._budget)
         budget.open(self._num_decoding() - settings.decode_batch)
         count = blocks = 0
-        for request in waiting:
+        for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
             blocks += self.pool.blocks_for(request.context)
             fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
             if count and not (fits and budget.covers(request.context)):
@@ -145,7 +145,7 @@ class TwoLane(Schedule):
         inside = [
             r for batch in (*self._encode, self._moving) for r in (*batch.encoding.values(), *batch.decoding.values())
         ]
-        return sum(pool.blocks_for(r.context) for r in [*inside, *islice(pool.waiting, count)])
+        return sum(pool.blocks_for(r.context) for r in [*inside, *pool.waiting.ahead(count)])
 
     def _next_transfer(self) -> Step | None:
         batch = self._moving

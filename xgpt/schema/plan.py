@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
@@ -42,11 +42,23 @@ class Admission(Frozen):
 
     "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" lets in as many requests (`max_running`)
     as fit in all but one of a thousand moments, and preempts where they do not.
+
+    Who waits enters in the order of arrival ("fcfs"), the shortest prompt first ("sjf"), the earliest deadline first
+    ("edf"), or by TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das").
     """
 
-    order: Literal["fcfs"] = "fcfs"
+    order: AdmissionOrder = "fcfs"
+    row_tokens: PositiveInt | None = None
     kv: KvPromise = "reserve"
     max_running: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Admission:
+        if (self.order == "das") != (self.row_tokens is not None):
+            raise ValueError(
+                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to 'das'"
+            )
+        return self
 
 
 class Stage(Frozen):

@@ -15,13 +15,15 @@ class Arrival(NamedTuple):
     input_length: int
     max_output: int
     arrival_ns: int
+    deadline_ns: int | None = None
 
 
 class StepRecord(NamedTuple):
     """One executed step. Steps may overlap on the stages of a pipeline; they are logged in the order of their ends.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in.
+        start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in, and who had
+            waited beyond a deadline had left.
         end_ns: the clock after the step was settled.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.

@@ -36,6 +36,8 @@ class Stream:
     submitted_s: float
     held: list[Token] | None = None
     """Tokens so far of a request whose caller waits for the whole output; None: each goes out as it comes."""
+    prompt_tokens: int = 0
+    deadline_s: float | None = None
     started_s: float = 0.0
     """Start of the step that first encoded some of it."""
     first_token_s: float = 0.0
@@ -128,7 +130,9 @@ class EngineThread:
         generation = Generation(
             next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling, deadline_ns=deadline_ns
         )
-        stream = Stream(generation.id, inbox, time.perf_counter(), [] if hold else None)
+        stream = Stream(
+            generation.id, inbox, time.perf_counter(), [] if hold else None, len(prompt), deadline_s=deadline_s
+        )
         self.metrics.handover_s.observe(stream.submitted_s - received_s)
         self._streams[stream.id] = stream
         self._waiting.add(stream.id)
@@ -142,6 +146,13 @@ class EngineThread:
             self._waiting.discard(stream.id)
             self._engine.cancel(stream.id)
             self.metrics.requests.labels(finish_reason).inc()
+            if finish_reason in ("stop", "deadline"):
+                self._note_deadline(stream, time.perf_counter())
+
+    def _note_deadline(self, stream: Stream, end_s: float) -> None:
+        """A request has had its last token, or as many as it could have."""
+        if stream.deadline_s is not None:
+            self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
     def _run(self) -> None:
         try:
@@ -188,6 +199,7 @@ class EngineThread:
                 del self._streams[token.id]
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
+                self._note_deadline(stream, end_s)
             if stream.held is not None:
                 stream.held.append(token)
                 if token.finish is None:

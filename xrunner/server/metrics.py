@@ -19,6 +19,17 @@ class Metrics:
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
         self.output_tokens = Counter("xgpt_output_tokens", "Tokens generated.", registry=registry)
+        self.deadlines = Counter(
+            "xgpt_deadlines",
+            "Requests with a deadline that ended, by whether they met it.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.utility = Counter(
+            "xgpt_deadline_utility",
+            "What the met deadlines were worth: one over the prompt's tokens each.",
+            registry=registry,
+        )
         self.step_s = Histogram(
             "xgpt_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS_S, registry=registry
         )
@@ -56,6 +67,12 @@ class Metrics:
         running.set_function(lambda: pool.num_running)
         waiting = Gauge("xgpt_requests_waiting", "Requests that wait for a slot.", registry=registry)
         waiting.set_function(lambda: len(pool.waiting))
+
+    def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
+        """A request with a deadline has ended. Source of the utility: TCB sec. 5.1."""
+        self.deadlines.labels("met" if met else "missed").inc()
+        if met:
+            self.utility.inc(1 / prompt_tokens)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
