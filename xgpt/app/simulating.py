@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
+    from xgpt.workload import Floats, Ints, Lengths
     from xsimulator.clock import OnSpan
     from xsimulator.events import StepClock
     from xsimulator.measure import Measured
@@ -68,29 +69,68 @@ def simulate(
     num_requests: int,
     rng: np.random.Generator,
     arrival_rate: float | None = None,
+    burstiness: float = 1.0,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay sampled requests on the simulated engine; all at once, or at a Poisson rate.
+    """Replay sampled requests on the simulated engine; all at once, or at a rate.
+
+    Args:
+        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
+    import numpy as np
+
+    from xgpt.workload import gamma_arrivals, sample
+
+    check_fits(plan, workload)
+    saturated = arrival_rate is None
+    total = requests_to_send(plan, num_requests, saturated=saturated)
+    inputs, outputs = sample(workload, total, rng)
+    arrivals_s = np.zeros(total) if arrival_rate is None else gamma_arrivals(arrival_rate, total, burstiness, rng)
+    log = _run(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
+    return read_log(plan, workload, log, num_requests, saturated=saturated), log
+
+
+def replay_trace(
+    plan: Plan, profile: Profile, workload: Workload, trace: Lengths, num_requests: int
+) -> tuple[Measured, list[StepRecord]]:
+    """Replay a trace's first requests as they were: at their own times, each input with its own output.
+
+    Args:
+        workload: the trace's histograms.
+
+    Raises:
+        InputError: the trace has no times, or too few requests, or one that can never fit.
+    """
+    check_fits(plan, workload)
+    if trace.timestamp_s is None:
+        raise InputError("workload", workload.name, "it has no timestamps; give --arrival-rate")
+    total = requests_to_send(plan, num_requests, saturated=False)
+    if len(trace.input) < total:
+        raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
+    columns = (trace.input[:total], trace.output[:total], trace.timestamp_s[:total])
+    log = _run(plan, profile, *columns, workload.output.lengths[-1])
+    return read_log(plan, workload, log, num_requests, saturated=False), log
+
+
+def _run(
+    plan: Plan,
+    profile: Profile,
+    inputs: Ints,
+    outputs: Ints,
+    arrivals_s: Floats,
+    max_output: int,
+    on_span: OnSpan | None = None,
+) -> list[StepRecord]:
     from xgpt import policies
-    from xgpt.workload import poisson_arrivals, sample
     from xsimulator.events import SimulatedEngine, SimulatedRequest
 
     schedule = policies.build(plan)
-    total = requests_to_send(plan, num_requests, saturated=arrival_rate is None)
-    inputs, outputs = sample(workload, total, rng)
-    arrivals = [0] * total if arrival_rate is None else (1e9 * poisson_arrivals(arrival_rate, total, rng)).astype(int)
-    max_output = workload.output.lengths[-1]
-    requests = [
-        SimulatedRequest(i, int(inputs[i]), max_output, int(outputs[i]), int(arrivals[i])) for i in range(total)
-    ]
-    check_fits(plan, workload)
-    clock = clock_of(plan, profile, schedule, on_span)
-    log = SimulatedEngine(schedule, clock, requests).run()
-    return read_log(plan, workload, log, num_requests, saturated=arrival_rate is None), log
+    columns = zip(inputs.tolist(), outputs.tolist(), (1e9 * arrivals_s).astype(int).tolist(), strict=True)
+    requests = [SimulatedRequest(i, n, max_output, out, at) for i, (n, out, at) in enumerate(columns)]
+    return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:

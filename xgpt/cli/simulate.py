@@ -14,6 +14,13 @@ from xgpt.cli.options import json_option
 @click.option(
     "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
 )
+@click.option(
+    "--burstiness",
+    type=click.FloatRange(0, min_open=True),
+    metavar="CV",
+    help="Variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.",
+)
+@click.option("--own-times", is_flag=True, help="Replay the workload, a trace, as it was: joint lengths, own times.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
 @click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -23,6 +30,8 @@ def command(
     workload: str | None,
     num_requests: int,
     arrival_rate: float | None,
+    burstiness: float | None,
+    own_times: bool,
     profile_path: str | None,
     trace: str | None,
     seed: int,
@@ -40,20 +49,33 @@ def command(
 
     import numpy as np
 
-    from xgpt.app.simulating import profile_of, simulate
+    from xgpt.app.simulating import profile_of, replay_trace, simulate
     from xgpt.cli import render
+    from xgpt.errors import InputError
     from xgpt.io import load_json, write_atomic
     from xgpt.resolve import load_workload
     from xgpt.schema import Plan
+    from xgpt.workload import read_lengths
+    from xsimulator.queueing import whole_times
     from xsimulator.timeline import chrome_trace
 
     plan = load_json(Path(plan_path), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     profile = profile_of(plan, profile_path)
-    result, log = simulate(plan, profile, lengths, num_requests, np.random.default_rng(seed), arrival_rate)
+    if burstiness is not None and arrival_rate is None:
+        raise InputError("burstiness", burstiness, "it goes with --arrival-rate")
+    if own_times:
+        if workload is None or not Path(workload).is_file() or arrival_rate is not None:
+            raise InputError("own-times", workload, "it goes with a trace as --workload, and without --arrival-rate")
+        result, log = replay_trace(plan, profile, lengths, read_lengths(Path(workload)), num_requests)
+    else:
+        rng = np.random.default_rng(seed)
+        result, log = simulate(plan, profile, lengths, num_requests, rng, arrival_rate, burstiness or 1.0)
     if trace is not None:
         write_atomic(Path(trace), chrome_trace(log, f"{plan.policy.kind}, simulated"))
     figures = {name: value for name, value in asdict(result).items() if name != "latencies_s"}
+    if own_times or arrival_rate is not None:
+        figures["whole_time_s"] = float(np.quantile(whole_times(log), plan.constraint.quantile))
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:
