@@ -12,7 +12,8 @@ from xgpt.schema.step_log import Arrival, StepRecord
 from xgpt.workload import poisson_arrivals, sample
 from xscheduler.space import Settings
 from xsimulator.analytic import Performance
-from xsimulator.events import SimulatedEngine, SimulatedRequest, cost_clock
+from xsimulator.clock import LaneClock
+from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths
 from xsimulator.queueing import NUM_LOADS, Array, Queue, verified_max_rate, whole_times
 
@@ -80,7 +81,7 @@ def test_whole_times_agree_with_the_simulated_engine(settings: Settings) -> None
     most = model.lengths.max_output
     columns = zip(inputs.tolist(), outputs.tolist(), arrivals.tolist(), strict=True)
     requests = [SimulatedRequest(i, a, most, b, t) for i, (a, b, t) in enumerate(columns)]
-    log = SimulatedEngine(schedule, cost_clock(model.cost, schedule), requests).run()
+    log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     simulated = np.quantile(whole_times(log, skip_requests=100), 0.95)
     assert queue.at(rate, 0.95).whole[0] == pytest.approx(simulated, rel=0.25)
 
