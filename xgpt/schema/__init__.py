@@ -27,6 +27,7 @@ from xgpt.schema.policy import (
     WaaSettings,
 )
 from xgpt.schema.profile import CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
+from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Comparison, UrlReport
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
@@ -46,6 +47,7 @@ __all__ = [
     "CrossTimes",
     "Curve",
     "DType",
+    "Decision",
     "DeviceKind",
     "Efficiency",
     "EncoderLayerTimes",
@@ -57,11 +59,15 @@ __all__ = [
     "LayerTimes",
     "Link",
     "ModelSpec",
+    "Observation",
     "OrcaSettings",
+    "Outcome",
     "Plan",
+    "Planner",
     "PolicySettings",
     "Profile",
     "ProfileRef",
+    "Proposal",
     "RopeScaling",
     "RraSettings",
     "RunDType",

@@ -1,0 +1,137 @@
+"""The window of observed lengths: what is in flight counts, and chance is not taken for a change."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xgpt.observation import (
+    HALF_LIFE,
+    MIN_FINISHED,
+    ChangeDetector,
+    LengthWindow,
+    kolmogorov,
+    observe,
+    observe_lengths,
+    wasserstein,
+)
+from xgpt.schema import Histogram, Workload
+from xgpt.workload import histogram_of, mean, sample
+
+
+def workload(input_mean: float, output_mean: float, seed: int = 0) -> Workload:
+    """Gamma-distributed lengths, a spread of half the mean."""
+    rng = np.random.default_rng(seed)
+    draws = [np.maximum(1, rng.gamma(4, m / 4, 20_000)).astype(int) for m in (input_mean, output_mean)]
+    return Workload(name="w", input=histogram_of(draws[0]), output=histogram_of(draws[1]))
+
+
+def run(window: LengthWindow, lengths: Workload, count: int, rng: np.random.Generator) -> None:
+    """Requests that arrive one by one and have all ended."""
+    for i, (input_, output) in enumerate(zip(*sample(lengths, count, rng, stratified=False), strict=True)):
+        seen = window.arrive(float(i), int(input_), int(output))
+        seen.generated, seen.has_ended = int(output), True
+
+
+lengths = st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=6).map(
+    lambda d: Histogram(
+        lengths=tuple(sorted(d)), probabilities=tuple(d[length] / sum(d.values()) for length in sorted(d))
+    )
+)
+
+
+@given(lengths, lengths)
+def test_distances(a: Histogram, b: Histogram) -> None:
+    steps = np.arange(1, 61)
+    curves = [np.cumsum([dict(zip(h.lengths, h.probabilities, strict=True)).get(n, 0) for n in steps]) for h in (a, b)]
+    assert wasserstein(a, b) == pytest.approx(np.abs(curves[0] - curves[1]).sum())
+    assert kolmogorov(a, b) == pytest.approx(np.abs(curves[0] - curves[1]).max())
+    assert wasserstein(a, a) == 0
+
+
+def test_outputs_in_flight_are_not_forgotten() -> None:
+    """Requests that arrive one a step, each step giving every one a token: those that ended lately are short."""
+    rng = np.random.default_rng(1)
+    true = workload(20, 80)
+    _, outputs = sample(true, 600, rng, stratified=False)
+    window = LengthWindow()
+    for i, output in enumerate(outputs):
+        seen = window.arrive(float(i), 20, 400)
+        seen.generated = min(int(output), 600 - i)
+        seen.has_ended = seen.generated == output
+    last = window.sample()
+    assert last is not None
+    late = last.tail(100)
+    ended = late.outputs[late.has_ended].mean()
+    corrected = mean(late.output_histogram())
+    assert ended < 0.75 * mean(true.output)
+    assert corrected == pytest.approx(mean(true.output), rel=0.2)
+    assert abs(corrected - mean(true.output)) < abs(ended - mean(true.output))
+
+
+def test_later_requests_count_more() -> None:
+    window = LengthWindow()
+    for length, count in ((10, HALF_LIFE), (20, HALF_LIFE)):
+        for _ in range(count):
+            seen = window.arrive(0.0, length, length)
+            seen.generated, seen.has_ended = length, True
+    last = window.sample()
+    assert last is not None
+    observation = observe(last, workload(10, 10))
+    assert observation.workload.input.probabilities == pytest.approx((1 / 3, 2 / 3), rel=1e-3)
+    assert observation.weight < observation.num_requests
+
+
+def test_the_longest_allowed_output_is_planned_for() -> None:
+    window = LengthWindow()
+    seen = window.arrive(0.0, 5, 64)
+    seen.generated, seen.has_ended = 3, True
+    last = window.sample()
+    assert last is not None
+    observed = observe(last, workload(10, 10)).workload.output
+    assert (observed.lengths, observed.probabilities) == ((3, 64), (1.0, 0.0))
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, 1000))
+def test_chance_is_no_change(seed: int) -> None:
+    planned, rng = workload(50, 30), np.random.default_rng(seed)
+    window, detector = LengthWindow(), ChangeDetector(planned)
+    for _ in range(60):
+        run(window, planned, 64, rng)
+        assert detector.look(window) is None
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.85, 1.15, 1.3])
+def test_a_change_is_found_and_dated(factor: float) -> None:
+    rng = np.random.default_rng(2)
+    planned = workload(50, 30)
+    window, detector = LengthWindow(), ChangeDetector(planned)
+    run(window, planned, 1500, rng)
+    num_changed = 0
+    while num_changed < 1100:
+        num_changed += 32
+        run(window, workload(50, 30 * factor, seed=3), 32, rng)
+        changed = detector.look(window)
+        if changed is not None:
+            break
+    assert changed is not None
+    assert MIN_FINISHED <= len(changed) <= 1.5 * num_changed
+    assert num_changed <= (320 if abs(factor - 1) > 0.2 else 1000)
+
+
+def test_what_was_learnt_from_few_is_looked_at_again() -> None:
+    rng = np.random.default_rng(4)
+    planned = workload(50, 30)
+    window, detector = LengthWindow(), ChangeDetector(planned, weight=120)
+    run(window, planned, 200, rng)
+    assert detector.look(window) is None
+    run(window, planned, 100, rng)
+    again = detector.look(window)
+    assert again is not None and len(again) == 300
+
+
+def test_a_trace_is_an_observation_too() -> None:
+    observation = observe_lengths([4, 4, 8], [1, 2, 3], workload(10, 10))
+    assert (observation.num_requests, observation.weight) == (3, 3)
+    assert observation.workload.input.lengths == (4, 8)

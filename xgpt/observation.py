@@ -1,0 +1,252 @@
+"""What a running engine has seen of late: lengths in a decaying window, and when they have changed.
+
+Requests enter as they arrive and as they end; an Observation leaves, or the news that lengths are others than
+planned. Reads no clock and draws no random number: the same requests in the same order tell the same. May be imported
+by every package.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields
+from math import log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.schema import Histogram, Observation, Workload
+from xgpt.workload import histogram_of
+
+Array = npt.NDArray[np.float64]
+
+WINDOW = 2048
+"""Requests that are remembered."""
+HALF_LIFE = 1024
+"""Requests after which one counts half."""
+MIN_FINISHED = 100
+"""Ended requests without which nothing is concluded."""
+FALSE_ALARM = 1e-6
+"""Probability at most that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
+CERTAIN = sqrt(log(2 / FALSE_ALARM) / 2)
+
+
+@dataclass(slots=True)
+class Seen:
+    """A request of the window.
+
+    Attributes:
+        max_output: output tokens that its client allowed.
+        generated: output tokens so far.
+        has_ended: its output is complete. One that was cancelled never is: it was at least so long.
+    """
+
+    arrival_s: float
+    input_length: int
+    max_output: int
+    generated: int = 0
+    has_ended: bool = False
+
+
+class LengthWindow:
+    """The last requests of an engine, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Seen] = deque(maxlen=WINDOW)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
+        """A new request; the caller counts its tokens in what is returned."""
+        seen = Seen(arrival_s, input_length, max_output)
+        self._seen.append(seen)
+        return seen
+
+    def forget_before(self, last: int) -> None:
+        """Keep the last so many requests only: those before came under other circumstances."""
+        while len(self._seen) > last:
+            self._seen.popleft()
+
+    def sample(self) -> Sample | None:
+        """The window as numbers; None: it is empty."""
+        taken = self._seen
+        if not taken:
+            return None
+        return Sample(
+            arrival_s=np.array([seen.arrival_s for seen in taken]),
+            inputs=np.array([seen.input_length for seen in taken]),
+            outputs=np.array([seen.generated for seen in taken]),
+            longest=np.array([seen.max_output for seen in taken]),
+            has_ended=np.array([seen.has_ended for seen in taken]),
+            weights=0.5 ** (np.arange(len(taken) - 1, -1, -1) / HALF_LIFE),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Requests of the window, column by column, later ones with more weight.
+
+    Attributes:
+        outputs: tokens so far.
+        longest: output tokens that the client allowed at most.
+    """
+
+    arrival_s: Array
+    inputs: npt.NDArray[np.int_]
+    outputs: npt.NDArray[np.int_]
+    longest: npt.NDArray[np.int_]
+    has_ended: npt.NDArray[np.bool_]
+    weights: Array
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def tail(self, last: int) -> Sample:
+        """The last so many requests."""
+        return Sample(*(getattr(self, field.name)[-last:] for field in fields(self)))
+
+    @property
+    def num_finished(self) -> int:
+        return int(self.has_ended.sum())
+
+    @property
+    def weight(self) -> float:
+        """Effective number of ended requests; 0 where there is none. Source: Kish, Survey Sampling, 1965."""
+        return _effective(self.weights[self.has_ended])
+
+    def input_histogram(self) -> Histogram:
+        lengths, index = np.unique(self.inputs, return_inverse=True)
+        return _histogram(lengths, np.bincount(index, self.weights))
+
+    def output_histogram(self) -> Histogram:
+        """Lengths of outputs, those in flight accounted for.
+
+        Long outputs end last: of the requests that arrived lately, those that have ended are the short ones. An output
+        in flight tells that it is longer than what has come of it, which is all that the product-limit estimator
+        needs. What lies beyond the longest that was seen counts as of that length.
+        Source: Kaplan and Meier, JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
+        """
+        lengths, index = np.unique(self.outputs, return_inverse=True)
+        total = np.bincount(index, self.weights, len(lengths))
+        ended = np.bincount(index, self.weights * self.has_ended, len(lengths))
+        at_risk = np.cumsum(total[::-1])[::-1]
+        survival = np.cumprod(1 - np.minimum(ended / at_risk, 1.0))
+        survival[-1] = 0.0
+        mass = -np.diff(survival, prepend=1.0)
+        return _histogram(lengths[mass > 0], mass[mass > 0])
+
+    def arrival_rate_per_s(self) -> float | None:
+        span_s = float(self.arrival_s[-1] - self.arrival_s[0])
+        return (len(self.arrival_s) - 1) / span_s if span_s > 0 else None
+
+
+def _effective(weights: Array) -> float:
+    return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
+
+
+def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
+    return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
+
+
+def observe(sample: Sample, planned: Workload, step_ratio: float | None = None) -> Observation:
+    """What a sample says, beside what was planned."""
+    inputs, outputs = sample.input_histogram(), sample.output_histogram()
+    return Observation(
+        workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
+        num_requests=len(sample),
+        num_finished=sample.num_finished,
+        weight=sample.weight,
+        arrival_rate_per_s=sample.arrival_rate_per_s(),
+        input_distance=wasserstein(inputs, planned.input),
+        output_distance=wasserstein(outputs, planned.output),
+        step_ratio=step_ratio,
+    )
+
+
+def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
+    """The same of a trace, whose requests have all ended."""
+    observed = Workload(name="observed", input=histogram_of(inputs), output=histogram_of(outputs))
+    return Observation(
+        workload=observed,
+        num_requests=len(np.atleast_1d(inputs)),
+        num_finished=len(np.atleast_1d(outputs)),
+        weight=float(len(np.atleast_1d(outputs))),
+        input_distance=wasserstein(observed.input, planned.input),
+        output_distance=wasserstein(observed.output, planned.output),
+    )
+
+
+def _reaching(outputs: Histogram, longest: int) -> Histogram:
+    """With the longest output that is allowed, if nobody took it: K/V memory is set aside for as much."""
+    if longest <= outputs.lengths[-1]:
+        return outputs
+    return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
+
+
+def _cumulative(a: Histogram, b: Histogram) -> tuple[Array, Array, Array]:
+    """All lengths of both, and both cumulative distributions there."""
+    lengths = np.union1d(a.lengths, b.lengths).astype(float)
+    curves = []
+    for histogram in (a, b):
+        total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
+        curves.append(total[np.searchsorted(histogram.lengths, lengths, side="right")])
+    return lengths, curves[0], curves[1]
+
+
+def wasserstein(a: Histogram, b: Histogram) -> float:
+    """Mean way, in tokens, by which the lengths of one must be moved to become the other (W_1)."""
+    lengths, left, right = _cumulative(a, b)
+    return float(np.abs(left - right)[:-1] @ np.diff(lengths))
+
+
+def kolmogorov(a: Histogram, b: Histogram) -> float:
+    """Largest difference of the cumulative distributions."""
+    _, left, right = _cumulative(a, b)
+    return float(np.abs(left - right).max())
+
+
+class ChangeDetector:
+    """Tells when requests are others than those that a plan was made for, and since when.
+
+    Each look compares the last 64, 128, 256, ... requests with the planned lengths. A difference of the cumulative
+    distributions over CERTAIN / sqrt(n) is no chance (Dvoretzky-Kiefer-Wolfowitz, with Massart's
+    constant); where several are, the clearest tells since when.
+
+    Args:
+        planned: the lengths that the running plan was made for.
+        weight: how many requests those lengths were learnt from; None: taken as certain.
+    """
+
+    def __init__(self, planned: Workload, weight: float | None = None) -> None:
+        self.planned = planned
+        self.weight = weight
+
+    def look(self, window: LengthWindow) -> Sample | None:
+        """The requests since lengths changed; None: they have not, or too few have ended since.
+
+        Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
+        """
+        whole = window.sample()
+        if whole is None or whole.num_finished < MIN_FINISHED:
+            return None
+        sizes = [64 << i for i in range((len(whole) - 1) // 64 + 1) if 64 << i < 2 * len(whole)]
+        score, size = max((self._score(whole.tail(size)), size) for size in sizes)
+        if score > CERTAIN:
+            around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}
+            _, since = max((self._score(whole.tail(size)), size) for size in around)
+            sample = whole.tail(since)
+            return sample if sample.num_finished >= MIN_FINISHED else None
+        return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
+
+    def _score(self, sample: Sample) -> float:
+        """Largest difference to the planned lengths, times the square root of how many requests show it."""
+        if sample.num_finished < MIN_FINISHED // 2:
+            return 0.0
+        score = 0.0
+        for histogram, planned, size in (
+            (sample.input_histogram(), self.planned.input, _effective(sample.weights)),
+            (sample.output_histogram(), self.planned.output, sample.weight),
+        ):
+            shared = size if self.weight is None else 1 / (1 / size + 1 / self.weight)
+            score = max(score, sqrt(shared) * kolmogorov(histogram, planned))
+        return score
