@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
+from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 
@@ -139,6 +140,10 @@ class OneAtATime(ABC):
         return step, self.execute(step)
 
 
+Deploy = Callable[[Schedule], Executor]
+"""Makes the executor of another plan's schedule, once the one before has been given up."""
+
+
 class _Begun(NamedTuple):
     """What a step's record needs to know of its beginning."""
 
@@ -152,8 +157,11 @@ class _Begun(NamedTuple):
 class Engine:
     """Runs a schedule: requests in from any thread, tokens out of `step`.
 
-    `submit` and `cancel` may be called from other threads; everything else belongs to the one thread that calls
-    `step`.
+    `submit`, `cancel` and `apply` may be called from other threads; everything else belongs to the one thread that
+    calls `step`.
+
+    Args:
+        deploy: None: no other plan than one with the same placement can be applied.
     """
 
     def __init__(
@@ -163,12 +171,18 @@ class Engine:
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
         on_step: Callable[[StepRecord], None] | None = None,
+        deploy: Deploy | None = None,
     ) -> None:
+        self._deploy = deploy
+        self._next: Schedule | None = None
+        """What is deployed as soon as nobody runs any more."""
+        self._parked: dict[int, Generation] = {}
+        """Requests that came, or had not begun, while the engine is emptied."""
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
         self._on_step = on_step
-        self._inbox: SimpleQueue[Generation | int] = SimpleQueue()
+        self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
         self._wake = threading.Event()
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
@@ -192,6 +206,18 @@ class Engine:
         """Take a request out before the next step; one that has ended already is ignored."""
         self._inbox.put(id_)
         self._wake.set()
+
+    def apply(self, schedule: Schedule) -> None:
+        """Go over to another plan's schedule before the next step: at once where the placement stays, else when all
+        that run have ended; who comes meanwhile waits.
+        """
+        self._inbox.put(schedule)
+        self._wake.set()
+
+    @property
+    def is_emptying(self) -> bool:
+        """Whether nobody enters until another plan has been deployed."""
+        return self._next is not None
 
     def wait(self, timeout_s: float) -> None:
         """Block until something is handed in, or the time is over. To be called when `step` returned None."""
@@ -217,16 +243,51 @@ class Engine:
         self._now_ns = now_ns
         self._wake.clear()
         while not self._inbox.empty():
-            item = self._inbox.get()
-            if isinstance(item, Generation):
-                self._generations[item.id] = item
-                request = Request(item.id, len(item.prompt), item.max_output, now_ns, item.deadline_ns)
-                self._schedule.submit(request)
-                self._arrivals.append(Arrival(item.id, request.input_length, item.max_output, now_ns, item.deadline_ns))
-            elif item in self._generations:
-                self._cancelled.append(item)
-                self._forget(self._schedule.cancel(item))
+            match self._inbox.get():
+                case Generation() as generation if self._next is not None:
+                    self._parked[generation.id] = generation
+                case Generation() as generation:
+                    self._enter(generation)
+                case Schedule() as schedule:
+                    self._go_over(schedule)
+                case int() as id_ if id_ in self._generations:
+                    self._cancelled.append(id_)
+                    self._forget(self._schedule.cancel(id_))
+                case int() as id_:
+                    self._parked.pop(id_, None)
         self._forget(self._schedule.expire(now_ns))
+        if self._next is not None and self._schedule.pool.is_idle and self._num_begun == self._num_settled:
+            self._redeploy(self._next)
+
+    def _enter(self, generation: Generation) -> None:
+        self._generations[generation.id] = generation
+        size = len(generation.prompt), generation.max_output
+        arrival = Arrival(generation.id, *size, self._now_ns, generation.deadline_ns)
+        self._schedule.submit(Request(*arrival))
+        self._arrivals.append(arrival)
+
+    def _go_over(self, schedule: Schedule) -> None:
+        if self._next is None and self._schedule.apply(schedule):
+            return
+        if self._deploy is None:
+            raise MachineError("this engine cannot go over to another placement; start the server with that plan")
+        self._next = schedule
+        for request in list(self._schedule.pool.waiting):
+            if request.id in self._generated:
+                continue  # preempted: it has begun, and ends here
+            self._parked[request.id] = self._generations[request.id]
+            self._cancelled.append(request.id)
+            self._forget(self._schedule.cancel(request.id))
+
+    def _redeploy(self, schedule: Schedule) -> None:
+        """Give the workers up, and let in who waited, in the order of their coming."""
+        assert self._deploy is not None
+        del self._executor
+        self._executor = self._deploy(schedule)
+        self._schedule, self._next = schedule, None
+        parked, self._parked = self._parked, {}
+        for generation in parked.values():
+            self._enter(generation)
 
     def _begin_all(self) -> None:
         for lane in self._schedule.lanes:

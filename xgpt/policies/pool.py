@@ -78,6 +78,11 @@ class Pool:
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
 
+    def is_shaped_like(self, other: Pool) -> bool:
+        """Whether requests could move over as they are: the same memory, promised in the same way."""
+        names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def can_ever_fit(self, request: Request) -> bool:
         whole = self.blocks_for(request.input_length + request.max_output)
         prompt = whole if self.kv == "quantile" else self.blocks_for(request.input_length)

@@ -141,6 +141,11 @@ class OneLaneRule:
         """Decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
+    def apply(self, settings: LaneSettings) -> None:
+        """Go over to other settings; the phase goes on, and the budget starts anew."""
+        self.settings = settings
+        self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
+
     def next_step(self, pool: Pool, batch: MicroBatch) -> Step | None:
         """The next step, or None where nothing can run. Admits the requests that the step begins to encode.
 
@@ -155,7 +160,7 @@ class OneLaneRule:
             encode = self._fill(pool, batch)
         elif settings.refill_when_empty:
             encode = self._part(pool, batch)
-        elif not batch.decoding or self._iterations >= settings.encode_every:
+        elif not batch.decoding or batch.encoding or self._iterations >= settings.encode_every:
             encode = self._phase(pool, batch)
 
         decode: tuple[int, ...] = ()
@@ -199,7 +204,8 @@ class OneLaneRule:
         """Whole prompts worth the phase's token target; what is left over or missing moves to the next phase."""
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
-        chunks: list[Chunk] = []
+        # Prompts that are encoded in part were begun under settings that cut them (see apply).
+        chunks = [next_chunk(request, None) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
             length = first.context
             must_start = not chunks and not batch.decoding

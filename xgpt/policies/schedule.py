@@ -52,6 +52,17 @@ class Schedule(ABC):
         """Let those go who wait and whose deadline has passed; an engine does so before it asks for steps."""
         return self.pool.expire(now_ns)
 
+    def apply(self, other: Schedule) -> bool:
+        """Go over to another plan's settings before the next step; whoever runs stays where he is.
+
+        Args:
+            other: that plan's schedule, with nobody in it.
+
+        Returns:
+            False, and nothing has changed, where this takes an empty engine: other lanes, micro-batches or memory.
+        """
+        return False
+
     @abstractmethod
     def next_step(self, lane: Lane) -> Step | None:
         """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
@@ -91,6 +102,18 @@ class OneLane(Schedule):
         self._batches = pool.add_batches(settings.microbatches)
         self._rules = [OneLaneRule(settings.of_microbatch(i)) for i in range(settings.microbatches)]
         self._turn = 0
+
+    def apply(self, other: Schedule) -> bool:
+        if not isinstance(other, OneLane) or not self.pool.is_shaped_like(other.pool):
+            return False
+        now, then = self.settings, other.settings
+        if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
+            return False
+        self.settings = then
+        self.pool.max_running = other.pool.max_running
+        for number, rule in enumerate(self._rules):
+            rule.apply(then.of_microbatch(number))
+        return True
 
     def next_step(self, lane: Lane = "both") -> Step | None:
         if self.settings.refill_when_empty and not self.pool.running:

@@ -1,0 +1,117 @@
+"""Going over to another plan in mid-run: no token is lost or wrong, whoever is inside stays or is waited for."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes import FakeExecutor, expected_tokens
+from xgpt.errors import MachineError
+from xgpt.policies import LaneSettings, OneLane, Pool, Schedule
+from xrunner.engine import Engine, Executor, Generation, Token
+
+ORCA = LaneSettings(mix=True, max_batch=4)
+CHUNKED = LaneSettings(mix=True, token_budget=6, max_batch=5)
+RRA = LaneSettings(mix=False, encode_every=3, encode_tokens=12, carried_batch=2, decode_batch=4)
+STATIC = LaneSettings(mix=False, max_batch=3, refill_when_empty=True)
+
+
+def schedule(settings: LaneSettings, blocks: int = 60) -> OneLane:
+    return OneLane(settings, Pool(blocks, 4, hold_finished=settings.refill_when_empty))
+
+
+def prompt(id_: int) -> tuple[int, ...]:
+    return tuple(range(id_ % 9 + 1))
+
+
+class Run:
+    """An engine whose tokens are gathered."""
+
+    def __init__(self, first: Schedule, *, can_deploy: bool = True) -> None:
+        self.deployed: list[Schedule] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: set[int] = set()
+        self.engine = Engine(first, FakeExecutor(), deploy=self._deploy if can_deploy else None)
+
+    def _deploy(self, schedule: Schedule) -> Executor:
+        self.deployed.append(schedule)
+        return FakeExecutor()
+
+    def submit(self, *ids: int, length: int = 7) -> None:
+        for id_ in ids:
+            self.engine.submit(Generation(id_, prompt(id_), 12, output_length=length + id_ % 4))
+
+    def step(self) -> list[Token] | None:
+        tokens = self.engine.step()
+        for token in tokens or ():
+            self.tokens.setdefault(token.id, []).append(token.token)
+            if token.finish:
+                self.finished.add(token.id)
+        return tokens
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def drain(self) -> None:
+        for _ in range(500):
+            if self.step() is None and self.engine.pool.is_idle:
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def check(self, ids: range, length: int = 7) -> None:
+        assert self.finished == set(ids)
+        for id_ in ids:
+            assert self.tokens[id_] == expected_tokens(prompt(id_), length + id_ % 4), id_
+        assert self.engine.pool.reserved_blocks == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([ORCA, CHUNKED, RRA])), min_size=1, max_size=6))
+def test_a_swap_between_two_steps_loses_nobody(changes: list[tuple[int, LaneSettings]]) -> None:
+    run = Run(schedule(CHUNKED))
+    for number, (num_steps, to) in enumerate(changes):
+        run.submit(*range(5 * number, 5 * number + 5))
+        run.steps(num_steps)
+        run.engine.apply(schedule(to))
+    run.drain()
+    run.check(range(5 * len(changes)))
+    assert run.deployed == []
+
+
+def test_a_swap_takes_effect_with_the_next_step() -> None:
+    run = Run(schedule(ORCA))
+    run.submit(*range(10))
+    run.steps(2)
+    assert run.engine.pool.num_running == 4
+    run.engine.apply(schedule(LaneSettings(mix=True, max_batch=8)))
+    run.step()
+    assert run.engine.pool.num_running == 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 12), st.sampled_from([schedule(STATIC), schedule(RRA, blocks=40)]))
+def test_another_placement_waits_for_who_runs_and_keeps_who_waits(num_steps: int, then: OneLane) -> None:
+    then = OneLane(then.settings, Pool(then.pool.kv_blocks, 4, hold_finished=then.pool.hold_finished))
+    run = Run(schedule(ORCA))
+    run.submit(*range(9))
+    run.steps(num_steps)
+    running = set(run.engine.pool.running)
+    run.engine.apply(then)
+    run.submit(*range(9, 12))
+    run.engine.submit(Generation(99, (1,), 5))
+    run.engine.cancel(99)
+    while not run.deployed:
+        if run.step() is not None and not run.deployed:
+            assert set(run.engine.pool.running) <= running
+            assert run.engine.is_emptying
+    assert running <= run.finished
+    run.drain()
+    run.check(range(12))
+    assert run.engine.pool is then.pool
+
+
+def test_without_means_to_deploy_another_placement_is_an_error() -> None:
+    run = Run(schedule(ORCA), can_deploy=False)
+    run.engine.apply(schedule(STATIC))
+    with pytest.raises(MachineError, match="another placement"):
+        run.step()
