@@ -116,7 +116,7 @@ class Sample:
 
     def input_histogram(self) -> Histogram:
         lengths, index = np.unique(self.inputs, return_inverse=True)
-        return _histogram(lengths, np.bincount(index, self.weights))
+        return _histogram(lengths, np.asarray(np.bincount(index, self.weights), float))
 
     def output_histogram(self) -> Histogram:
         """Lengths of outputs, those in flight accounted for.

@@ -1,0 +1,212 @@
+"""Re-planning: judge a running plan under observed lengths, offline or beside a server.
+
+python -m xgpt.app.replanning     # the process in which a server plans: JSON lines in, JSON lines out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xgpt.errors import InputError, MachineError, XgptError
+from xgpt.schema import Decision, Observation, Plan, Profile, Proposal
+
+if TYPE_CHECKING:
+    from xscheduler.regret import Terms
+
+NICENESS = 15
+"""Of the planning process: what serves goes first."""
+PATIENCE_S = 120.0
+"""How long planning may take before it is given up."""
+STREAM_LIMIT = 64 << 20
+"""Bytes of a line between the processes, at most."""
+
+
+def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
+    """Judge a running plan, and say what to do.
+
+    Raises:
+        InputError: the plan is one that re-planning does not cover.
+    """
+    from xgpt.io import sha256
+    from xgpt.workload import mean
+    from xscheduler.regret import judge
+
+    started = time.perf_counter()
+    verdict = judge(plan, profile, observation.workload, observation.weight, terms)
+    then = verdict.plan if verdict.switch else None
+    decision = Decision(
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",
+        reason=verdict.reason,
+        num_requests=observation.num_requests,
+        input_mean=mean(observation.workload.input),
+        output_mean=mean(observation.workload.output),
+        running=verdict.running,
+        best=verdict.best,
+        gain=verdict.gain,
+        pause_s=0.0 if then is None else verdict.pause_s,
+        plan_sha256=sha256(then or plan),
+        planning_s=time.perf_counter() - started,
+    )
+    return Proposal(decision, then)
+
+
+def observe_source(plan: Plan, source: str) -> Observation:
+    """The lengths in a trace file, or those that a running server has observed.
+
+    Args:
+        source: CSV or JSON lines, or the URL of a server (without /plan).
+
+    Raises:
+        InputError: the file is malformed.
+        MachineError: the server does not answer, or has seen too little.
+    """
+    if not source.startswith(("http://", "https://")):
+        from xgpt.observation import observe_lengths
+        from xgpt.workload import read_lengths
+
+        lengths = read_lengths(Path(source))
+        return observe_lengths(lengths.input, lengths.output, plan.workload)
+    import httpx
+
+    headers = {}
+    if key := os.environ.get("XGPT_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
+        observed = response.raise_for_status().json()["observed"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise MachineError(f"{source}/plan does not tell what was observed: {error}") from None
+    if observed is None:
+        raise MachineError(f"{source} has not yet seen enough requests end; ask again later")
+    return Observation.model_validate(observed)
+
+
+def find_profile(plan: Plan, path: str | None = None) -> Profile:
+    """The profile that a plan was made from: the file given, the cached one, or the datasheet's. Never measures.
+
+    Raises:
+        InputError: it is not there, or is another one.
+    """
+    from xgpt.app.planning import obtain_profile
+    from xgpt.io import cache_dir, load_json, sha256
+
+    if path is not None:
+        candidates = [load_json(Path(path), Profile, "profile")]
+    elif plan.profile.source == "analytic":
+        checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
+        candidates = [obtain_profile(plan.model, checkpoint, plan.cluster, dtype=plan.dtype)]
+    else:
+        candidates = []
+        for file in sorted((cache_dir() / "profiles").glob(f"{plan.model.name}-*.json")):
+            try:
+                candidates.append(load_json(file, Profile, "profile"))
+            except InputError:
+                continue  # of another version of this program
+    for profile in candidates:
+        if sha256(profile) == plan.profile.sha256:
+            return profile
+    raise InputError(
+        "profile", plan.profile.sha256[:12], "the plan's profile is not in the cache; give it with --profile FILE"
+    )
+
+
+class BackgroundPlanner:
+    """Plans in a process of its own, at low priority. See `xgpt.schema.Planner`.
+
+    The process is started with the first question and kept: loading what planning needs takes longer than planning.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        from xsimulator.cost import CostModel
+
+        self._cost = CostModel(plan.model, profile)
+        self._profile_json = profile.model_dump_json()
+        self._process: asyncio.subprocess.Process | None = None
+
+    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
+        sampled = len(decode_contexts) + sum(done for _, _, done in encode)
+        return self._cost.step(encode, decode_contexts, sampled)
+
+    async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await self._ask(await asyncio.to_thread(_question, plan, observation))
+        except (OSError, TimeoutError) as error:
+            await self.close()
+            raise MachineError(f"planning failed: {error or f'no answer within {PATIENCE_S:g} s'}") from None
+        if "error" in answer:
+            raise MachineError(f"planning failed: {answer['error']}")
+        return await asyncio.to_thread(_proposal, answer)
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def _ask(self, question: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "xgpt.app.replanning",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=STREAM_LIMIT,
+                start_new_session=True,  # a Ctrl-C is for the server; it ends this process itself
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._profile_json.encode() + b"\n")
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(question)
+        await stdin.drain()
+        line = await stdout.readline()
+        if not line:
+            raise OSError("the planning process has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _question(plan: Plan, observation: Observation) -> bytes:
+    return f'{{"plan":{plan.model_dump_json()},"observation":{observation.model_dump_json()}}}\n'.encode()
+
+
+def _proposal(answer: dict[str, Any]) -> Proposal:
+    plan = answer["plan"]
+    return Proposal(Decision.model_validate(answer["decision"]), None if plan is None else Plan.model_validate(plan))
+
+
+def main() -> None:
+    """Answer questions until there are none: a profile first, then plans with observations, one JSON line each."""
+    os.nice(NICENESS)
+    profile = Profile.model_validate_json(sys.stdin.readline())
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            decision, plan = propose(
+                Plan.model_validate(question["plan"]), profile, Observation.model_validate(question["observation"])
+            )
+            answer = {
+                "decision": decision.model_dump(mode="json"),
+                "plan": None if plan is None else plan.model_dump(mode="json"),
+            }
+        except XgptError as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What a running plan loses under other lengths than it was made for, and whether to change it.
+
+Assumptions: requests wait (saturation), and the running plan keeps its resolved numbers: rra encodes the planned
+prompt tokens a phase, whatever the number of requests that bring them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.policies.rule import ADJUSTMENT
+from xgpt.schema import (
+    ChunkedSettings,
+    Histogram,
+    OrcaSettings,
+    Outcome,
+    Plan,
+    Profile,
+    RraSettings,
+    StaticSettings,
+    Workload,
+)
+from xscheduler.schedule import Problem, Scheduler
+from xsimulator.analytic import OneLaneModel
+from xsimulator.cost import CostModel
+from xsimulator.lengths import Lengths
+from xsimulator.memory import capacity
+
+SWAPPABLE = ("rra", "chunked", "orca")
+"""Policies that an engine goes over to between two steps; a static batch must end first."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """When a change is worth while.
+
+    Attributes:
+        least_gain: share of the running plan's throughput that another must gain.
+        confidence: standard deviations by which the observed lengths must exceed what keeps the bound before the
+            bound counts as broken: the highest quantiles of few requests are mostly chance.
+        horizon_s: time in which a change of placement must repay its pause.
+        load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
+    """
+
+    least_gain: float = 0.05
+    confidence: float = 2.0
+    horizon_s: float = 600.0
+    load_bytes_per_s: float = 2e9
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The running plan beside the best one.
+
+    Attributes:
+        plan: the best plan, ready to be run in place of the running one; None: none keeps the bound.
+        is_swap: whether it goes into effect between two steps.
+        breaks_bound: whether the running plan breaks the bound for certain.
+        pause_s: how long the change would hold requests up.
+        switch: whether to change.
+        reason: why, or why not.
+    """
+
+    running: Outcome
+    best: Outcome | None
+    plan: Plan | None
+    is_swap: bool
+    breaks_bound: bool
+    gain: float
+    pause_s: float
+    switch: bool
+    reason: str
+
+
+def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms: Terms | None = None) -> Verdict:
+    """Compare the running plan with the best one under the observed lengths.
+
+    Args:
+        weight: requests that the observed lengths were learnt from.
+
+    Raises:
+        InputError: the plan is one that this does not cover.
+    """
+    terms = terms or Terms()
+    if len(plan.stages) > 1 or plan.replicas > 1:
+        raise InputError("plan.stages", len(plan.stages), "re-planning covers plans of one device so far")
+    workload = within_context(observed, plan.model.max_context)
+    bound = plan.constraint.latency_bound_s
+    now = under(plan, profile, workload, plan.constraint.quantile)
+    # The quantile that the observed lengths exceed for certain.
+    q = plan.constraint.quantile
+    certain = max(0.5, q - terms.confidence * sqrt(q * (1 - q) / weight))
+    breaks = bound is not None and under(plan, profile, workload, certain)["latency"] > bound
+    running = Outcome(
+        policy=plan.policy,
+        throughput_rps=now["throughput"],
+        latency_s=now["latency"],
+        keeps_bound=None if bound is None else not breaks,
+    )
+
+    def verdict(best: Plan | None, *, is_swap: bool, gain: float, pause_s: float, switch: bool, reason: str) -> Verdict:
+        outcome = best and Outcome(
+            policy=best.policy,
+            throughput_rps=best.estimate.throughput_rps,
+            latency_s=best.estimate.latency_s,
+            keeps_bound=None if bound is None else True,
+        )
+        return Verdict(running, outcome, best, is_swap, breaks, gain, pause_s, switch, reason)
+
+    problem = Problem(
+        model=plan.model,
+        checkpoint=plan.checkpoint,
+        cluster=plan.cluster,
+        workload=workload,
+        profile=profile,
+        constraint=plan.constraint,
+        kv=plan.admission.kv,
+    )
+    try:
+        found = Scheduler(problem).best_of_each((*SWAPPABLE, "static"))
+    except InfeasibleError as error:
+        return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
+    swaps = [
+        _in_place_of(plan, best, in_place=True)
+        for kind, best in found.items()
+        if (kind in SWAPPABLE) == (plan.policy.kind in SWAPPABLE)
+    ]
+    others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
+    swap = max(swaps, key=_throughput, default=None)
+    other = max(others, key=_throughput)
+    pause_s = (now["latency"] + plan.estimate.memory_bytes[0] / terms.load_bytes_per_s) if now["latency"] else 0.0
+    lost = other.estimate.throughput_rps * pause_s
+
+    # A placement must beat what a swap would do, too, and bring back within the horizon what its pause costs.
+    in_place = max(now["throughput"] * (not breaks), swap.estimate.throughput_rps if swap else 0.0)
+    repaid = (other.estimate.throughput_rps - in_place) * terms.horizon_s
+    if repaid > lost and other.estimate.throughput_rps > (1 + terms.least_gain) * in_place:
+        best, is_swap = other, False
+    elif swap is not None:
+        best, is_swap, pause_s = swap, True, 0.0
+    else:
+        gain = other.estimate.throughput_rps / now["throughput"] - 1
+        reason = f"the pause of {pause_s:.1f} s is not repaid within {terms.horizon_s:g} s"
+        return verdict(other, is_swap=False, gain=gain, pause_s=pause_s, switch=False, reason=reason)
+
+    gain = best.estimate.throughput_rps / now["throughput"] - 1
+    if breaks:
+        switch, reason = True, f"the running plan takes {now['latency']:.3g} s, the bound is {bound:g} s"
+    elif gain >= terms.least_gain:
+        switch, reason = True, f"the best plan gains {100 * gain:.1f}% of throughput"
+    else:
+        switch, reason = (
+            False,
+            f"the best plan gains {100 * gain:.1f}% of throughput, under {100 * terms.least_gain:g}%",
+        )
+    if switch and best.policy == plan.policy and is_swap and not _differs(plan, best):
+        switch, reason = False, "the best plan is the running one"
+    return verdict(best, is_swap=is_swap, gain=gain, pause_s=pause_s, switch=switch, reason=reason)
+
+
+def _throughput(plan: Plan) -> float:
+    return plan.estimate.throughput_rps
+
+
+def _differs(plan: Plan, other: Plan) -> bool:
+    """Whether what the rule takes from the estimate is another number."""
+    return abs(plan.estimate.encode_tokens / other.estimate.encode_tokens - 1) > 0.02
+
+
+def _in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
+    """The running plan with what was found put in its place.
+
+    In place, K/V memory stays as it was set up. A plan's blocks leave room for the activations of its own largest
+    step, at most a slice's: what a swap may take beyond is that much, out of the workspace.
+    """
+    return plan.model_copy(
+        update={
+            "workload": best.workload,
+            "policy": best.policy,
+            "admission": plan.admission.model_copy(update={"max_running": best.admission.max_running}),
+            "stages": plan.stages if in_place else best.stages,
+            "estimate": best.estimate,
+            "search": best.search,
+            "profile": best.profile,
+        }
+    )
+
+
+def within_context(workload: Workload, max_context: int) -> Workload:
+    """The workload with its longest inputs cut, so that any of them goes with the longest output that is allowed.
+
+    Each request fitted; the longest input came with a shorter output than the longest.
+    """
+    room = max_context - workload.output.lengths[-1]
+    if workload.input.lengths[-1] <= room:
+        return workload
+    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
+    rest = 1 - sum(p for _, p in kept)
+    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
+    return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
+
+
+def under(plan: Plan, profile: Profile, workload: Workload, quantile: float) -> dict[str, float]:
+    """What a plan does under other lengths, its resolved numbers kept."""
+    lengths = Lengths(workload)
+    model = OneLaneModel(CostModel(plan.model, profile), lengths, quantile)
+    inside = float(capacity(lengths, plan.stages[0].kv_blocks, plan.block_size, plan.admission.kv))
+    inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
+    match plan.policy:
+        case RraSettings() as rra:
+            batch = _encode_batch(plan, rra, model)
+            one = model.evaluate("rra", encode_batch=batch, decode_iterations=rra.decode_iterations).at(0)
+            batch = min(batch, batch * inside / one["peak_requests"])
+            return model.evaluate("rra", encode_batch=batch, decode_iterations=rra.decode_iterations).at(0)
+        case OrcaSettings() as orca:
+            return model.evaluate("orca", max_batch=min(orca.max_batch, int(inside))).at(0)
+        case ChunkedSettings() as chunked:
+            most = min(chunked.max_batch, int(inside))
+            return model.evaluate("chunked", max_batch=most, token_budget=chunked.token_budget).at(0)
+        case StaticSettings() as static:
+            return model.evaluate("static", batch=min(static.batch, int(inside))).at(0)
+    raise InputError("plan.policy", plan.policy.kind, "re-planning covers rra, chunked, orca and static so far")
+
+
+def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> float:
+    """Requests a phase that the planned prompt tokens come to under the model's lengths.
+
+    Where more or fewer requests than planned stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch
+    settles at the threshold, or as far from its target as the adjustment reaches.
+    """
+    estimate = plan.estimate
+    batch = estimate.encode_tokens / model.lengths.mean_input
+    one = model.evaluate("rra", encode_batch=batch, decode_iterations=settings.decode_iterations).at(0)
+    carried_each = max(one["decode_batch"] / batch - 1, 1e-9)
+    planned = estimate.decode_batch - settings.encode_batch
+    slack = ADJUSTMENT * estimate.decode_batch
+    low, high = ((planned + sign * slack) / carried_each for sign in (-1, 1))
+    return float(np.clip(np.clip(batch, low, high), (1 - ADJUSTMENT) * batch, (1 + ADJUSTMENT) * batch))
