@@ -1,0 +1,122 @@
+"""Judging a running plan under other lengths: against the simulated engine, and by what it decides."""
+
+import functools
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.app.replanning import propose
+from xgpt.app.simulating import simulate
+from xgpt.observation import observe_lengths
+from xgpt.schema import Histogram, Plan, TruncatedNormal, Workload
+from xgpt.workload import histogram, sample
+from xscheduler.regret import Terms, judge, under, within_context
+from xscheduler.schedule import Scheduler
+
+Kind = Literal["rra", "chunked", "orca", "static"]
+
+
+def scaled(workload: Workload, input_: float, output: float) -> Workload:
+    """Summarisation's lengths with other means; the longest stay."""
+    parts = {}
+    for name, factor in (("input", input_), ("output", output)):
+        old: Histogram = getattr(workload, name)
+        mean = float(np.dot(old.lengths, old.probabilities))
+        normal = TruncatedNormal(mean=factor * mean, sd=0.4 * mean, min=1, max=old.lengths[-1])
+        parts[name] = histogram(normal)
+    return Workload(name="scaled", **parts)
+
+
+@functools.cache
+def plan_of(kind: str, bound: float | None) -> Plan:
+    return Scheduler(problem("opt-13b", "h200x1", "summarization", bound)).best((kind,))
+
+
+PROFILE = problem("opt-13b", "h200x1", "summarization").profile
+
+
+@pytest.mark.parametrize("kind", ["rra", "chunked", "orca"])
+@pytest.mark.parametrize(("input_", "output"), [(0.8, 1.4), (1.3, 0.7)])
+def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: float) -> None:
+    plan = plan_of(kind, 6.0)
+    lengths = scaled(plan.workload, input_, output)
+    predicted = under(plan, PROFILE, lengths, 0.99)
+    measured, _ = simulate(plan, PROFILE, lengths, 600, np.random.default_rng(0))
+    assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.06)
+    assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
+
+
+def test_under_its_own_lengths_a_plan_does_what_it_promises() -> None:
+    for kind in ("rra", "chunked", "orca", "static"):
+        plan = plan_of(kind, 6.0)
+        now = under(plan, PROFILE, plan.workload, 0.99)
+        assert now["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
+        verdict = judge(plan, PROFILE, plan.workload, 1000)
+        assert not verdict.breaks_bound
+
+
+def test_longer_outputs_break_the_bound_and_a_swap_keeps_it() -> None:
+    plan = plan_of("rra", 6.0)
+    lengths = scaled(plan.workload, 1.0, 1.6)
+    verdict = judge(plan, PROFILE, lengths, 400)
+    assert verdict.breaks_bound and verdict.switch and verdict.is_swap
+    assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 6.0
+    assert verdict.plan.stages == plan.stages
+    assert verdict.pause_s == 0
+    again = judge(verdict.plan, PROFILE, lengths, 400)
+    assert not again.switch
+
+
+def test_a_loss_within_the_terms_is_left_alone() -> None:
+    plan = plan_of("rra", 6.0)
+    lengths = scaled(plan.workload, 1.0, 0.5)
+    gain = judge(plan, PROFILE, lengths, 1000).gain
+    assert gain > 0.01
+    assert judge(plan, PROFILE, lengths, 1000, Terms(least_gain=gain / 2)).switch
+    assert not judge(plan, PROFILE, lengths, 1000, Terms(least_gain=2 * gain)).switch
+
+
+def test_few_requests_do_not_prove_a_broken_bound() -> None:
+    plan = plan_of("rra", 6.0)
+    lengths = scaled(plan.workload, 1.0, 1.1)
+    assert judge(plan, PROFILE, lengths, 100_000).breaks_bound
+    assert not judge(plan, PROFILE, lengths, 20).breaks_bound
+
+
+def test_a_placement_changes_only_where_that_repays_its_pause() -> None:
+    plan = plan_of("static", 20.0)
+    assert judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=3600)).switch
+    short = judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=1))
+    assert not (short.switch and not short.is_swap)
+
+
+def test_what_cannot_be_kept_is_said() -> None:
+    plan = plan_of("rra", 1.2)
+    verdict = judge(plan, PROFILE, scaled(plan.workload, 1.0, 2.0), 1000)
+    if verdict.plan is None:
+        assert not verdict.switch and "nearest bound" in verdict.reason
+    else:
+        assert verdict.plan.estimate.latency_s <= 1.2
+
+
+def test_a_decision_tells_what_was_compared() -> None:
+    plan = plan_of("rra", 6.0)
+    inputs, outputs = sample(scaled(plan.workload, 1.0, 1.6), 2000, np.random.default_rng(0))
+    decision, then = propose(plan, PROFILE, observe_lengths(inputs, outputs, plan.workload))
+    assert decision.action == "swap" and then is not None
+    assert decision.running.keeps_bound is False
+    assert decision.best is not None and decision.best.policy == then.policy
+    assert decision.output_mean == pytest.approx(outputs.mean())
+
+
+def test_long_inputs_are_cut_to_go_with_the_longest_output() -> None:
+    workload = Workload(
+        name="w",
+        input=Histogram(lengths=(10, 90), probabilities=(0.25, 0.75)),
+        output=Histogram(lengths=(5, 40), probabilities=(1.0, 0.0)),
+    )
+    cut = within_context(workload, 100)
+    assert (cut.input.lengths, cut.input.probabilities) == ((10, 60), (0.25, 0.75))
+    assert within_context(workload, 130) == workload
