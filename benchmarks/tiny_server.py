@@ -62,9 +62,7 @@ def main() -> None:
     warm_up(worker)
     lane = LaneSettings(mix=True, max_batch=MAX_BATCH, token_budget=TOKEN_BUDGET)
     engine = Engine(OneLane(lane, Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
-    app = create_app(
-        EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,), plan_json="{}"
-    )
+    app = create_app(EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass

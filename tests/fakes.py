@@ -14,9 +14,22 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Step
-from xgpt.schema import ModelSpec
+from xgpt.schema import (
+    ClusterSpec,
+    Constraint,
+    DeviceKind,
+    Estimate,
+    Histogram,
+    ModelSpec,
+    OrcaSettings,
+    Plan,
+    ProfileRef,
+    SearchCertificate,
+    Stage,
+    Workload,
+)
 from xrunner.engine import Engine, Generation, Logprobs, OneAtATime
-from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app
+from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
 
 VOCAB_SIZE = 1000
 SPEC = ModelSpec(
@@ -90,6 +103,26 @@ def fake_engine(
     return Engine(OneLane(lane, Pool(kv_blocks, block_size=16)), executor)
 
 
+def fake_plan(**changes: Any) -> Plan:
+    """A plan of model "fake", as far as a server reads it."""
+    lengths = Histogram(lengths=(3, 8), probabilities=(0.5, 0.5))
+    estimate = dict.fromkeys(Estimate.model_fields, 1.0) | {"memory_bytes": (1,), "warnings": ()}
+    certificate = {"method": "given", "evaluations": 1, "space_size": 1, "seconds": 0, "gap": None, "bound": "none"}
+    device = DeviceKind(name="fake", type="cpu", memory_bytes=1)
+    return Plan(
+        model=SPEC,
+        dtype="float32",
+        cluster=ClusterSpec(name="local", device=device),
+        workload=Workload(name="fake", input=lengths, output=lengths),
+        constraint=Constraint(latency_bound_s=1.0),
+        policy=OrcaSettings(max_batch=16),
+        stages=(Stage(devices=(0,), decode_layers=(0, 1), kv_blocks=1000),),
+        estimate=Estimate.model_validate(estimate),
+        search=SearchCertificate.model_validate(certificate),
+        profile=ProfileRef(source="analytic", sha256="0" * 64),
+    ).model_copy(update=changes)
+
+
 def byte_tokenizer() -> Tokenizer:
     """One token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -114,10 +147,12 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
     return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
 
 
-def fake_app(engine: Engine, **options: Any) -> FastAPI:
+def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> FastAPI:
     """The endpoint of model "fake"; `options` go to create_app."""
-    defaults: dict[str, Any] = {"tokenizer": None, "eos_token_ids": (), "plan_json": '{"schema_version": 1}'}
-    return create_app(EngineThread(engine), model_name="fake", spec=SPEC, **defaults | options)
+    defaults: dict[str, Any] = {"tokenizer": None, "eos_token_ids": ()}
+    return create_app(
+        EngineThread(engine, watch=watch or Watch(fake_plan())), model_name="fake", spec=SPEC, **defaults | options
+    )
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class Engine:
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
-        self._on_step = on_step
+        self._listeners = [] if on_step is None else [on_step]
         self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
         self._wake = threading.Event()
         self._arrivals: list[Arrival] = []
@@ -192,6 +192,10 @@ class Engine:
         self._generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
         """Output so far of each request that may be preempted."""
+
+    def listen(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Have further steps reported, in the thread that calls `step`."""
+        self._listeners.append(on_step)
 
     @property
     def pool(self) -> Pool:
@@ -309,24 +313,25 @@ class Engine:
     def _record(self, step: Step, tokens: list[Token]) -> None:
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
-        if self._on_step is not None:
-            self._on_step(
-                StepRecord(
-                    begun.start_ns,
-                    self._clock(),
-                    step.encode,
-                    step.decode,
-                    tuple(token.id for token in tokens if token.finish),
-                    begun.arrivals,
-                    begun.cancelled,
-                    step.preempted,
-                    step.transfer,
-                    step.lane,
-                    step.microbatch,
-                    begun.number,
-                    begun.settled,
-                )
-            )
+        if not self._listeners:
+            return
+        record = StepRecord(
+            begun.start_ns,
+            self._clock(),
+            step.encode,
+            step.decode,
+            tuple(token.id for token in tokens if token.finish),
+            begun.arrivals,
+            begun.cancelled,
+            step.preempted,
+            step.transfer,
+            step.lane,
+            step.microbatch,
+            begun.number,
+            begun.settled,
+        )
+        for listener in self._listeners:
+            listener(record)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""

@@ -103,11 +103,15 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
     )
 
     def verdict(best: Plan | None, *, is_swap: bool, gain: float, pause_s: float, switch: bool, reason: str) -> Verdict:
-        outcome = best and Outcome(
-            policy=best.policy,
-            throughput_rps=best.estimate.throughput_rps,
-            latency_s=best.estimate.latency_s,
-            keeps_bound=None if bound is None else True,
+        outcome = (
+            None
+            if best is None
+            else Outcome(
+                policy=best.policy,
+                throughput_rps=best.estimate.throughput_rps,
+                latency_s=best.estimate.latency_s,
+                keeps_bound=None if bound is None else True,
+            )
         )
         return Verdict(running, outcome, best, is_swap, breaks, gain, pause_s, switch, reason)
 

@@ -159,7 +159,9 @@ def test_more_kv_than_the_pool_holds() -> None:
 def test_models_plan_health_metrics(url: str) -> None:
     model = get(url, "/v1/models").json()["data"][0]
     assert (model["id"], model["max_model_len"]) == ("fake", 512)
-    assert get(url, "/plan").json() == {"schema_version": 1}
+    assert get(url, "/plan").json()["plan"]["schema_version"] == 1
+    assert get(url, "/plan/history").json() == []
+    assert get(url, "/ready").json() == {"status": "ok"}
     assert get(url, "/health").json() == {"status": "ok"}
     names = ("xgpt_output_tokens_total", "xgpt_time_to_first_token_seconds_count", "xgpt_step_seconds_count")
     before = [metric(url, name) for name in names]

@@ -177,7 +177,7 @@ def _server(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
-    command += ["--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
+    command += ["--no-replan", "--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
     try:

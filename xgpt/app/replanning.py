@@ -197,7 +197,7 @@ def main() -> None:
             decision, plan = propose(
                 Plan.model_validate(question["plan"]), profile, Observation.model_validate(question["observation"])
             )
-            answer = {
+            answer: dict[str, Any] = {
                 "decision": decision.model_dump(mode="json"),
                 "plan": None if plan is None else plan.model_dump(mode="json"),
             }

@@ -12,9 +12,12 @@ from xgpt.schema import Plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from xgpt.app.replanning import BackgroundPlanner
+    from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
-    from xrunner.engine import Engine
+    from xrunner.engine import Deploy, Engine, Executor
     from xrunner.server import ApiKeys
+    from xrunner.worker import Worker
 
 
 def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None) -> Engine:
@@ -40,7 +43,26 @@ def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None
         threads=plan.profile.num_threads,
     )
     warm_up(worker)
-    return Engine(schedule, worker, on_step=on_step)
+    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
+
+
+def _redeployer(worker: Worker) -> Deploy:
+    """Sets another plan's K/V memory up beside the weights, which stay where they are."""
+    from xrunner.kv_cache import KvCache
+    from xrunner.worker import Worker, warm_up
+
+    # Not the worker itself: its memory must be free before the next one's is taken.
+    model, backend = worker.model, worker.backend
+    layer = worker.cache.layers[0]
+    dtype, device = layer.dtype, layer.device
+
+    def deploy(schedule: Schedule) -> Executor:
+        pool = schedule.pool
+        worker = Worker(model, KvCache(model.spec, pool.kv_blocks, pool.block_size, dtype, device), backend)
+        warm_up(worker)
+        return worker
+
+    return deploy
 
 
 def check_devices(plan: Plan) -> None:
@@ -114,24 +136,31 @@ def serve_plan(
     drain_s: float | None = None,
     log_level: str = "info",
     step_log: Path | None = None,
+    replan: bool = True,
+    profile_path: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    from xgpt.io import StepLogWriter, dump_json
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        replan: go over to other plans when lengths change.
+        profile_path: the profile that the plan was made from; None: the cached one.
+    """
+    from xgpt.io import StepLogWriter
     from xrunner import server
 
     keys = exposure.check()
     server.log_json(log_level)
+    planner = _planner(plan, profile_path) if replan else None
     log = None if step_log is None else StepLogWriter(step_log)
     thread = server.single_thread()
     engine = thread.submit(build_engine, plan, on_step=log).result()
     limits = server.Limits()
     app = server.create_app(
-        server.EngineThread(engine, thread),
+        server.EngineThread(engine, thread, server.Watch(plan, planner)),
         model_name=plan.model.name,
         spec=plan.model,
         tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
         eos_token_ids=plan.model.eos_token_ids,
-        plan_json=dump_json(plan),
         limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
         keys=keys,
         hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
@@ -141,3 +170,18 @@ def serve_plan(
     finally:
         if log is not None:
             log.close()
+
+
+def _planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:
+    """What re-plans; None where it cannot, which the log says."""
+    import logging
+
+    from xgpt.app.replanning import BackgroundPlanner, find_profile
+
+    try:
+        return BackgroundPlanner(plan, find_profile(plan, profile_path))
+    except InputError as error:
+        if profile_path is not None:
+            raise
+        logging.getLogger(__name__).warning("re-planning is off", extra={"fields": {"reason": str(error)}})
+        return None

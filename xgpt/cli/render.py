@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from xgpt.app.planning import Progress
-    from xgpt.schema import BenchReport, Plan, UrlReport
+    from xgpt.schema import BenchReport, Decision, Observation, Plan, UrlReport
 
 
 def show(*parts: object) -> None:
@@ -181,3 +181,31 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> T
         )
     columns = ["policy", "settings", "req/s", "measured", "error", "latency s", "measured", "error", "bound"]
     return table("predicted and measured on this machine", columns, rows)
+
+
+def decision_table(decision: Decision) -> Table:
+    rows = []
+    for name, outcome in (("running", decision.running), ("best", decision.best)):
+        if outcome is not None:
+            policy = outcome.policy
+            settings = ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
+            kept = {None: "-", True: "kept", False: "BROKEN"}[outcome.keeps_bound]
+            figures = (f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
+            rows.append([f"{name}: {policy.kind}", settings, *figures])
+    title = f"under {decision.num_requests} observed requests"
+    return table(title, ["plan", "settings", "req/s", "latency s", "bound"], rows)
+
+
+def decision_notes(decision: Decision, observation: Observation, output: str | None) -> list[str]:
+    notes = [
+        f"lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens in the mean; distance "
+        f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
+        f"decision: {decision.action}; {decision.reason}",
+    ]
+    if decision.best is not None:
+        notes.append(
+            f"gain {100 * decision.gain:+.1f}% of throughput; the switch holds requests up {decision.pause_s:.1f} s"
+        )
+    if output is not None:
+        notes.append(f"wrote {output}")
+    return notes

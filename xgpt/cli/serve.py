@@ -18,6 +18,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
 )
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
+@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
@@ -29,11 +31,14 @@ def command(
     max_waiting: int | None,
     drain_s: float | None,
     log_level: str,
+    no_replan: bool,
+    profile_path: str | None,
     dry_run: bool,
     step_log: str | None,
 ) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
+    When lengths change, it goes over to a better plan (see http://HOST:PORT/ and /plan/history).
     Logs are JSON on standard error, one line a request, with its id and never its prompt.
 
     \b
@@ -61,4 +66,6 @@ def command(
         drain_s=drain_s,
         log_level=log_level,
         step_log=None if step_log is None else Path(step_log),
+        replan=not no_replan,
+        profile_path=profile_path,
     )

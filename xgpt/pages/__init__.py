@@ -33,3 +33,15 @@ def render(template: str, **values: object) -> str:
 
     style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template(template).render(style=style, **values) + "\n"
+
+
+def render_live(heading: str) -> str:
+    """The page of a running server: asks its /live every two seconds, and runs no other script than its own."""
+    import base64
+    import hashlib
+
+    from markupsafe import Markup
+
+    script = files(__name__).joinpath("live.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render("live.html", heading=heading, script=Markup(script), script_hash=f"sha256-{digest}")

@@ -11,6 +11,7 @@ from xrunner.server.logs import log_json
 from xrunner.server.process import DRAIN_S, serve
 from xrunner.server.service import Limits
 from xrunner.server.text import TextCodec, load_tokenizer
+from xrunner.server.watch import Watch
 
 __all__ = [
     "DRAIN_S",
@@ -20,6 +21,7 @@ __all__ = [
     "EngineThread",
     "Limits",
     "TextCodec",
+    "Watch",
     "check_exposure",
     "create_app",
     "load_tokenizer",

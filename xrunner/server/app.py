@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -13,11 +14,13 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from xgpt.pages import render_live
 from xgpt.schema import ModelSpec
 from xrunner.server.access import AllowedHosts, ApiKeys
 from xrunner.server.answer import error_response
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.guard import Guard
+from xrunner.server.live import Live
 from xrunner.server.openapi import describe
 from xrunner.server.protocol import ApiError
 from xrunner.server.service import Limits, Service
@@ -31,7 +34,6 @@ def create_app(
     spec: ModelSpec,
     tokenizer: TextCodec | None,
     eos_token_ids: Collection[int],
-    plan_json: str,
     limits: Limits | None = None,
     keys: ApiKeys | None = None,
     hosts: AllowedHosts | None = None,
@@ -42,20 +44,23 @@ def create_app(
         model_name: what requests must ask for.
         tokenizer: None: prompts are token ids only, and answers carry no text.
         eos_token_ids: tokens that end an output.
-        plan_json: what GET /plan answers.
         keys: None: nobody needs one.
         hosts: names under which this server may be asked for; None: any.
     """
     service = Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids), limits or Limits())
     created = int(time.time())
     description = describe(model_name)
+    live = None if engine_thread.watch is None else Live(engine_thread, engine_thread.watch)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine_thread.start()
+        sampling = None if live is None else asyncio.create_task(live.run())
         try:
             yield
         finally:
+            if sampling is not None:
+                sampling.cancel()
             await engine_thread.stop()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -98,6 +103,8 @@ def create_app(
     def ready() -> dict[str, str]:
         if engine_thread.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if engine_thread.is_redeploying:
+            raise ApiError(503, "another plan is being deployed; who comes now waits", code="redeploying")
         return health()
 
     read("/openapi.json", lambda: description)
@@ -105,5 +112,10 @@ def create_app(
     read("/health", health)
     read("/ready", ready)
     read("/metrics", engine_thread.metrics.render, "text/plain; version=0.0.4")
-    read("/plan", plan_json.encode)
+    if live is not None and engine_thread.watch is not None:
+        read("/plan", live.plan)
+        read("/plan/history", live.history)
+        read("/live", live.now)
+        page = render_live(f"{model_name}: {engine_thread.watch.plan.policy.kind}").encode()
+        read("/", lambda: page, "text/html; charset=utf-8")
     return app

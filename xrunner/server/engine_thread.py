@@ -10,10 +10,15 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from xgpt.observation import Seen
+from xgpt.policies import Pool
+from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine, Generation, SamplingParams, Token
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import ApiError
+from xrunner.server.watch import Watch
 
+MAX_RETRY_AFTER_S = 60
 IDLE_S = 0.1
 """How long an idle engine sleeps at most before it looks whether it shall stop."""
 
@@ -44,6 +49,8 @@ class Stream:
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
     """End of the step of its oldest token that has not been written to a client."""
+    seen: Seen | None = None
+    """What the watch knows of it."""
 
 
 def single_thread() -> ThreadPoolExecutor:
@@ -58,10 +65,12 @@ class EngineThread:
         thread: an executor of one thread, that in which the engine was built. OpenMP keeps a team of workers for each
             thread that has used it, and two teams on the same cores make each other's barriers sleep: the steps of an
             engine that was built in another thread take up to twice as long.
+        watch: what observes the requests, and re-plans; None: nobody.
     """
 
-    def __init__(self, engine: Engine, thread: ThreadPoolExecutor | None = None) -> None:
-        self.metrics = Metrics(engine.pool)
+    def __init__(self, engine: Engine, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None) -> None:
+        self.metrics = Metrics(engine, watch)
+        self.watch = watch
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
         self.is_draining = False
@@ -75,16 +84,24 @@ class EngineThread:
         self._thread = thread or single_thread()
         self._running: Future[None]
         self._loop: asyncio.AbstractEventLoop
+        self._records: list[StepRecord] = []
+        """Of the step that has just ended, where it shall be compared with its prediction."""
+        if watch is not None:
+            engine.listen(self._note)
 
     def start(self) -> None:
         """Begin to step; tokens arrive on the loop that is running now."""
         self._loop = asyncio.get_running_loop()
+        if self.watch is not None:
+            self.watch.start(self._engine.apply)
         self._running = self._thread.submit(self._run)
 
     async def stop(self) -> None:
         """Let the step that is being executed end, and no other begin."""
         self._stopping.set()
         await asyncio.wrap_future(self._running)
+        if self.watch is not None:
+            await self.watch.stop()
 
     @property
     def capacity(self) -> int:
@@ -97,8 +114,18 @@ class EngineThread:
         return len(self._waiting)
 
     def retry_after_s(self) -> int:
-        """When somebody who was turned away should come again."""
-        return 1
+        """When somebody who was turned away should come again: half of those who wait have begun by then."""
+        rate = None if self.watch is None else self.watch.recent.rate_per_s()
+        return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._waiting) / (2 * rate))))
+
+    @property
+    def is_redeploying(self) -> bool:
+        """Whether another placement is on its way."""
+        return self._engine.is_emptying
+
+    @property
+    def pool(self) -> Pool:
+        return self._engine.pool
 
     def submit(
         self,
@@ -134,6 +161,8 @@ class EngineThread:
             generation.id, inbox, time.perf_counter(), [] if hold else None, len(prompt), deadline_s=deadline_s
         )
         self.metrics.handover_s.observe(stream.submitted_s - received_s)
+        if self.watch is not None:
+            stream.seen = self.watch.arrive(len(prompt), max_output)
         self._streams[stream.id] = stream
         self._waiting.add(stream.id)
         self.metrics.prompt_tokens.inc(len(prompt))
@@ -145,6 +174,8 @@ class EngineThread:
         if self._streams.pop(stream.id, None) is not None:
             self._waiting.discard(stream.id)
             self._engine.cancel(stream.id)
+            if finish_reason == "stop":
+                self._end(stream)
             self.metrics.requests.labels(finish_reason).inc()
             if finish_reason in ("stop", "deadline"):
                 self._note_deadline(stream, time.perf_counter())
@@ -153,6 +184,14 @@ class EngineThread:
         """A request has had its last token, or as many as it could have."""
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
+
+    def _end(self, stream: Stream) -> None:
+        if self.watch is not None and stream.seen is not None:
+            self.watch.end(stream.seen, stream.started_s)
+
+    def _note(self, record: StepRecord) -> None:
+        """In the engine's thread."""
+        self._records.append(record)
 
     def _run(self) -> None:
         try:
@@ -165,7 +204,8 @@ class EngineThread:
                 # One wake-up of the loop a step, however many tokens: each costs a system call.
                 encoding = tuple(self._engine.pool.encoding)
                 end_s = time.perf_counter()
-                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, encoding)
+                records, self._records = self._records, []
+                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, encoding, records)
         except Exception as error:
             # Whatever it was, the requests that wait for this thread must learn that it is over.
             reason = f"the engine has failed: {type(error).__name__}: {error}"
@@ -173,9 +213,19 @@ class EngineThread:
             logger.debug("traceback", exc_info=True)
             self._loop.call_soon_threadsafe(self._fail, reason)
 
-    def _deliver(self, start_s: float, end_s: float, tokens: list[Token], encoding: tuple[int, ...]) -> None:
+    def _deliver(
+        self,
+        start_s: float,
+        end_s: float,
+        tokens: list[Token],
+        encoding: tuple[int, ...],
+        records: list[StepRecord],
+    ) -> None:
         """Fan a step's tokens out; `encoding`: the requests that it left with part of a prompt encoded."""
         metrics = self.metrics
+        for record in records:
+            if self.watch is not None and self.watch.wants_step():
+                self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
         metrics.output_tokens.inc(len(tokens))
         for id_ in encoding:
@@ -193,6 +243,8 @@ class EngineThread:
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
                 metrics.inter_token_s.observe(end_s - stream.last_token_s)
+            if stream.seen is not None:
+                stream.seen.generated += 1
             stream.last_token_s = end_s
             stream.unwritten_s = stream.unwritten_s or end_s
             if token.finish is not None:
@@ -200,12 +252,19 @@ class EngineThread:
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
                 self._note_deadline(stream, end_s)
+                self._end(stream)
             if stream.held is not None:
                 stream.held.append(token)
                 if token.finish is None:
                     continue
             for ready in stream.held or (token,):
                 stream.inbox.put_nowait(ready)
+
+    def _seen(self, record: StepRecord) -> dict[int, Seen]:
+        """The requests of a step."""
+        ids = (*record.decode, *(chunk[0] for chunk in record.encode))
+        found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
+        return {id_: seen for id_, seen in found if seen is not None}
 
     def _fail(self, reason: str) -> None:
         self.failure = reason

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from xgpt.policies import Pool
+from xgpt.schema import Decision
+from xgpt.workload import mean
+from xrunner.engine import Engine
+from xrunner.server.watch import Watch
+
+NAN = float("nan")
 
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
@@ -14,7 +21,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 class Metrics:
     """Changed from the event loop alone; the gauges read the pool when asked."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, engine: Engine, watch: Watch | None) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
@@ -63,10 +70,44 @@ class Metrics:
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
-        running = Gauge("xgpt_requests_running", "Requests that hold a slot.", registry=registry)
-        running.set_function(lambda: pool.num_running)
-        waiting = Gauge("xgpt_requests_waiting", "Requests that wait for a slot.", registry=registry)
-        waiting.set_function(lambda: len(pool.waiting))
+        self._gauge("xgpt_requests_running", "Requests that hold a slot.", lambda: engine.pool.num_running)
+        self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: len(engine.pool.waiting))
+        self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
+        self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
+        self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
+        self._watch = watch
+        if watch is not None:
+            self._observe(watch)
+
+    def _observe(self, watch: Watch) -> None:
+        registry = self._registry
+        replans = Counter("xgpt_plan_decisions", "Looks at changed lengths, by outcome.", ["action"], registry=registry)
+        planning_s = Histogram(
+            "xgpt_planning_seconds", "Time that re-planning took.", buckets=REQUEST_BUCKETS_S, registry=registry
+        )
+
+        def count(decision: Decision) -> None:
+            replans.labels(decision.action).inc()
+            planning_s.observe(decision.planning_s)
+
+        watch.on_decision = count
+        self._gauge("xgpt_planned_throughput", "Requests/s at saturation.", lambda: watch.plan.estimate.throughput_rps)
+        self._gauge("xgpt_planned_latency_seconds", "Of the plan.", lambda: watch.plan.estimate.latency_s)
+        bound = watch.plan.constraint.latency_bound_s
+        if bound is not None:
+            self._gauge("xgpt_latency_bound_seconds", "From admission to the last token.", lambda: bound)
+        self._gauge("xgpt_recent_throughput", "Requests/s of late.", lambda: watch.recent.rate_per_s() or 0.0)
+        self._gauge("xgpt_step_time_ratio", "Measured over predicted, of late.", lambda: watch.step_ratio or NAN)
+        self._gauge("xgpt_look_seconds_max", "Longest look at the lengths.", lambda: watch.loop_s)
+        names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
+        texts = ("Mean of late.", "Mean of late, those in flight included.", "Wasserstein, to the plan.", "The same.")
+        self._lengths = [
+            Gauge(f"xgpt_{name}", text, registry=registry) for name, text in zip(names, texts, strict=True)
+        ]
+        self._arrivals = Gauge("xgpt_arrival_rate", "Requests/s of late.", registry=registry)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        Gauge(name, text, registry=self._registry).set_function(read)
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
         """A request with a deadline has ended. Source of the utility: TCB sec. 5.1."""
@@ -75,4 +116,13 @@ class Metrics:
             self.utility.inc(1 / prompt_tokens)
 
     def render(self) -> bytes:
+        observation = None if self._watch is None else self._watch.observation()
+        if observation is not None:
+            workload = observation.workload
+            values = (mean(workload.input), mean(workload.output))
+            for gauge, value in zip(
+                self._lengths, (*values, observation.input_distance, observation.output_distance), strict=True
+            ):
+                gauge.set(value)
+            self._arrivals.set(observation.arrival_rate_per_s or NAN)
         return generate_latest(self._registry)

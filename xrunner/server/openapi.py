@@ -43,7 +43,9 @@ def describe(model_name: str) -> dict[str, Any]:
             "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
             "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
             "/metrics": {"get": _reading("Prometheus metrics.", text)},
-            "/plan": {"get": _reading("The plan that is run.", _JSON)},
+            "/plan": {"get": _reading("The plan that is run, and the lengths that were observed.", _JSON)},
+            "/plan/history": {"get": _reading("Every decision on another plan.", _JSON)},
+            "/live": {"get": _reading("What the page at / shows.", _JSON)},
         },
         "components": {"schemas": components},
     }

@@ -1,0 +1,135 @@
+"""A served plan that is watched: observed on every surface, judged when lengths change, gone over from."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from tests.contract.scenarios import problem
+from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
+from xgpt.app.replanning import BackgroundPlanner, observe_source
+from xgpt.errors import MachineError
+from xgpt.observation import observe_lengths
+from xgpt.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
+from xrunner.server import Watch
+from xscheduler.schedule import Scheduler
+
+
+@dataclass
+class FakePlanner:
+    """Proposes whatever it is told to; notes what it was asked."""
+
+    answers: list[Plan | Exception | None]
+    step_s: float = 0.01
+    asked: list[Observation] = field(default_factory=list)
+    is_closed: bool = False
+
+    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
+        assert all(start < end for start, end, _ in encode) and all(context > 1 for context in decode_contexts)
+        return self.step_s
+
+    async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+        self.asked.append(observation)
+        await asyncio.sleep(0.05)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        outcome = Outcome(policy=plan.policy, throughput_rps=1, latency_s=1, keeps_bound=True)
+        decision = Decision(
+            at="now",
+            action="keep" if answer is None else "swap",
+            reason="<b>because</b>",
+            num_requests=observation.num_requests,
+            input_mean=1,
+            output_mean=1,
+            running=outcome,
+            best=outcome,
+            gain=0.1,
+            pause_s=0,
+            plan_sha256="0",
+            planning_s=0.05,
+        )
+        return Proposal(decision, answer)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def ask(url: str, num_requests: int, num_tokens: int) -> None:
+    body = {"model": "fake", "prompt": [[1, 2, 3]] * num_requests, "max_tokens": num_tokens}
+    assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=30).status_code == 200
+
+
+def get(url: str, path: str) -> httpx.Response:
+    return httpx.get(url + path, trust_env=False, timeout=10)
+
+
+@pytest.fixture
+def planner() -> FakePlanner:
+    wider = fake_plan(policy=OrcaSettings(max_batch=32))
+    return FakePlanner([None, RuntimeError("the planner has died"), wider])
+
+
+@pytest.fixture
+def url(planner: FakePlanner) -> Iterator[str]:
+    engine = fake_engine(FakeExecutor(step_s=0.001))
+    with running(fake_app(engine, Watch(fake_plan(), planner))) as url:
+        yield url
+    assert planner.is_closed
+
+
+def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlanner) -> None:
+    assert get(url, "/plan").json()["observed"] is None
+    with pytest.raises(MachineError, match="not yet seen enough"):
+        observe_source(fake_plan(), url)
+    lengths = (20, 40, 80)
+    for round_, num_tokens in enumerate(lengths):
+        if round_:
+            time.sleep(0.6)  # looks have a distance
+        ask(url, 130, num_tokens)
+        time.sleep(0.6)
+        ask(url, 32, num_tokens)
+        assert eventually(lambda asked=round_ + 1: len(planner.asked) >= asked)  # type: ignore[misc]
+        assert planner.asked[round_].workload.output.lengths == (num_tokens,)
+    assert eventually(lambda: len(get(url, "/plan/history").json()) == 2)
+    assert [decision["action"] for decision in get(url, "/plan/history").json()] == ["keep", "swap"]
+    plan = get(url, "/plan").json()
+    assert plan["plan"]["policy"]["max_batch"] == 32
+    assert plan["observed"]["output_distance"] > 0
+    assert observe_source(fake_plan(), url).num_requests == plan["observed"]["num_requests"]
+    metrics = get(url, "/metrics").text
+    assert 'xgpt_plan_decisions_total{action="swap"} 1.0' in metrics
+    assert "xgpt_observed_output_tokens 8" in metrics
+    live = get(url, "/live").json()
+    assert live["plan"]["settings"] == {"max_batch": 32}
+    assert live["now"]["step_ratio"] is not None
+    assert sum(live["lengths"]["output"]["observed"]) == pytest.approx(1)
+
+
+def test_the_page_escapes_and_loads_nothing(url: str) -> None:
+    page = get(url, "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "connect-src 'self'; script-src 'sha256-" in page.text
+    assert "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_planning_runs_in_a_process_of_its_own() -> None:
+    of = problem("opt-13b", "h200x1", "summarization", 6.0)
+    plan = Scheduler(of).best(("rra",))
+    lengths = plan.workload.output.lengths
+    longer = observe_lengths([500] * 400, list(lengths[len(lengths) // 2 :]) * 4, plan.workload)
+
+    async def ask_twice() -> list[Proposal]:
+        planner = BackgroundPlanner(plan, of.profile)
+        assert planner.predict_s([(0, 10, 1)], [20, 30]) > 0
+        try:
+            return [await planner.propose(plan, longer) for _ in range(2)]
+        finally:
+            await planner.close()
+
+    first, second = asyncio.run(ask_twice())
+    assert first.decision.action == "swap" and first.plan is not None
+    assert second.plan is not None and second.plan.policy == first.plan.policy

@@ -1,0 +1,73 @@
+"""xgpt replan"""
+
+from __future__ import annotations
+
+import click
+
+from xgpt.cli.options import json_option
+
+
+@click.command("replan")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option(
+    "--lengths",
+    "source",
+    required=True,
+    metavar="CSV|URL",
+    help="CSV or JSON lines of requests, or a running server (its key in XGPT_API_KEY).",
+)
+@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
+@click.option(
+    "--horizon",
+    "horizon_s",
+    type=click.FloatRange(0, min_open=True),
+    default=600,
+    show_default=True,
+    metavar="S",
+    help="Time in which a change of placement must repay its pause.",
+)
+@click.option(
+    "--least-gain",
+    type=click.FloatRange(0, 1),
+    default=0.05,
+    show_default=True,
+    metavar="SHARE",
+    help="Of throughput, that a change must bring.",
+)
+@click.option("-o", "--output", metavar="FILE", help="Write the plan to run from now on, changed or not.")
+@json_option
+def command(
+    plan_path: str,
+    source: str,
+    profile_path: str | None,
+    horizon_s: float,
+    least_gain: float,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """What changes under other lengths, what that gains, what the switch costs.
+
+    \b
+    Examples:
+      xgpt replan plan.json --lengths today.csv -o new.json
+      xgpt replan plan.json --lengths http://127.0.0.1:8000
+    """
+    from pathlib import Path
+
+    from xgpt.app.replanning import find_profile, observe_source, propose
+    from xgpt.cli import render
+    from xgpt.io import dump_json, load_json, write_atomic
+    from xgpt.schema import Plan
+    from xscheduler.regret import Terms
+
+    plan = load_json(Path(plan_path), Plan, "plan")
+    profile = find_profile(plan, profile_path)
+    observation = observe_source(plan, source)
+    terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
+    decision, then = propose(plan, profile, observation, terms)
+    if output is not None:
+        write_atomic(Path(output), dump_json(then or plan))
+    if as_json:
+        click.echo(dump_json(decision), nl=False)
+    else:
+        render.show(render.decision_table(decision), *render.decision_notes(decision, observation, output))

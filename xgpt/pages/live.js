@@ -1,0 +1,108 @@
+"use strict";
+// What comes from a server is set as text, never as HTML.
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 480, HEIGHT = 150, LEFT = 44, BOTTOM = 18;
+const byId = (id) => document.getElementById(id);
+const number = (value, digits = 3) => value === null || value === undefined ? "-" : Number(value).toPrecision(digits).replace(/\.?0+$/, "");
+
+function shape(parent, name, attributes, text) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  parent.appendChild(element);
+  return element;
+}
+
+function axes(id, label, low, high, top) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  const x = (value) => LEFT + (WIDTH - LEFT - 4) * (value - low) / (high - low || 1);
+  const y = (value) => 6 + (HEIGHT - BOTTOM - 6) * (1 - value / (top || 1));
+  for (const share of [0, 0.5, 1]) {
+    shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(share * top), y2: y(share * top), stroke: "#d9dfe6"});
+    shape(svg, "text", {x: LEFT - 5, y: y(share * top) + 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, number(share * top));
+  }
+  byId(id).replaceChildren(svg);
+  return {svg, x, y};
+}
+
+function lines(id, label, samples, key, marks, scale = 1) {
+  const known = samples.filter((sample) => sample[key] !== null);
+  const values = known.map((sample) => scale * sample[key]);
+  const shown = marks.filter((mark) => mark.value !== null && mark.value !== undefined);
+  const top = 1.1 * Math.max(1e-9, ...values, ...shown.map((mark) => mark.value));
+  const first = samples.length ? samples[0].at_s : 0, last = samples.length ? samples[samples.length - 1].at_s : 1;
+  const {svg, x, y} = axes(id, label, first, last, top);
+  for (const mark of shown)
+    shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(mark.value), y2: y(mark.value), stroke: mark.colour, "stroke-dasharray": "5 4"});
+  const points = known.map((sample, i) => `${x(sample.at_s)},${y(values[i])}`).join(" ");
+  shape(svg, "polyline", {points, fill: "none", stroke: "#0b5fa5", "stroke-width": 1.8});
+  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, `${Math.round((last - first) / 60)} min`);
+}
+
+function histogram(id, label, bins) {
+  const top = 1.1 * Math.max(1e-9, ...bins.planned, ...(bins.observed || []));
+  const {svg, x, y} = axes(id, label, 0, bins.edges[bins.edges.length - 1], top);
+  bins.planned.forEach((share, i) =>
+    shape(svg, "rect", {x: x(bins.edges[i]), width: x(bins.edges[i + 1]) - x(bins.edges[i]), y: y(share), height: y(0) - y(share), fill: "#b9d0e6"}));
+  if (bins.observed) {
+    const points = bins.observed.flatMap((share, i) => [`${x(bins.edges[i])},${y(share)}`, `${x(bins.edges[i + 1])},${y(share)}`]);
+    shape(svg, "polyline", {points: points.join(" "), fill: "none", stroke: "#d1731a", "stroke-width": 1.8});
+  }
+  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, `${Math.round(bins.edges[bins.edges.length - 1])} tokens`);
+}
+
+const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_")).map(([key, value]) => `${key} ${value}`).join(", ");
+
+function decisions(list) {
+  const rows = list.slice().reverse().map((decision) => {
+    const row = document.createElement("tr");
+    const best = decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none";
+    const cells = [decision.at, decision.action, `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, best,
+      `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason];
+    for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
+    return row;
+  });
+  byId("decisions").replaceChildren(...rows);
+}
+
+function show(live) {
+  const {plan, now, samples, lengths, observation} = live;
+  byId("settings").textContent = `${plan.policy}: ${settingsOf(plan.settings)}` + (live.is_redeploying ? " (another plan is being deployed)" : "");
+  byId("throughput").textContent = number(now.throughput_rps);
+  byId("tokens").textContent = number(now.output_tokens_per_s);
+  byId("latency").textContent = now.latency_p99_s === null ? "-" : `${number(now.latency_p99_s)} s`;
+  byId("latency").className = plan.latency_bound_s !== null && now.latency_p99_s > plan.latency_bound_s ? "value bad" : "value";
+  byId("batch").textContent = `${now.running} (${now.waiting})`;
+  byId("kv").textContent = `${(100 * now.kv_share).toFixed(1)}%`;
+  byId("ratio").textContent = number(now.step_ratio);
+  lines("throughput-chart", "throughput over time", samples, "throughput_rps", [{value: plan.throughput_rps, colour: "#5b6775"}]);
+  lines("latency-chart", "latency over time", samples, "latency_p99_s", [{value: plan.latency_s, colour: "#5b6775"}, {value: plan.latency_bound_s, colour: "#b3261e"}]);
+  lines("batch-chart", "running requests over time", samples, "running", [{value: plan.decode_batch, colour: "#5b6775"}]);
+  lines("kv-chart", "K/V memory over time", samples, "kv_share", [], 100);
+  histogram("input-chart", "input lengths", lengths.input);
+  histogram("output-chart", "output lengths", lengths.output);
+  if (observation)
+    byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; distance to the plan: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} arrive a second.`;
+  byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: lengths have not changed for certain.") : "Re-planning is off.";
+  decisions(live.decisions);
+}
+
+async function poll() {
+  const trouble = byId("trouble");
+  try {
+    const answer = await fetch("live", {cache: "no-store"});
+    if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+    show(await answer.json());
+    trouble.hidden = true;
+    document.body.dataset.state = "live";
+  } catch (error) {
+    trouble.textContent = `No news: ${error.message}.`;
+    trouble.hidden = false;
+    document.body.dataset.state = "trouble";
+  }
+  setTimeout(poll, 2000);
+}
+poll();

@@ -1,0 +1,100 @@
+"""What the page at /, GET /plan and GET /plan/history tell."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from xgpt.schema import Histogram
+from xrunner.server.engine_thread import EngineThread
+from xrunner.server.watch import Watch
+
+SAMPLE_S = 2.0
+MAX_SAMPLES = 450
+"""A quarter of an hour."""
+NUM_BINS = 32
+SHOWN_DECISIONS = 20
+
+
+class Live:
+    """Reads engine and watch when asked, and every two seconds for the page's lines."""
+
+    def __init__(self, engine_thread: EngineThread, watch: Watch) -> None:
+        self._engine_thread = engine_thread
+        self._watch = watch
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._start_s = time.perf_counter()
+
+    async def run(self) -> None:
+        """Note how things stand, until cancelled."""
+        while True:
+            self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
+            await asyncio.sleep(SAMPLE_S)
+
+    def plan(self) -> dict[str, Any]:
+        """The running plan, and what was observed."""
+        observation = self._watch.observation()
+        return {
+            "plan": self._watch.plan.model_dump(mode="json"),
+            "observed": None if observation is None else observation.model_dump(mode="json"),
+        }
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every decision, the latest last."""
+        return [decision.model_dump(mode="json") for decision in self._watch.history]
+
+    def now(self) -> dict[str, Any]:
+        watch = self._watch
+        plan = watch.plan
+        observation = watch.observation()
+        observed_input = None if observation is None else observation.workload.input
+        observed_output = None if observation is None else observation.workload.output
+        return {
+            "plan": {
+                "policy": plan.policy.kind,
+                "settings": {v.name: getattr(plan.policy, v.name) for v in plan.policy.variables},
+                "throughput_rps": plan.estimate.throughput_rps,
+                "latency_s": plan.estimate.latency_s,
+                "latency_bound_s": plan.constraint.latency_bound_s,
+                "decode_batch": plan.estimate.decode_batch,
+            },
+            "replans": watch.can_replan,
+            "is_redeploying": self._engine_thread.is_redeploying,
+            "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
+            "now": self._figures(),
+            "samples": list(self._samples),
+            "lengths": {
+                "input": _bins(plan.workload.input, observed_input),
+                "output": _bins(plan.workload.output, observed_output),
+            },
+            "decisions": self.history()[-SHOWN_DECISIONS:],
+        }
+
+    def _figures(self) -> dict[str, float | None]:
+        pool = self._engine_thread.pool
+        seconds, latencies, tokens = self._watch.recent.since()
+        return {
+            "throughput_rps": self._watch.recent.rate_per_s(),
+            "output_tokens_per_s": tokens / seconds if seconds else None,
+            "latency_p50_s": float(np.quantile(latencies, 0.5)) if latencies else None,
+            "latency_p99_s": float(np.quantile(latencies, 0.99)) if latencies else None,
+            "running": pool.num_running,
+            "waiting": self._engine_thread.num_waiting,
+            "kv_share": pool.reserved_blocks / pool.kv_blocks,
+            "step_ratio": self._watch.step_ratio,
+        }
+
+
+def _bins(planned: Histogram, observed: Histogram | None) -> dict[str, list[float] | None]:
+    """Both histograms over the same bins: shares of requests."""
+    longest = max(planned.lengths[-1], observed.lengths[-1] if observed else 0)
+    edges = np.linspace(0, longest, NUM_BINS + 1)
+
+    def shares(histogram: Histogram) -> list[float]:
+        return np.histogram(histogram.lengths, edges, weights=histogram.probabilities)[0].tolist()
+
+    return {"edges": edges.tolist(), "planned": shares(planned), "observed": observed and shares(observed)}

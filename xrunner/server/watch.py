@@ -1,0 +1,174 @@
+"""Observes what a served plan does, has it judged when lengths change, and goes over to another plan.
+
+Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`); what the loop does
+itself, a look at the window, takes a few milliseconds at most and never stands between a request and its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from xgpt import policies
+from xgpt.errors import XgptError
+from xgpt.observation import ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.schema import Decision, Observation, Plan, Planner
+from xgpt.schema.step_log import StepRecord
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 16
+"""Ended requests between two looks."""
+LOOK_INTERVAL_S = 0.5
+"""Time between two looks, at least."""
+JUDGE_STEP_EVERY = 8
+"""Every so many steps one is compared with its prediction."""
+STEP_MEMORY = 0.98
+"""Weight that the comparisons so far keep with each further one: the last 50 count."""
+MAX_HISTORY = 256
+RECENT_S = 30.0
+"""Span of the rates and latencies that are called recent."""
+
+
+class Watch:
+    """What a server knows of its plan: what was promised, what came, what was decided.
+
+    Args:
+        planner: None: lengths are observed, and the plan stays.
+    """
+
+    def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
+        self.plan = plan
+        self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
+        self.window = LengthWindow()
+        self.recent = Recent()
+        self.loop_s = 0.0
+        """Longest time that a look has held the event loop."""
+        self._planner = planner
+        self._apply: Callable[[policies.Schedule], None] | None = None
+        self._detector = ChangeDetector(plan.workload)
+        self._num_ended = 0
+        self._num_steps = 0
+        self._looked_s = 0.0
+        self._measured_s = self._predicted_s = 0.0
+        self._judging: asyncio.Task[None] | None = None
+        self.on_decision: Callable[[Decision], None] = lambda decision: None
+
+    def start(self, apply: Callable[[policies.Schedule], None]) -> None:
+        """`apply`: has the engine go over to another plan's schedule."""
+        self._apply = apply
+
+    async def stop(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
+            await asyncio.gather(self._judging, return_exceptions=True)
+        if self._planner is not None:
+            await self._planner.close()
+
+    @property
+    def can_replan(self) -> bool:
+        return self._planner is not None
+
+    @property
+    def step_ratio(self) -> float | None:
+        """Measured over predicted time of late; None: there is no prediction."""
+        return self._measured_s / self._predicted_s if self._predicted_s else None
+
+    def arrive(self, input_length: int, max_output: int) -> Seen:
+        """A request has come; the caller counts its tokens in what is returned."""
+        return self.window.arrive(time.perf_counter(), input_length, max_output)
+
+    def end(self, seen: Seen, started_s: float) -> None:
+        """A request's output has ended by itself."""
+        seen.has_ended = True
+        now_s = time.perf_counter()
+        self.recent.end(now_s, now_s - started_s, seen.generated)
+        self._num_ended += 1
+        if self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S:
+            self._looked_s = now_s
+            self._look()
+            self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
+
+    def wants_step(self) -> bool:
+        """Whether the step that has just ended shall be compared with its prediction."""
+        self._num_steps += 1
+        return self._planner is not None and self._num_steps % JUDGE_STEP_EVERY == 0
+
+    def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
+        """Compare a step with its prediction; `running`: its requests, as they were before it."""
+        assert self._planner is not None
+        if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
+            return  # some are held, or gone
+        contexts = {id_: running[id_].input_length + running[id_].generated for id_ in running}
+        encode = [(start, start + length, int(start + length == contexts[i])) for i, start, length in record.encode]
+        predicted_s = self._planner.predict_s(encode, [contexts[id_] for id_ in record.decode])
+        self._measured_s = STEP_MEMORY * self._measured_s + (record.end_ns - record.start_ns) / 1e9
+        self._predicted_s = STEP_MEMORY * self._predicted_s + predicted_s
+
+    def observation(self) -> Observation | None:
+        """What was observed of late; None: nobody has ended yet."""
+        sample = self.window.sample()
+        if sample is None or not sample.num_finished:
+            return None
+        return observe(sample, self.plan.workload, self.step_ratio)
+
+    def _look(self) -> None:
+        if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
+            return
+        changed = self._detector.look(self.window)
+        if changed is not None:
+            self._judging = asyncio.create_task(self._judge(self._planner, changed))
+
+    async def _judge(self, planner: Planner, sample: Sample) -> None:
+        """Have the running plan judged under these requests, and do what comes of it."""
+        num_before = len(self.window) - len(sample)
+        self.window.forget_before(len(self.window) - num_before)
+        observation = observe(sample, self.plan.workload, self.step_ratio)
+        # Whatever is decided, these lengths are what further ones are compared with from now on.
+        self._detector = ChangeDetector(observation.workload, observation.weight)
+        try:
+            decision, plan = await planner.propose(self.plan, observation)
+            if plan is not None:
+                schedule = await asyncio.to_thread(policies.build, plan)
+        except XgptError as error:
+            logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
+            return
+        except Exception as error:
+            # Whatever it was, what is served goes on.
+            logger.error("re-planning failed", extra={"fields": {"reason": repr(error)}})
+            return
+        if plan is not None:
+            assert self._apply is not None
+            self._apply(schedule)
+            self.plan = plan
+        self.history.append(decision)
+        self.on_decision(decision)
+        fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}
+        logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
+
+
+class Recent:
+    """Ended requests of the last seconds."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[float, float, int]] = deque(maxlen=8192)
+
+    def end(self, now_s: float, latency_s: float, num_tokens: int) -> None:
+        """`latency_s`: from admission to the last token."""
+        self._ended.append((now_s, latency_s, num_tokens))
+
+    def since(self, span_s: float = RECENT_S) -> tuple[float, list[float], int]:
+        """(seconds that were looked at, latencies of who ended in them, their tokens)."""
+        now_s = time.perf_counter()
+        while self._ended and self._ended[0][0] < now_s - span_s:
+            self._ended.popleft()
+        seconds = min(span_s, now_s - self._ended[0][0]) if self._ended else span_s
+        return seconds, [latency_s for _, latency_s, _ in self._ended], sum(tokens for *_, tokens in self._ended)
+
+    def rate_per_s(self) -> float | None:
+        """Requests that end a second; None: too few to tell."""
+        seconds, latencies, _ = self.since()
+        return (len(latencies) - 1) / seconds if len(latencies) > 1 and seconds > 0 else None
