@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
-from xgpt.errors import MachineError
+from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 
@@ -97,14 +100,20 @@ class Token(NamedTuple):
     logprobs: Logprobs | None = None
 
 
+class WorkerLost(XgptError):
+    """A worker has died or is silent; what all of them were doing is lost."""
+
+
 class Executor(Protocol):
     """The workers behind the engine: they hold weights and K/V, and execute steps.
 
     Attributes:
         logprobs: of the last step's tokens, for the requests that ask for them.
+        resumes: whether what a request has generated can be encoded with its prompt.
     """
 
     logprobs: dict[int, Logprobs]
+    resumes: bool
 
     def start(self, generation: Generation) -> None:
         """Set aside the K/V blocks of a request that is about to be encoded."""
@@ -116,14 +125,36 @@ class Executor(Protocol):
         """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.
 
         Steps of one lane end in the order in which they began.
+
+        Raises:
+            WorkerLost: the steps under way will not end, and no request has K/V any more.
         """
+
+    def check(self) -> None:
+        """While nothing is under way: see whether all workers are well.
+
+        Raises:
+            WorkerLost: one is not.
+        """
+
+    def restart(self) -> None:
+        """After `WorkerLost`: bring the workers back, with nobody in them.
+
+        Raises:
+            MachineError: they do not come back.
+        """
+
+    def close(self) -> None:
+        """Give everything back; nothing may be asked of it afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
         """Free the K/V blocks of these requests; no step under way touches them."""
 
 
 class OneAtATime(ABC):
-    """An executor's `begin` and `collect` where each step is executed while it is waited for."""
+    """An executor in the engine's own process: each step is executed while it is waited for."""
+
+    resumes = True
 
     def __init__(self) -> None:
         self._begun: deque[Step] = deque()
@@ -138,6 +169,15 @@ class OneAtATime(ABC):
     def collect(self) -> tuple[Step, dict[int, int]]:
         step = self._begun.popleft()
         return step, self.execute(step)
+
+    def check(self) -> None:  # noqa: B027
+        """This process is well."""
+
+    def restart(self) -> None:
+        raise AssertionError("this process cannot be lost but with the engine")
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing outlives this process."""
 
 
 Deploy = Callable[[Schedule], Executor]
@@ -159,6 +199,9 @@ class Engine:
 
     `submit`, `cancel` and `apply` may be called from other threads; everything else belongs to the one thread that
     calls `step`.
+
+    Where a worker is lost, all are started anew, and requests are encoded again with what they had generated: their
+    tokens go on where they were. What had been taken in then arrives again in the step log, whose numbers start anew.
 
     Args:
         deploy: None: no other plan than one with the same placement can be applied.
@@ -191,7 +234,9 @@ class Engine:
         self._num_begun = self._num_settled = self._now_ns = 0
         self._generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
-        """Output so far of each request that may be preempted."""
+        """Output so far of each request, should it be preempted or lost."""
+        self._known: dict[int, int] = {}
+        """Tokens that are made once more, of requests that had to begin anew."""
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
         """Have further steps reported, in the thread that calls `step`."""
@@ -232,12 +277,20 @@ class Engine:
 
         Returns:
             That step's tokens, or None where nothing could run.
+
+        Raises:
+            MachineError: workers that were lost do not come back.
         """
         self._take_in(self._clock())
-        self._begin_all()
-        if self._num_begun == self._num_settled:
-            return None
-        step, sampled = self._executor.collect()
+        try:
+            self._begin_all()
+            if self._num_begun == self._num_settled:
+                self._executor.check()
+                return None
+            step, sampled = self._executor.collect()
+        except WorkerLost as lost:
+            self._recover(lost)
+            return []
         tokens = self._settle(step, sampled)
         self._record(step, tokens)
         return tokens
@@ -302,7 +355,7 @@ class Engine:
         self._executor.release(step.preempted)
         for chunk in step.encode:
             if chunk.start == 0:
-                self._executor.start(self._resumed(chunk.id))
+                self._executor.start(self._resumed(self.pool.running[chunk.id]))
         self._executor.begin(step)
         begun = _Begun(self._num_begun, self._now_ns, self._num_settled, tuple(self._arrivals), tuple(self._cancelled))
         self._under_way[step.lane, step.microbatch].append(begun)
@@ -341,24 +394,68 @@ class Engine:
             for id_, token in sampled.items()
             if not pool.is_silent(id_)
         ]
-        if pool.kv == "quantile":
-            for token in tokens:
-                self._generated.setdefault(token.id, []).append(token.token)
+        if self._known:
+            tokens = [token for token in tokens if not self._is_known(token.id)]
+        for token in tokens:
+            self._generated.setdefault(token.id, []).append(token.token)
         self._forget(self._schedule.settle(step, [token.id for token in tokens if token.finish]))
         return tokens
 
-    def _resumed(self, id_: int) -> Generation:
+    def _resumed(self, request: Request) -> Generation:
         """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
-        generation = self._generations[id_]
-        generated = self._generated.get(id_)
+        generation = self._generations[request.id]
+        generated = self._generated.get(request.id, [])[: request.generated]
         if not generated:
             return generation
+        count = len(generated)
         return replace(
             generation,
             prompt=(*generation.prompt, *generated),
-            max_output=generation.max_output - len(generated),
-            num_resumed=len(generated),
+            max_output=generation.max_output - count,
+            output_length=None if generation.output_length is None else generation.output_length - count,
+            num_resumed=generation.num_resumed + count,
         )
+
+    def _recover(self, lost: WorkerLost) -> None:
+        """Start anew with everybody who was waiting or running, in the order in which they had come in."""
+        logger.warning("%s; starting anew with %d requests", lost, len(self._generations))
+        self._executor.restart()
+        old = self._schedule.pool
+        everybody = [*old.running.values(), *old.waiting]
+        self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
+        self._schedule = self._schedule.fresh()
+        self._under_way.clear()
+        self._num_begun = self._num_settled = 0
+        self._arrivals.clear()
+        self._cancelled.clear()
+        for request in everybody:
+            if request.id in self._generations:
+                self._take_in_again(request)
+
+    def _take_in_again(self, request: Request) -> None:
+        generation = self._resumed(request)
+        again = Request(
+            request.id, len(generation.prompt), generation.max_output, request.arrival_ns, request.deadline_ns
+        )
+        if self._executor.resumes and self.pool.can_ever_fit(again):
+            self._generations[request.id] = generation
+            self._generated.pop(request.id, None)
+        elif generated := self._generated.get(request.id):
+            # It depends on the request alone, so the same tokens will come again.
+            self._known[request.id] = len(generated)
+            generation = self._generations[request.id]
+            again.input_length, again.max_output = len(generation.prompt), generation.max_output
+        self._schedule.submit(again)
+        self._arrivals.append(Arrival(request.id, again.input_length, again.max_output, request.arrival_ns))
+
+    def _is_known(self, id_: int) -> bool:
+        """Whether this token has been handed out before; counts it."""
+        left = self._known.get(id_, 0)
+        if left > 1:
+            self._known[id_] = left - 1
+        else:
+            self._known.pop(id_, None)
+        return left > 0
 
     def _finish(self, id_: int, token: int) -> FinishReason | None:
         generation = self._generations[id_]
@@ -372,4 +469,9 @@ class Engine:
         for id_ in freed:
             del self._generations[id_]
             self._generated.pop(id_, None)
+            self._known.pop(id_, None)
         self._executor.release(freed)
+
+    def close(self) -> None:
+        """Give up the workers."""
+        self._executor.close()

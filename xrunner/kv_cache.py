@@ -20,6 +20,7 @@ class KvCache:
     tokens side by side, so that one head reads `block_size * head_dim` contiguous elements.
 
     Attributes:
+        device: where they are; known, too, where a stage has no decoder layer.
         layers: one tensor a layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
     """
 
@@ -28,6 +29,7 @@ class KvCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.device = device
         shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
         self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
         self._free = list(range(num_blocks))[::-1]

@@ -53,7 +53,7 @@ class Worker(OneAtATime):
         self.backend = backend
         self._run = stage or model
         self._vocabulary = vocabulary
-        self._device = cache.layers[0].device
+        self._device = cache.device
         self._row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._prompts: dict[int, np.ndarray] = {}

@@ -65,6 +65,8 @@ class Executor:
     Steps overlap, and those of different lanes end in any order.
     """
 
+    resumes = True
+
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._under_way: dict[str, list[Step]] = {}
@@ -78,6 +80,15 @@ class Executor:
     def begin(self, step: Step) -> None:
         assert self.running.keys() >= set(step.ids)
         self._under_way.setdefault(step.lane, []).append(step)
+
+    def check(self) -> None:
+        assert not any(self._under_way.values())
+
+    def restart(self) -> None:
+        raise AssertionError("no worker is ever lost here")
+
+    def close(self) -> None:
+        assert not self.running
 
     def collect(self) -> tuple[Step, dict[int, int]]:
         lanes = [steps for steps in self._under_way.values() if steps]

@@ -4,6 +4,10 @@
 here; a few cases stand for all others, which take minutes.
 """
 
+import os
+import signal
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -37,7 +41,7 @@ PLACEMENTS = {
     "pp2": [(1, 0.5), (1, 1.0)],
     "tp2+1": [(2, 0.5), (1, 1.0)],
     "1+tp2": [(1, 0.5), (2, 1.0)],
-    "pp3": [(1, 0.34), (1, 0.67), (1, 1.0)],
+    "pp3": [(1, 0.34), (1, 0.67), (1, 1.0)],  # of two layers, the stage in the middle has none
 }
 # Lanes of WAA, each as above.
 LANES = {
@@ -90,17 +94,19 @@ def two_lanes(spec, lanes):
     return lambda: TwoLane(settings, pool())
 
 
-def run(schedule, executor, sampling=None):
+def run(schedule, executor, sampling=None, after_step=lambda number: None):
     """Submit requests a few at a time, cancel some; returns tokens by request and the log."""
     log = []
     engine = Engine(schedule, executor, on_step=log.append)
     tokens = {id_: [] for id_ in range(NUM_REQUESTS)}
-    ended, submitted = set(), 0
+    ended, submitted, steps = set(), 0, 0
     while submitted < NUM_REQUESTS or not engine.pool.is_idle:
         for id_ in range(submitted, min(NUM_REQUESTS, submitted + 3)):
             extra = {} if sampling is None else {"sampling": sampling}
             engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_], **extra))
             submitted = id_ + 1
+        steps += 1
+        after_step(steps)
         for token in engine.step() or ():
             tokens[token.id].append(token.token)
             if token.finish:
@@ -135,7 +141,7 @@ def alone(checkpoint):
     return make
 
 
-def check(fleet, directory, placed, schedule, expected, sampling=None):
+def check(fleet, directory, placed, schedule, expected, sampling=None, after_step=lambda number: None):
     deployment = Deployment(
         model=read_spec(directory),
         dtype="float32",
@@ -146,15 +152,19 @@ def check(fleet, directory, placed, schedule, expected, sampling=None):
     executor = RemoteExecutor(fleet, deployment)
     executor.deploy()
     try:
-        tokens, log = run(schedule(), executor, sampling)
+        tokens, log = run(schedule(), executor, sampling, after_step)
     finally:
-        executor.close()
+        executor.disconnect()
     for id_ in range(NUM_REQUESTS):
         count = len(tokens[id_])
         assert tokens[id_] == expected[id_][:count], id_
         assert id_ in CANCELLED or count == OUTPUTS[id_]
-    replayed = replay(schedule(), log)
-    assert [record[2:] for record in replayed] == [record[2:] for record in log]
+    begins = [i for i, record in enumerate(log) if record.number == 0]
+    for begin, end in pairwise([*begins, len(log)]):  # one log, and another after each loss, which cuts the first short
+        replayed = replay(schedule(), log[begin:end])
+        assert end < len(log) or len(replayed) == end - begin
+        assert [record[2:] for record in replayed] == [record[2:] for record in log[begin:end]][: len(replayed)]
+    return len(begins)
 
 
 SINGLE = [
@@ -212,3 +222,31 @@ def test_drawn_tokens(fleet, checkpoint, alone, lanes):
         placed = stages(spec, LANES[lanes][0], "encode") + stages(spec, LANES[lanes][1], "decode", 1)
         schedule = two_lanes(spec, LANES[lanes])
     check(fleet, directory, placed, schedule, alone("llama", sampling), sampling)
+
+
+@pytest.mark.parametrize(
+    ("family", "lanes", "how", "worker"),
+    [
+        ("llama", "1+tp2", "KILL", 0),
+        *(
+            pytest.param(family, lanes, how, worker, marks=pytest.mark.long)
+            for family, lanes in (("llama", "1+tp2"), ("t5", "1+1"), ("opt", None))
+            for how in ("KILL", "STOP")
+            for worker in range(3)
+        ),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_loses_no_token(fleet, checkpoint, alone, family, lanes, how, worker):
+    directory, _ = checkpoint(NAMES[family])
+    spec = read_spec(directory)
+    placed, schedule = stages(spec, PLACEMENTS["tp2+1"]), one_lane("rra", 2)
+    if lanes is not None:
+        placed = stages(spec, LANES[lanes][0], "encode") + stages(spec, LANES[lanes][1], "decode", 1)
+        schedule = two_lanes(spec, LANES[lanes])
+
+    def strike(step):
+        if step == 25:
+            os.kill(fleet.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
+
+    fleet.forgive()
+    assert check(fleet, directory, placed, schedule, alone(family), after_step=strike) == 2

@@ -15,23 +15,35 @@ if TYPE_CHECKING:
     from xgpt.app.replanning import BackgroundPlanner
     from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
+    from xrunner.cluster.executor import RemoteExecutor
     from xrunner.engine import Deploy, Engine, Executor
     from xrunner.server import ApiKeys
     from xrunner.worker import Worker
 
 
-def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None) -> Engine:
-    """The engine of a plan with its weights loaded, warmed up.
+def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None, replica: int = 0) -> Engine:
+    """The engine of one replica of a plan with its weights loaded, warmed up.
+
+    One device is run in this process, several by a process each. `Engine.close` ends them.
 
     Raises:
         MachineError: the plan is for devices that are not here.
     """
     from xgpt import policies
     from xrunner.engine import Engine
-    from xrunner.worker import build_worker, warm_up
 
     check_devices(plan)
     schedule = policies.build(plan)
+    if plan.devices_per_replica * plan.replicas > 1:
+        return Engine(schedule, _workers(plan, replica), on_step=on_step)
+    worker = _one_worker(plan, schedule)
+    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
+
+
+def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
+    """All of a model in this process."""
+    from xrunner.worker import build_worker, warm_up
+
     worker = build_worker(
         plan.model,
         plan.dtype,
@@ -43,7 +55,7 @@ def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None
         threads=plan.profile.num_threads,
     )
     warm_up(worker)
-    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
+    return worker
 
 
 def _redeployer(worker: Worker) -> Deploy:
@@ -63,6 +75,23 @@ def _redeployer(worker: Worker) -> Deploy:
         return worker
 
     return deploy
+
+
+def _workers(plan: Plan, replica: int) -> RemoteExecutor:
+    """A process for each device of a replica."""
+    from xrunner.cluster.deployment import Deployment
+    from xrunner.cluster.executor import RemoteExecutor
+    from xrunner.cluster.fleet import Fleet
+
+    deployment = Deployment.of(plan)
+    fleet = Fleet(deployment.num_workers, first_device=replica * deployment.num_workers)
+    executor = RemoteExecutor(fleet, deployment)
+    try:
+        executor.deploy()
+    except BaseException:
+        executor.close()
+        raise
+    return executor
 
 
 def check_devices(plan: Plan) -> None:
@@ -178,6 +207,10 @@ def _planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:
 
     from xgpt.app.replanning import BackgroundPlanner, find_profile
 
+    if plan.devices_per_replica * plan.replicas > 1:
+        reason = "workers on several devices cannot go over to another plan while they serve"
+        logging.getLogger(__name__).warning("re-planning is off", extra={"fields": {"reason": reason}})
+        return None
     try:
         return BackgroundPlanner(plan, find_profile(plan, profile_path))
     except InputError as error:

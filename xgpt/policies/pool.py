@@ -64,6 +64,16 @@ class Pool:
         self._leaving: set[int] = set()
         """Cancelled while a step of theirs was under way: they leave when it is settled."""
 
+    def fresh(self) -> Pool:
+        """Another like it as it was made, with nobody in it."""
+        return Pool(
+            self.kv_blocks,
+            self.block_size,
+            kv=self.kv,
+            max_running=self.max_running,
+            hold_finished=self.hold_finished,
+        )
+
     def add_batches(self, count: int) -> tuple[MicroBatch, ...]:
         """New micro-batches over this pool's waiting queue and memory."""
         added = tuple(MicroBatch() for _ in range(count))

@@ -36,6 +36,10 @@ class Schedule(ABC):
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
+    @abstractmethod
+    def fresh(self) -> Schedule:
+        """The same schedule with nobody in it: where all workers are lost, one begins anew."""
+
     def submit(self, request: Request) -> None:
         """A new request waits. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self.pool.submit(request)
@@ -114,6 +118,9 @@ class OneLane(Schedule):
         for number, rule in enumerate(self._rules):
             rule.apply(then.of_microbatch(number))
         return True
+
+    def fresh(self) -> OneLane:
+        return OneLane(self.settings, self.pool.fresh())
 
     def next_step(self, lane: Lane = "both") -> Step | None:
         if self.settings.refill_when_empty and not self.pool.running:

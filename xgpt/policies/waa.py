@@ -61,6 +61,9 @@ class TwoLane(Schedule):
         self._encode_turn = self._decode_turn = 0
         self._budget = PromptBudget(settings.encode_tokens, settings.decode_batch)
 
+    def fresh(self) -> TwoLane:
+        return TwoLane(self.settings, self.pool.fresh())
+
     def next_step(self, lane: Lane) -> Step | None:
         match lane:
             case "encode":

@@ -140,3 +140,8 @@ class Plan(Frozen):
     estimate: Estimate
     search: SearchCertificate
     profile: ProfileRef
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that one replica runs on; the cluster may have more."""
+        return len({device for stage in self.stages for device in stage.devices})

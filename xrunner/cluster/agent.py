@@ -32,7 +32,8 @@ SHUTDOWN_S = 1
 def run() -> None:
     settings = msgspec.json.decode(sys.stdin.readline(), type=AgentSettings)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    logging.disable(logging.CRITICAL)  # the launcher would report every restart and its own end at length
+    if not os.environ.get("XGPT_DEBUG"):
+        logging.disable(logging.CRITICAL)  # the launcher would report every restart and its own end at length
     multiprocessing.set_forkserver_preload(["xrunner.cluster.process"])
     config = LaunchConfig(
         min_nodes=settings.num_nodes,
@@ -50,6 +51,7 @@ def run() -> None:
     told = Settings(settings.engine, settings.secret, settings.host, settings.first_device)
     with contextlib.suppress(SignalException):
         elastic_launch(config, main)(told)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all there is to do now is to end
 
 
 def _end_with_input() -> None:

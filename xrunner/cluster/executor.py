@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import zmq
 
+from xgpt.errors import XgptError
 from xgpt.policies import Step
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.fleet import Fleet
 from xrunner.cluster.sockets import Sockets
-from xrunner.engine import Generation, Logprobs
+from xrunner.engine import Generation, Logprobs, WorkerLost
 
 CHECK_MS = 100
 """How often it looks, while it waits, whether a worker is lost."""
@@ -27,11 +28,7 @@ class _Pending:
 
 
 class RemoteExecutor:
-    """`engine.Executor` over the workers of a fleet. Belongs to one thread.
-
-    Raises:
-        WorkerLost: from `deploy` and `collect`; deploy anew after `Fleet.restart`.
-    """
+    """`engine.Executor` over the workers of a fleet, whose it becomes. Belongs to one thread; `deploy` comes first."""
 
     def __init__(self, fleet: Fleet, deployment: Deployment) -> None:
         self.logprobs: dict[int, Logprobs] = {}
@@ -41,19 +38,24 @@ class RemoteExecutor:
         self._num_decode_workers = sum(len(stage.devices) for stage in deployment.lane("decode"))
         spec = deployment.model
         self._decoder_start = (spec.bos_token_id or 0) if spec.is_encoder_decoder else None
+        self.resumes = not spec.is_encoder_decoder
         self._sockets: Sockets | None = None
+        self._first: dict[str, zmq.Socket[bytes]] = {}
 
     def deploy(self) -> dict[int, float]:
         """Have the workers build their parts, with nobody in them. Returns seconds by worker."""
-        self.close()
+        self.disconnect()
         self._sockets = sockets = Sockets(self._fleet.secret, self._fleet.host)
-        self._answers, endpoint = sockets.bind(zmq.PULL)
-        seconds = self._fleet.deploy(self._deployment, endpoint)
+        try:
+            self._answers, endpoint = sockets.bind(zmq.PULL)
+            seconds = self._fleet.deploy(self._deployment, endpoint)
+        except XgptError:
+            self.disconnect()
+            raise
         members = self._fleet.members
-        self._first = {
-            lane: sockets.connect(zmq.PUSH, members[self._deployment.lane(lane)[0].devices[0]].hello.inbox)
-            for lane in self._lanes
-        }
+        for lane in self._lanes:
+            inbox = members[self._deployment.lane(lane)[0].devices[0]].hello.inbox
+            self._first[lane] = sockets.connect(zmq.PUSH, inbox)
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
@@ -65,7 +67,25 @@ class RemoteExecutor:
         self.control_bytes = 0
         return seconds
 
+    def check(self) -> None:
+        self._fleet.check()
+
+    def restart(self) -> None:
+        while True:
+            self._fleet.restart()
+            try:
+                self.deploy()
+            except WorkerLost:
+                continue
+            return
+
     def close(self) -> None:
+        """End the workers."""
+        self.disconnect()
+        self._fleet.close()
+
+    def disconnect(self) -> None:
+        """Leave the workers to another executor."""
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
@@ -93,7 +113,7 @@ class RemoteExecutor:
 
     def collect(self) -> tuple[Step, dict[int, int]]:
         while True:
-            self._fleet.check()
+            self.check()
             if not self._answers.poll(CHECK_MS):
                 continue
             match m.decode_answer(self._answers.recv()):

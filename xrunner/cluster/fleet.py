@@ -22,6 +22,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.agent_settings import AgentSettings, start_agent
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.sockets import Secret, Sockets, free_port
+from xrunner.engine import WorkerLost
 
 SILENCE_S = 4.0
 """A worker that has said nothing for so long is taken for dead."""
@@ -33,10 +34,6 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than so many restarts in so short a time are no accident."""
 POLL_MS = 50
-
-
-class WorkerLost(XgptError):
-    """A worker has died or is silent; what all of them were doing is lost."""
 
 
 class DeploymentRefused(XgptError):
@@ -67,7 +64,6 @@ class _Shared:
     """What the watching thread and the engine's share; `changed` is held to touch the rest."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    epoch: int = 0
     members: dict[int, Member] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     lost: str | None = None
@@ -100,6 +96,7 @@ class Fleet:
         self.host = host
         self.secret = secret or Secret.new()
         self._restarts: list[float] = []
+        self._epoch = 0
         self._shared = _Shared()
         self._orders: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self._closing = False
@@ -163,7 +160,7 @@ class Fleet:
         for worker in range(self.num_workers):
             seat = deployment.seat(worker) if worker < deployment.num_workers else None
             hands_on_to = [members[other].hello.inbox for other in (seat.hands_on_to if seat else ())]
-            self._orders.put((worker, m.encode(m.Deploy(content, hands_on_to, answers_to))))
+            self._orders.put((worker, m.encode(m.Deploy(content, self._epoch, hands_on_to, answers_to))))
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: len(shared.loaded) == self.num_workers or shared.lost, LOAD_S)
@@ -189,11 +186,16 @@ class Fleet:
                 f"workers have died {RESTARTS + 1} times within {PERIOD_S:.0f} s, the last time: {self._shared.lost}"
             )
         self._restarts.append(now)
+        self._epoch += 1
         with self._shared.changed:
             members = list(self._shared.members.values())
             self._shared.members.clear()
             self._shared.lost = None
         _kill(members)
+
+    def forgive(self) -> None:
+        """Count restarts anew."""
+        self._restarts.clear()
 
     def close(self) -> None:
         """End all workers of this machine, and their agent."""
@@ -244,20 +246,16 @@ class Fleet:
         shared = self._shared
         match message:
             case m.Hello():
-                if message.epoch > shared.epoch:
-                    if shared.members:
-                        self._lose("workers have been started anew")
-                        shared.members.clear()
-                    shared.epoch = message.epoch
-                if message.epoch == shared.epoch:
-                    shared.members[message.worker] = Member(message, time.monotonic())
+                if message.worker in shared.members:
+                    self._lose(f"worker {message.worker} has been started anew")
+                shared.members[message.worker] = Member(message, time.monotonic())
                 shared.changed.notify_all()
             case m.Loaded():
                 shared.loaded[message.worker] = message
                 shared.changed.notify_all()
             case m.Alive():
                 member = shared.members.get(message.worker)
-                if member is not None and message.epoch == member.hello.epoch:
+                if member is not None and message.incarnation == member.hello.incarnation:
                     member.heard_s = time.monotonic()
                     member.control_bytes, member.tensor_bytes = message.control_bytes, message.tensor_bytes
 

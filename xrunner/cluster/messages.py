@@ -19,9 +19,13 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Deploy(_Message):
-    """Build your part; hand on control messages to these endpoints, and tell this one how steps end."""
+    """Build your part; hand on control messages to these endpoints, and tell this one how steps end.
+
+    All who get the same `epoch` have been started together.
+    """
 
     deployment: bytes
+    epoch: int
     hands_on_to: list[str]
     answers_to: str
 
@@ -86,10 +90,10 @@ class Stop(_Message):
 
 
 class Hello(_Message):
-    """A worker has started. `epoch` is common to all that were started together, and grows from time to time."""
+    """A worker has started; `incarnation` is no other's."""
 
     worker: int
-    epoch: int
+    incarnation: int
     node: str
     pid: int
     inbox: str
@@ -108,7 +112,7 @@ class Alive(_Message):
     """Sent now and then, with the bytes that the worker has sent so far."""
 
     worker: int
-    epoch: int
+    incarnation: int
     control_bytes: int
     tensor_bytes: int
 

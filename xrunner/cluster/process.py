@@ -57,9 +57,7 @@ def main(settings: Settings) -> None:
     worker = int(os.environ["RANK"])
     traffic = Traffic()
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
-    dist.init_process_group(_backend())
-    control = ControlPlane(settings, worker, _epoch(), orders, traffic)
-    control.start()
+    ControlPlane(settings, worker, orders, traffic).start()
     try:
         Executing(settings, worker, orders, traffic).run()
     except Exception as error:
@@ -72,11 +70,17 @@ def main(settings: Settings) -> None:
     os._exit(0)
 
 
-def _epoch() -> int:
-    """A number that all who have started together have in common: the first one's clock."""
-    epoch = torch.tensor(time.time_ns())
-    dist.broadcast(epoch, 0)
-    return int(epoch)
+def _connect(epoch: int) -> None:
+    """Join the group of all workers.
+
+    Keys of the epoch before are still in the launcher's store, and lead to processes that are no more; how often it
+    has restarted workers may differ from machine to machine. So the engine says what number to take.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"xgpt/{epoch}", dist.TCPStore(address, port, world, is_master))
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world)
 
 
 def _backend() -> str:
@@ -95,13 +99,11 @@ def die_with_parent() -> None:
 class ControlPlane(threading.Thread):
     """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive."""
 
-    def __init__(
-        self, settings: Settings, worker: int, epoch: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic
-    ) -> None:
+    def __init__(self, settings: Settings, worker: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         super().__init__(name="control", daemon=True)
         self._settings = settings
         self._worker = worker
-        self._epoch = epoch
+        self._incarnation = time.time_ns()
         self._orders = orders
         self._traffic = traffic
 
@@ -110,7 +112,7 @@ class ControlPlane(threading.Thread):
         engine = sockets.connect(zmq.DEALER, self._settings.engine, str(self._worker).encode())
         inbox, endpoint = sockets.bind(zmq.PULL)
         peers: list[zmq.Socket[bytes]] = []
-        engine.send(m.encode(m.Hello(self._worker, self._epoch, socket.gethostname(), os.getpid(), endpoint)))
+        engine.send(m.encode(m.Hello(self._worker, self._incarnation, socket.gethostname(), os.getpid(), endpoint)))
         poller = zmq.Poller()
         poller.register(engine, zmq.POLLIN)
         poller.register(inbox, zmq.POLLIN)
@@ -118,7 +120,7 @@ class ControlPlane(threading.Thread):
         while True:
             if (now := time.monotonic()) >= next_alive:
                 sent = self._traffic
-                engine.send(m.encode(m.Alive(self._worker, self._epoch, sent.control_bytes, sent.tensor_bytes)))
+                engine.send(m.encode(m.Alive(self._worker, self._incarnation, sent.control_bytes, sent.tensor_bytes)))
                 next_alive = now + ALIVE_S
             ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
             if inbox in ready:
@@ -168,14 +170,16 @@ class Executing:
     def _deploy(self, order: m.Deploy) -> None:
         started = time.perf_counter()
         try:
-            self._build(Deployment.model_validate_json(order.deployment), order.answers_to)
+            self._build(Deployment.model_validate_json(order.deployment), order.answers_to, order.epoch)
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
         self._engine.send(m.encode(m.Loaded(self._number, time.perf_counter() - started)))
 
-    def _build(self, deployment: Deployment, answers_to: str) -> None:
+    def _build(self, deployment: Deployment, answers_to: str, epoch: int) -> None:
         self._clear()
+        if not dist.is_initialized():
+            _connect(epoch)
         group = stage_groups(deployment, self._number, self._traffic)
         transfers = dist.new_group(backend="gloo") if deployment.lane("decode") else None
         if self._number >= deployment.num_workers:
