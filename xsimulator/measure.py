@@ -5,6 +5,7 @@ Latency counts from admission, the start of the step that begins to encode a req
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,15 +69,19 @@ def measure(
     quantile_output: int,
     skip_requests: int,
     num_requests: int,
+    encode_emits: bool = True,
 ) -> Measured:
     """Read a log after its first `skip_requests` endings, over about `num_requests` more.
 
     The window opens and closes at the start of a step that encodes, so that it holds whole cycles.
 
+    Args:
+        encode_emits: the step that ends a prompt makes the first token (not so where WAA's encode lane is an encoder).
+
     Raises:
         InputError: the log is too short for that.
     """
-    steps = _Steps(log)
+    steps = _Steps(log, encode_emits=encode_emits)
     first, last = steps.window(skip_requests, num_requests)
     window_s = (steps.start[last] - steps.start[first]) / 1e9
     finished = [id_ for record in log[first:last] for id_ in record.finished]
@@ -114,42 +119,60 @@ def measure(
 class _Steps:
     """A log, indexed."""
 
-    def __init__(self, log: Sequence[StepRecord]) -> None:
+    def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool) -> None:
         self.log = log
         self.start = np.asarray([record.start_ns for record in log], float)
         self.end = np.asarray([record.end_ns for record in log], float)
-        prompts: dict[int, int] = {}
+        # Steps of two lanes overlap: whose arrival a record tells of may have been encoded by then.
+        prompts = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
         self.admitted: dict[int, int] = {}
         self.first_token: dict[int, int] = {}
         self.last_token: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
+        self._first_decode: dict[int, int] = {}
+        self._batch_of: dict[int, tuple[str, int]] = {}
+        """Lane and micro-batch in which a request decodes."""
+        decode_steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        empty_steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        decoding: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
         done: set[int] = set()
-        decoding: set[int] = set()
-        empty: list[int] = []
         for i, record in enumerate(log):
-            for arrival in record.arrivals:
-                prompts[arrival.id] = arrival.input_length
-            decoding.difference_update(record.cancelled, record.preempted)
+            batch = (record.lane, record.microbatch)
+            inside = decoding[batch]
+            for id_ in (*record.cancelled, *record.preempted):
+                decoding[self._batch_of.get(id_, batch)].discard(id_)
             for id_, start, length in record.encode:
                 # A preempted request is encoded again: its admission and its first token stay where they were.
                 if start == 0:
                     self.admitted.setdefault(id_, i)
-                if start + length == prompts[id_] + self.num_tokens.get(id_, 0):
+                if start + length == prompts[id_] + self.num_tokens.get(id_, 0) and encode_emits:
                     self.first_token.setdefault(id_, i)
                     self.num_tokens[id_] = self.num_tokens.get(id_, 0) + 1
-                    decoding.add(id_)
+                    if record.lane == "both":
+                        self._batch_of[id_] = batch
+                        inside.add(id_)
             for id_ in record.decode:
-                if id_ not in done:
-                    self.num_tokens[id_] += 1
+                if id_ in done:
+                    continue
+                self.num_tokens[id_] = self.num_tokens.get(id_, 0) + 1
+                if id_ not in self._first_decode:
+                    self._first_decode[id_] = i
+                    self.first_token.setdefault(id_, i)
+                if id_ not in inside:
+                    self._batch_of[id_] = batch
+                    inside.add(id_)
             for id_ in record.finished:
                 self.last_token[id_] = i
             done.update(record.finished)
-            decoding.difference_update(record.finished)
-            if not decoding:
-                empty.append(i)
-        self.empty_steps = np.asarray(empty, int)
-        """Steps that left nobody in decode."""
-        self.decode_steps = np.asarray([i for i, record in enumerate(log) if record.decode], int)
+            inside.difference_update(record.finished)
+            if record.decode:
+                decode_steps[batch].append(i)
+            if not inside:
+                empty_steps[batch].append(i)
+        self._decode_steps = {batch: np.asarray(steps, int) for batch, steps in decode_steps.items()}
+        self._empty_steps = {batch: np.asarray(steps, int) for batch, steps in empty_steps.items()}
+        """Steps that left nobody of their micro-batch in decode."""
+        self._encode_emits = encode_emits
 
     def window(self, skip: int, count: int) -> tuple[int, int]:
         ended = np.cumsum([len(record.finished) for record in self.log])
@@ -168,16 +191,25 @@ class _Steps:
 
         Left out: admissions too near the log's end. NaN: where a step in between left nobody in decode.
         """
-        first = np.asarray([self.first_token[id_] for id_ in ids], int)
-        start = self.start[[self.admitted[id_] for id_ in ids]]
-        if output_length == 1:
-            return (self.end[first] - start) / 1e9
-        after = np.searchsorted(self.decode_steps, first, side="right")
-        last = after + output_length - 2
-        seen = last < len(self.decode_steps)
-        end_step, first, start = self.decode_steps[last[seen]], first[seen], start[seen]
-        undisturbed = np.searchsorted(self.empty_steps, first) == np.searchsorted(self.empty_steps, end_step)
-        return np.where(undisturbed, self.end[end_step] - start, np.nan) / 1e9
+        if output_length == 1 and self._encode_emits:
+            return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
+        found = []
+        for batch, steps in self._decode_steps.items():
+            members = [id_ for id_ in ids if self._batch_of.get(id_) == batch]
+            if not members:
+                continue
+            start = self.start[[self.admitted[id_] for id_ in members]]
+            if batch[0] == "both":
+                after = np.searchsorted(steps, [self.first_token[id_] for id_ in members], side="right")
+            else:
+                after = np.searchsorted(steps, [self._first_decode[id_] for id_ in members])
+            last = after + output_length - 1 - self._encode_emits
+            seen = last < len(steps)
+            begin_step, end_step = steps[after[seen]], steps[last[seen]]
+            empty = self._empty_steps.get(batch, np.zeros(0, int))
+            undisturbed = np.searchsorted(empty, begin_step) == np.searchsorted(empty, end_step)
+            found.append(np.where(undisturbed, self.end[end_step] - start[seen], np.nan) / 1e9)
+        return np.concatenate(found) if found else np.zeros(0)
 
     def gaps(self, first: int, last: int) -> Array:
         """Seconds between tokens: each step that decodes ends a gap for every request in it."""

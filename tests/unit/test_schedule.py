@@ -193,3 +193,24 @@ def test_everybody_ends_whoever_makes_the_first_token(encoder_only: bool) -> Non
             tokens[id_] += 1
     assert tokens == {r.id: r.output_length - (not encoder_only) for r in requests}
     assert schedule.pool.is_idle and schedule.pool.reserved_blocks == 0
+
+
+def test_phases_begin_together_where_a_micro_batch_has_run_dry() -> None:
+    """Nobody is left in the first micro-batch: it waits for the second's phase to end, and both encode."""
+    lane = LaneSettings(
+        mix=False, encode_every=3, encode_tokens=20.0, carried_batch=0.0, decode_batch=2.0, microbatches=2
+    )
+    schedule = OneLane(lane, Pool(1000, 16))
+    submit(schedule, *[10] * 4)
+    first, second = begin(schedule)
+    schedule.settle(first, [0])
+    assert begin(schedule) == []
+    schedule.settle(second, [])
+    for _ in range(2):
+        (decode,) = begin(schedule)
+        assert (decode.microbatch, decode.decode) == (1, (1,))
+        schedule.settle(decode, [])
+    decode, encode = begin(schedule)
+    assert (decode.decode, encode.microbatch, encoded(encode)) == ((1,), 0, [2])
+    schedule.settle(decode, [])
+    assert [encoded(step) for step in begin(schedule)] == [[3]]

@@ -169,4 +169,5 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         quantile_output=quantile(workload.output, plan.constraint.quantile),
         skip_requests=warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
+        encode_emits=plan.policy.kind != "waa" or not plan.model.is_encoder_decoder,
     )

@@ -140,18 +140,27 @@ class OneLaneRule:
         self._iterations = settings.encode_every
         """Decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
+        self.phase = 0
+        """Phases begun, where decode iterations come between two steps that encode."""
 
     def apply(self, settings: LaneSettings) -> None:
         """Go over to other settings; the phase goes on, and the budget starts anew."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
-    def next_step(self, pool: Pool, batch: MicroBatch) -> Step | None:
+    def is_phase_over(self, batch: MicroBatch) -> bool:
+        """Whether a phase's iterations are done, or nobody is left for them."""
+        return not batch.num_running or self._iterations >= self.settings.encode_every
+
+    def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
         """The next step, or None where nothing can run. Admits the requests that the step begins to encode.
 
         Being asked in vain changes nothing: how often an engine asks depends on its clock.
+
+        Args:
+            may_encode: a phase may begin now.
         """
-        if not batch.num_running and not pool.can_admit():
+        if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
         settings = self.settings
         preempted = pool.make_room(batch)
@@ -160,7 +169,8 @@ class OneLaneRule:
             encode = self._fill(pool, batch)
         elif settings.refill_when_empty:
             encode = self._part(pool, batch)
-        elif not batch.decoding or batch.encoding or self._iterations >= settings.encode_every:
+        elif batch.encoding or (may_encode and self.is_phase_over(batch)):
+            self.phase += 1
             encode = self._phase(pool, batch)
 
         decode: tuple[int, ...] = ()

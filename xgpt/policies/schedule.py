@@ -94,8 +94,9 @@ class Schedule(ABC):
 class OneLane(Schedule):
     """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
 
-    A micro-batch that has nothing to do is passed over. Static batches enter whole and in equal parts, when nobody of
-    the batch before is left.
+    A micro-batch that has nothing to do is passed over. Phases of rra begin together: a micro-batch in which nobody is
+    left waits for the others, as a long encode step among short decode steps would hold up all of them. Static batches
+    enter whole and in equal parts, when nobody of the batch before is left.
     """
 
     lanes: tuple[Lane, ...] = ("both",)
@@ -130,7 +131,7 @@ class OneLane(Schedule):
             batch = self._batches[number]
             if batch.steps_under_way and not self._has_more_to_encode(batch):
                 return None
-            step = self._rules[number].next_step(self.pool, batch)
+            step = self._rules[number].next_step(self.pool, batch, may_encode=self._may_encode(number))
             if step is not None:
                 step = step._replace(microbatch=number)
                 self.pool.begin(step, batch)
@@ -143,6 +144,14 @@ class OneLane(Schedule):
         batch = self._batches[step.microbatch]
         self.pool.end(step, batch)
         return self.pool.settle(step, batch, finished)
+
+    def _may_encode(self, number: int) -> bool:
+        """Whether all others have ended the phase that this micro-batch is in."""
+        if len(self._rules) == 1 or self.settings.mix or self.settings.refill_when_empty:
+            return True
+        phase = self._rules[number].phase
+        pairs = zip(self._rules, self._batches, strict=True)
+        return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
         """A whole static batch enters, spread evenly over the micro-batches."""

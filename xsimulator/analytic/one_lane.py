@@ -23,6 +23,11 @@ from xsimulator.lane import LaneCost, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import whole
 
+Steps = tuple[Array, Array]
+"""Seconds on each kind of stage, and of the hop to it. # [kinds, n] each"""
+
+SQRT_2_PI = np.sqrt(2 * np.pi)
+
 MOST_SEGMENTS, MOST_STATIC_SEGMENTS = 12, 24
 """Stretches into which a phase's, and a static batch's, iterations are put at most: within one, costs are linear."""
 
@@ -69,6 +74,13 @@ def _stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
             column[where] = getattr(part, field.name)
         columns[field.name] = column
     return Performance(**columns)
+
+
+def _excess(mean: Array, sd: Array) -> Array:
+    """E[max(X, 0)] of a normal X."""
+    z = mean / np.maximum(sd, 1e-12)
+    density, tail = np.exp(-z * z / 2) / SQRT_2_PI, ndtr(-np.abs(z))
+    return np.maximum(mean, 0.0) + np.maximum(sd, 1e-12) * (density - np.abs(z) * tail)
 
 
 def _upper_deviate(share: Array) -> Array:
@@ -163,8 +175,8 @@ class OneLaneModel:
     def _rra_at(self, encode_batch: Array, n: int, microbatches: Array) -> Performance:
         """One N_D: the cohorts of k phases ago decode together.
 
-        The time of a cycle is the longest of three ways through it (for equal stages this is exact):
-        one stage's work; that of the stages up to x, where encoding takes over; a micro-batch's own way around.
+        The time of a cycle is the longest of the ways through it (for equal stages this is exact): one stage's work;
+        a micro-batch's own steps; decode rounds, then from stage x on the encode round.
 
         Source: ExeGPT sec. 6 with the exact steady state; MODEL's (2), its form for unequal stages.
         """
@@ -180,31 +192,37 @@ class OneLaneModel:
         batch = each[:, None] * share / np.maximum(running, 1e-300)  # [n, segments]
         td = phase.table.each(batch)  # [kinds, n, segments]
         td_hop = self._hops(batch)
-        times = running * weights
         m = microbatches[:, None]
         slowest = td.max(axis=0)
         own_way = np.tensordot(pipeline.counts, td + td_hop, axes=1)
-        rounds = np.maximum(m * slowest, own_way)  # [n, segments]
+        # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
+        anywhere = -np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-12)))
+        anywhere = np.where(m == 1, running, anywhere)
+        active = m * running / anywhere
+        rounds = np.maximum(active * slowest, own_way)  # [n, segments]
+        times = anywhere * weights
         decoding = (rounds * times).sum(axis=1)
 
         # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
         sd_tokens = self._sd_phase_tokens(each, share[0])
         longest = 1 + expected_max_deviate(microbatches) * sd_tokens / tokens
+        first_round, last_round = rounds[:, 0] * anywhere[:, 0], rounds[:, -1] * anywhere[:, -1]
         change = pipeline.change(td[..., -1], td_hop[..., -1], te, te_hop, microbatches)
         change = change + (longest - 1) * (pipeline.after @ te - pipeline.slowest_from(te))
-        one_stage = microbatches * (te + (td * times).sum(axis=2)).max(axis=0)
-        last_share = running[:, -1]
-        until = pipeline.slowest_until(td)  # [ends, n, segments]
-        up_to = microbatches * ((until * times).sum(axis=2) - last_share * until[..., -1]) + change
-        cycle = np.maximum(one_stage, up_to.max(axis=0))
+        stage_s = active * td * times  # [kinds, n, segments]
+        one_stage = (microbatches * te + stage_s.sum(axis=2)).max(axis=0)
+        own_cycle = pipeline.through(te, te_hop) + (own_way * times).sum(axis=1)
+        until = pipeline.slowest_until(active * td) * times  # [ends, n, segments]
+        up_to = until.sum(axis=2) - until[..., -1] / weights[-1] + change
+        cycle = np.maximum(np.maximum(one_stage, own_cycle), up_to.max(axis=0))
         if n >= 2:
-            around = own_way[:, 0] * running[:, 0] + decoding - rounds[:, 0] * running[:, 0]
-            cycle = np.maximum(cycle, around - rounds[:, -1] * last_share + change.max(axis=0))
+            around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round
+            cycle = np.maximum(cycle, around + change.max(axis=0))
 
         # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
         decodes = self.quantile_decodes
         num_phases = -(-decodes // n)
-        unneeded = (rounds * running * phase.unneeded).sum(axis=1)
+        unneeded = (rounds * anywhere * phase.unneeded).sum(axis=1)
         spacing = np.maximum(slowest[:, -1], own_way[:, -1] / microbatches)
         queue = (microbatches - 1) / 2 * np.maximum(te.max(axis=0) - spacing, 0.0)
         own = pipeline.through(te, te_hop)
@@ -217,7 +235,7 @@ class OneLaneModel:
 
         # Gaps that span an encode phase: one for each phase after a request's first.
         boundary = np.full_like(cycle, phase.boundary)
-        pause = cycle - (decoding - rounds[:, 0] * running[:, 0])
+        pause = cycle - (decoding - first_round)
         long = np.maximum(_upper_deviate(boundary) * sd_tokens / tokens, 0.0)
         return Performance(
             throughput=encode_batch / cycle,
@@ -342,30 +360,34 @@ class OneLaneModel:
         idle = self._mixed_step(idle_batch, none, none)
         full = self._mixed_step(busy_batch, requests, tokens)
 
-        # Tokens of a busy step: a compound Poisson sum, given that it is not empty.
+        # Tokens of a busy step: a compound Poisson sum, given that it is not empty. Of several micro-batches that
+        # encode at once, the one with the most tokens is what the others wait for.
         square = rate * lengths.mean_square_input + (rate * mean_input) ** 2
         sd_tokens = np.sqrt(np.maximum(square / busy - tokens**2, 0.0))
+        deviate = expected_max_deviate(np.maximum(m * busy, 1.0))
+        most = self._mixed_busy(busy_batch, requests, tokens, np.minimum(tokens + deviate * sd_tokens, room))
+        others_busy = np.where(load < 0.99, busy * others, busy)
+        step_s = self._mixed_round(full, most, idle, busy, busy, m)
+        decode_s = self._mixed_round(full, most, idle, others_busy, busy, m)
+
         own_tokens = np.minimum(room, mean_input * (1 + rate * others))
         own = self._mixed_step(decode_batch * others, 1 + rate * others, own_tokens)
-        others_busy = np.where(load < 0.99, busy * others, busy)
-        step_s = self._mixed_round(full, idle, busy, busy, m)
-        decode_s = self._mixed_round(full, idle, others_busy, busy, m)
-        own_s = self._mixed_round(own, idle, np.ones_like(busy), np.zeros_like(busy), np.ones_like(m))
-
+        own_s = self._mixed_round(full, (np.maximum(own[0], most[0]), own[1]), idle, np.ones_like(busy), busy, m)
+        own_s = np.where(m > 1, own_s, self.pipeline.through(*own))
         whole_steps = lengths.inputs / room[:, None]
         spans = np.maximum(np.ceil(whole_steps), 1) + load[:, None] * np.minimum(0.5, whole_steps)
-        steps = spans @ lengths.input_probabilities
-        ttft = own_s * steps
+        ttft = own_s * (spans @ lengths.input_probabilities)
 
         long_tokens = np.clip(tokens + _upper_deviate(others_busy) * sd_tokens, 0.0, room)
-        long = self._mixed_step(busy_batch, requests * long_tokens / tokens, long_tokens)
-        long_s = self._mixed_round(long, idle, np.ones_like(busy), busy, m)
+        long = self._mixed_busy(busy_batch, requests, tokens, long_tokens)
+        long_s = self._mixed_round(full, long, idle, np.ones_like(busy), busy, m)
+        idle_s = self.pipeline.round(*idle, m)
         return Performance(
             throughput=m * rate / step_s,
             latency=ttft + self.quantile_decodes * decode_s,
             ttft=ttft,
             tpot=decode_s,
-            itl_p99=np.where(others_busy > 0.01, long_s, self._mixed_round(idle, idle, none, none, m)),
+            itl_p99=np.where(others_busy > 0.01, long_s, idle_s),
             encode_batch=m * requests,
             encode_tokens=m * tokens,
             decode_batch=m * decode_batch,
@@ -380,8 +402,7 @@ class OneLaneModel:
         context = self._contexts(np.asarray(lengths.mean_decode_context - lengths.mean_input))
         return self.lane.decode_attention(float(context), lengths.mean_input), self.lane.prompts(lengths)
 
-    def _mixed_step(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Seconds on each kind of stage, and to it. # [kinds, n] each"""
+    def _mixed_step(self, batch: Array, requests: Array, tokens: Array) -> Steps:
         lane = self.lane
         attention, prompts = self._mixed_tables
         sampled = batch + requests
@@ -389,21 +410,38 @@ class OneLaneModel:
         seconds = lane.tokens(through_decoder) + attention(batch) + prompts(requests)
         return seconds + lane.samples(sampled) + lane.overhead(sampled), self._hops(batch + tokens)
 
+    def _mixed_busy(self, batch: Array, requests: Array, tokens: Array, actual: Array) -> Steps:
+        """A step that encodes `actual` tokens where the mean is `tokens` of `requests`."""
+        return self._mixed_step(batch, requests * actual / tokens, actual)
+
     def _mixed_round(
-        self, busy: tuple[Array, Array], idle: tuple[Array, Array], own: Array, others: Array, microbatches: Array
+        self, busy: Steps, most: Steps, idle: Steps, own: Array, others: Array, microbatches: Array
     ) -> Array:
         """Seconds of a round in which a micro-batch's own step is busy with one probability, each other with another.
 
-        Steps keep their order, so a busy one holds up whoever follows: a round takes what its slowest step does
-        through all stages, or the mean work of the slowest stage, whichever is more.
+        Steps keep their order, so whoever follows a busy one waits for it: a round takes as long as its slowest step
+        does through all stages, or as the slowest stage's work. That each round pays for a busy step of its own is
+        too much, as those of neighbouring rounds overlap; that the M steps from a busy one on pay just once is too
+        little, as one of them may be busy again later. The mean of the two is within 4% of the recursion, even where
+        busy steps take ten times as long.
         """
-        (busy_s, busy_hop), (idle_s, idle_hop) = busy, idle
-        share = (own + (microbatches - 1) * others) / microbatches
-        work = microbatches * (share * busy_s + (1 - share) * idle_s).max(axis=0)
-        some = 1 - (1 - own) * (1 - others) ** (microbatches - 1)
-        slow = self.pipeline.through(busy_s, busy_hop)
-        fast = self.pipeline.through(idle_s, idle_hop)
-        return np.maximum(work, some * slow + (1 - some) * fast)
+        pipeline, m = self.pipeline, microbatches
+        quiet = pipeline.round(*idle, m)
+        none = (1 - own) * (1 - others) ** (m - 1)  # nobody is busy
+        each = 1 - none ** (1 / m)
+        slow = pipeline.through(*most)
+        mean = each * busy[0] + (1 - each) * idle[0]
+        stage = np.argmax(mean, axis=0)
+        rows = np.arange(len(stage))
+        busy_s, idle_s = busy[0][stage, rows], idle[0][stage, rows]
+        some = np.maximum(1 - none, 1e-12)
+        work = m * (idle_s + each / some * (busy_s - idle_s))  # given that somebody is busy
+        sd = np.sqrt(m * each * (1 - each)) * np.abs(busy_s - idle_s)
+        held = slow + _excess(work - slow, sd)
+        gap = (1 - each) / np.maximum(each, 1e-12)
+        once = m * (held + gap * quiet / m) / (m + gap)
+        always = none * quiet + (1 - none) * held
+        return np.where(m == 1, none * quiet + (1 - none) * pipeline.through(*busy), (once + always) / 2)
 
 
 class _Phase:
