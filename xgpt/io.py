@@ -166,6 +166,10 @@ class StepLogWriter:
     def __call__(self, record: StepRecord) -> None:
         self._file.write(self._encode(record) + b"\n")
 
+    def flush(self) -> None:
+        """Let readers see what has been written so far."""
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 

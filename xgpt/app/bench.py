@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +25,15 @@ from xgpt.app.simulating import (
     warm_up_requests,
 )
 from xgpt.errors import MachineError
-from xgpt.schema import BenchReport, Comparison, Estimate, Plan, UrlReport, Workload
+from xgpt.schema import BenchReport, Comparison, EngineKind, Estimate, Plan, UrlReport, Workload
 
 if TYPE_CHECKING:
     import numpy as np
 
     from xgpt.client import ClientRequest
     from xsimulator.measure import Measured
+
+Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 URL_VOCABULARY = 1000
 """Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
@@ -44,6 +47,8 @@ def bench_plan(
     arrival_rate: float | None = None,
     *,
     stream: bool = False,
+    engine: EngineKind = "native",
+    server: Server | None = None,
 ) -> BenchReport:
     """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
 
@@ -73,7 +78,8 @@ def bench_plan(
     calibration = [calibrate()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
-        with _server(plan, Path(directory), step_log) as url:
+        served = server or partial(_server, engine=engine)
+        with served(plan, Path(directory), step_log) as url:
             results = asyncio.run(
                 replay(
                     url,
@@ -170,13 +176,14 @@ def _client_requests(
 
 
 @contextmanager
-def _server(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
+def _server(plan: Plan, directory: Path, step_log: Path, engine: EngineKind) -> Iterator[str]:
     """`xgpt serve` as users run it, on a free port. Yields its URL."""
     from xgpt.io import dump_json
 
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
+    command += ["--engine", engine]
     command += ["--no-replan", "--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None

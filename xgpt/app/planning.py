@@ -132,6 +132,28 @@ def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: s
     return imported.profile(spec, cluster, dtype, folder, framework)
 
 
+def profile_vllm(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    dtype: DType | None,
+    progress: Progress | None = None,
+) -> Profile:
+    """vLLM's step times on this machine. They are not cached: a plan for vLLM names its profile.
+
+    Raises:
+        InputError: vLLM cannot run that model, or the cluster is not this machine.
+        MachineError: there is no vLLM here, or it does not run.
+    """
+    from xprofiler import vllm
+
+    if not cluster.is_local:
+        raise InputError("cluster", cluster.name, "vLLM is measured where it runs; take local")
+    if dtype is None:
+        dtype = spec.default_dtype if cluster.device.type == "gpu" else CPU_DTYPE
+    return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+
+
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
     """Hash of everything that step times depend on: shape, dtype, device, versions."""
     import hashlib

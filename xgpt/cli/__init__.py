@@ -14,7 +14,7 @@ import click
 from xgpt import __version__
 from xgpt.errors import InfeasibleError, XgptError
 
-COMMANDS = ("plan", "profile", "simulate", "compare", "serve", "bench", "replan", "report")
+COMMANDS = ("plan", "profile", "simulate", "compare", "serve", "bench", "replan", "report", "export")
 
 
 class _Commands(click.Group):

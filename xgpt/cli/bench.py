@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from xgpt.cli.options import json_option
+from xgpt.cli.options import engine_option, json_option
+
+if TYPE_CHECKING:
+    from xgpt.schema import EngineKind
 
 
 @click.command("bench")
@@ -18,6 +23,7 @@ from xgpt.cli.options import json_option
     "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Outstanding requests (URL only)."
 )
 @click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
+@engine_option
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def command(
@@ -27,6 +33,7 @@ def command(
     arrival_rate: float | None,
     concurrency: int,
     stream: bool,
+    engine: EngineKind,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -60,7 +67,7 @@ def command(
         return
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
-    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream)
+    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream, engine=engine)
     if as_json:
         click.echo(dump_json(report), nl=False)
     else:

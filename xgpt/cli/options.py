@@ -116,3 +116,11 @@ def search_options(command: F) -> F:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["native", "vllm"]),
+    default="native",
+    show_default=True,
+    help="What runs the plan: xgpt's own engine, or vLLM with xgpt's schedule.",
+)

@@ -15,14 +15,22 @@ DTYPES = ["float32", "float16", "bfloat16", "float8"]
 @click.option("--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory.")
 @click.option("--cluster", default="local", show_default=True, help="Name or YAML file.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="To plan for; the model's own by default.")
+@click.option(
+    "--engine",
+    type=click.Choice(["native", "vllm"]),
+    default="native",
+    show_default=True,
+    help="Whose steps to measure.",
+)
 @click.option("--import-from", metavar="aiconfigurator|FOLDER", help="Read others' tables: the wheel's, or a folder's.")
 @click.option("--framework", help="Whose kernels to import: vllm (by default), sglang, trtllm.")
-@click.option("-o", "--output", metavar="FILE", help="Write it here too; the cache gets it in any case.")
+@click.option("-o", "--output", metavar="FILE", help="Write it here too; the cache gets what is native.")
 @json_option
 def command(
     model: str,
     cluster: str,
     dtype: Any,
+    engine: str,
     import_from: str | None,
     framework: str | None,
     output: str | None,
@@ -33,11 +41,12 @@ def command(
     \b
     Example:
       xgpt profile --model opt-125m -o profile.json
+      xgpt profile --model ./opt-125m --engine vllm -o vllm.json
       xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
     """
     from pathlib import Path
 
-    from xgpt.app.planning import import_profile, obtain_profile
+    from xgpt.app.planning import import_profile, obtain_profile, profile_vllm
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic
@@ -47,7 +56,14 @@ def command(
     devices = load_cluster(cluster)
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with --import-from")
-    if import_from is not None:
+    if engine == "vllm":
+        if import_from is not None:
+            raise InputError("import-from", import_from, "it does not go with --engine vllm, which measures")
+        if output is None and not as_json:
+            raise InputError("output", None, "say with -o where: `xgpt plan --profile FILE` then plans for vLLM")
+        with render.progress_bar() as progress:
+            profile = profile_vllm(spec, checkpoint, devices, dtype, progress)
+    elif import_from is not None:
         profile = import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
     else:
         with render.progress_bar() as progress:

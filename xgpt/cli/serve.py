@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from xgpt.cli.options import engine_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xgpt.app.serving import Exposure
+    from xgpt.schema import EngineKind, Plan
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -20,6 +30,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
+@engine_option
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
@@ -33,6 +44,7 @@ def command(
     log_level: str,
     no_replan: bool,
     profile_path: str | None,
+    engine: EngineKind,
     dry_run: bool,
     step_log: str | None,
 ) -> None:
@@ -55,6 +67,9 @@ def command(
     plan = load_json(Path(plan_path), Plan, "plan")
     exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
     exposure.check()
+    if engine == "vllm":
+        _serve_in_vllm(plan, exposure, None if step_log is None else Path(step_log), dry_run=dry_run)
+        return
     if dry_run:
         check_plan(plan)
         click.echo(f"{plan_path} can be served here", err=True)
@@ -69,3 +84,16 @@ def command(
         replan=not no_replan,
         profile_path=profile_path,
     )
+
+
+def _serve_in_vllm(plan: Plan, exposure: Exposure, step_log: Path | None, *, dry_run: bool) -> None:
+    from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
+    from xrunner.vllm import TESTED_VERSION
+
+    version = check_plan_for_vllm(plan)
+    if version != TESTED_VERSION:
+        click.echo(f"warning: vLLM here is {version}; xgpt is tested with {TESTED_VERSION}", err=True)
+    if dry_run:
+        click.echo(f"the plan can be served by vLLM {version}", err=True)
+        return
+    serve_in_vllm(plan, exposure.host, exposure.port, step_log=step_log)

@@ -17,6 +17,7 @@ SLICE_TOKENS = 2048
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "sjf", "edf", "das"]
+EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
 
 

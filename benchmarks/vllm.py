@@ -1,0 +1,128 @@
+"""vLLM at one latency bound: its own scheduler, chunked and rra, each at its planned best, predicted and measured.
+
+    python -m benchmarks.vllm --model DIR --profile vllm.json --latency-bound 15 [--requests 100] [--only rra]
+
+The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its own token budget,
+and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
+before it is measured. Writes results/vllm.KIND.json; docs/VLLM.md keeps the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from xgpt.app.bench import Server, bench_plan
+from xgpt.app.planning import Subject, plan_each, resolve, scheduler
+from xgpt.app.serving_vllm import free_port, running
+from xgpt.app.wording import settings_text
+from xgpt.errors import InfeasibleError
+from xgpt.io import sha256, write_atomic
+from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
+from xrunner.vllm.command import launch
+
+DEFAULT_TOKEN_BUDGET = 2048
+"""vLLM's own for its server."""
+KINDS = ("default", "chunked", "rra")
+HOST = "127.0.0.1"
+
+
+@click.command()
+@click.option("--model", required=True)
+@click.option("--cluster", default="local", show_default=True)
+@click.option("--profile", "profile_path", required=True)
+@click.option("--workload", default="summarization", show_default=True)
+@click.option("--latency-bound", type=float, required=True)
+@click.option("--requests", "num_requests", default=100, show_default=True)
+@click.option("--only", type=click.Choice(KINDS))
+@click.option("--seed", default=0, show_default=True)
+def main(
+    model: str,
+    cluster: str,
+    profile_path: str,
+    workload: str,
+    latency_bound: float,
+    num_requests: int,
+    only: str | None,
+    seed: int,
+) -> None:
+    """Plan all, then measure each on vLLM."""
+    subject = resolve(model, cluster, workload, profile_path)
+    constraint = Constraint(latency_bound_s=latency_bound)
+    for kind in KINDS if only is None else (only,):
+        plan = default_plan(subject, constraint) if kind == "default" else plan_each(subject, constraint, kind)[kind]  # type: ignore[arg-type]
+        click.echo(f"{kind}: {settings_text(plan)}: plan {sha256(plan)}")
+        server: Server | None = vllm_as_it_is if kind == "default" else None
+        report = bench_plan(
+            plan, plan.workload, num_requests, np.random.default_rng(seed), engine="vllm", server=server
+        )
+        click.echo(" | ".join(row(kind, plan, report)))
+        document = {"kind": kind, "plan": plan.model_dump(mode="json"), "report": report.model_dump(mode="json")}
+        write_atomic(Path(f"results/vllm.{kind}.json"), json.dumps(document, indent=1) + "\n")
+
+
+def default_plan(subject: Subject, constraint: Constraint) -> Plan:
+    """vLLM's own scheduler, with the most requests at once that keep the bound."""
+    planner = scheduler(subject, constraint, "exhaustive")
+    space = planner.space("chunked")
+    batches = np.arange(1, 129)
+    columns = {"max_batch": batches, "token_budget": np.full_like(batches, DEFAULT_TOKEN_BUDGET)}
+    evaluation = space.evaluate(columns)
+    kept = np.flatnonzero(evaluation.feasible)
+    if not len(kept):
+        raise InfeasibleError("vLLM's default keeps no such bound", nearest_bound_s=None, binding="latency_bound_s")
+    best = kept[np.argmax(evaluation.performance.throughput[kept])]
+    plan = plan_each(subject, constraint, "chunked")["chunked"]
+    values = evaluation.performance.at(int(best))
+    names = {"throughput": "throughput_rps", "latency": "latency_s", "ttft": "ttft_s", "tpot": "tpot_s"}
+    estimate = plan.estimate.model_copy(
+        update={
+            **{ours: values[theirs] for theirs, ours in names.items()},
+            "itl_p99_s": values["itl_p99"],
+            "encode_batch": values["encode_batch"],
+            "encode_tokens": values["encode_tokens"],
+            "decode_batch": values["decode_batch"],
+        }
+    )
+    policy = ChunkedSettings(token_budget=DEFAULT_TOKEN_BUDGET, max_batch=int(batches[best]))
+    return plan.model_copy(update={"policy": policy, "estimate": estimate})
+
+
+@contextmanager
+def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
+    """vLLM with its own scheduler, which is only watched."""
+    assert isinstance(plan.policy, ChunkedSettings)
+    port = free_port(HOST)
+    started = launch(plan, plan_path="", host=HOST, port=port)
+    arguments = list(started.arguments)
+    for flag, value in (
+        ("--scheduler-cls", "xrunner.vllm.logged.LoggedScheduler"),
+        ("--additional-config", json.dumps({"xgpt": {"step_log": str(step_log)}})),
+        ("--max-num-seqs", str(plan.policy.max_batch)),
+        ("--max-num-batched-tokens", str(plan.policy.token_budget)),
+    ):
+        arguments[arguments.index(flag) + 1] = value
+    with running(replace(started, arguments=tuple(arguments)), HOST, port):
+        yield f"http://{HOST}:{port}"
+
+
+def row(kind: str, plan: Plan, report: BenchReport) -> list[str]:
+    """A line of the table in docs/VLLM.md."""
+    figures = {figure.metric: figure for figure in report.figures}
+    cells = [kind, settings_text(plan), report.plan_sha256[:8]]
+    for metric in ("throughput_rps", "latency_s"):
+        figure = figures[metric]
+        cells += [f"{figure.predicted:.3f}", f"{figure.measured:.3f}", f"{100 * figure.error:+.1f}%"]
+    kept = {None: "-", True: "yes", False: "NO"}[report.bound_kept]
+    failed = f"{report.num_failed} of {report.num_requests} failed"
+    return [*cells, kept, failed, "/".join(f"{rate:.0f}" for rate in report.calibration_gflops)]
+
+
+if __name__ == "__main__":
+    main()

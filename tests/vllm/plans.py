@@ -1,0 +1,27 @@
+"""Plans for the tests: made for a device that is not here, then given settings small enough for one that is."""
+
+from __future__ import annotations
+
+from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.schema import Admission, Constraint, KvPromise, Plan, SingleLaneSettings
+from xprofiler import analytic
+from xscheduler.schedule import Problem, Scheduler
+
+
+def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromise = "reserve") -> Plan:
+    """A plan with these settings, whose steps encode 300 tokens on average with 24 requests in decode."""
+    spec, _ = load_model("opt-125m")
+    cluster = load_cluster("h200x1")
+    problem = Problem(
+        spec,
+        None,
+        cluster,
+        load_workload("translation", spec),
+        analytic.profile(spec, cluster, "float32"),
+        Constraint(),
+    )
+    plan = Scheduler(problem).best(("rra",))
+    stage = plan.stages[0].model_copy(update={"kv_blocks": kv_tokens // plan.block_size})
+    estimate = plan.estimate.model_copy(update={"encode_tokens": 300.0, "decode_batch": 24.0})
+    admission = Admission(kv=kv, max_running=40 if kv == "quantile" else None)
+    return plan.model_copy(update={"policy": policy, "estimate": estimate, "stages": (stage,), "admission": admission})

@@ -1,0 +1,166 @@
+"""Our rule inside vLLM: the same tokens as vLLM's own scheduler, the steps that the rule decides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.vllm.plans import plan_with
+from xgpt.io import dump_json, read_step_log, sha256
+from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.schema.step_log import StepRecord
+from xrunner.vllm.channel import Accepted, Ended, ServerSide
+from xrunner.vllm.lane import Room, build_lane
+from xsimulator.events import replay
+
+NUM_REQUESTS = 60
+ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+RRA = RraSettings(encode_batch=6, decode_iterations=5)
+
+
+class Requests(NamedTuple):
+    prompts: list[Any]
+    sampling: list[SamplingParams]
+
+
+class Running(NamedTuple):
+    llm: LLM
+    control: ServerSide
+    log: Path
+
+    def run(self, plan: Plan, requests: Requests) -> tuple[list[list[int]], list[StepRecord]]:
+        """Change to the plan, and run the requests: their tokens, and the steps that made them."""
+        before = len(read_step_log(self.log))
+        self.control.send(plan)
+        tokens = generate(self.llm, requests)
+        log = read_step_log(self.log)[before:]
+        return tokens, [r._replace(number=r.number - before, settled=r.settled - before) for r in log]
+
+
+@pytest.fixture(scope="module")
+def requests() -> Requests:
+    rng = np.random.default_rng(0)
+    inputs, outputs = rng.integers(8, 120, NUM_REQUESTS), rng.integers(1, 40, NUM_REQUESTS)
+    return Requests(
+        [{"prompt_token_ids": rng.integers(5, 50000, n).tolist()} for n in inputs],
+        [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True, detokenize=False) for n in outputs],
+    )
+
+
+def start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
+    return LLM(
+        str(checkpoint),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        max_model_len=200,
+        block_size=ROOM.block_size,
+        num_gpu_blocks_override=ROOM.num_blocks + 1,
+        max_num_seqs=ROOM.max_running,
+        max_num_batched_tokens=512,
+        scheduler_cls=scheduler,
+        additional_config={"xgpt": config},
+    )
+
+
+def generate(llm: LLM, requests: Requests) -> list[list[int]]:
+    outputs = llm.generate(requests.prompts, requests.sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, requests: Requests, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of vLLM's own scheduler."""
+    llm = start(checkpoint, "vllm.v1.core.sched.scheduler.Scheduler", {})
+    try:
+        return generate(llm, requests)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("running")
+    plan, log, address = directory / "plan.json", directory / "steps.jsonl", f"ipc://{directory}/control"
+    plan.write_text(dump_json(plan_with(RRA)))
+    control = ServerSide(address)
+    config = {"plan": str(plan), "step_log": str(log), "control": address}
+    llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config)
+    assert isinstance(control.receive(10), Accepted)
+    yield Running(llm, control, log)
+    llm.llm_engine.engine_core.shutdown()
+    control.close()
+
+
+def steps(log: list[StepRecord]) -> list[tuple[Any, ...]]:
+    return [(record.encode, record.decode, record.finished, record.preempted) for record in log]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan_with(RRA), id="rra"),
+        pytest.param(plan_with(RRA, kv="quantile"), id="rra-quantile"),
+        pytest.param(plan_with(ChunkedSettings(token_budget=96, max_batch=12)), id="chunked"),
+        pytest.param(plan_with(OrcaSettings(max_batch=10)), id="orca"),
+        pytest.param(plan_with(OrcaSettings(max_batch=40), kv="quantile", kv_tokens=1280), id="preempting"),
+    ],
+)
+def test_tokens_are_vllms_and_steps_the_rules(
+    plan: Plan, running: Running, requests: Requests, expected: list[list[int]]
+) -> None:
+    tokens, log = running.run(plan, requests)
+    assert tokens == expected
+    # The simulated engine, fed with the log's arrivals, endings and times, decides every step alike.
+    assert steps(replay(build_lane(plan, ROOM), log)) == steps(log)
+    if plan.stages[0].kv_blocks * plan.block_size < 2000:
+        assert any(record.preempted for record in log)
+
+
+def test_rra_encodes_after_so_many_decode_iterations(running: Running, requests: Requests) -> None:
+    _, log = running.run(plan_with(RRA), requests)
+    encodes = [i for i, record in enumerate(log) if record.encode]
+    assert len(encodes) > 5
+    assert all(not record.decode for record in log if record.encode)
+    assert np.all(np.diff(encodes) == 1 + RRA.decode_iterations)
+
+
+def test_a_step_of_more_tokens_than_vllm_takes_is_executed_in_several(
+    running: Running, requests: Requests, expected: list[list[int]]
+) -> None:
+    plan = plan_with(RRA)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"encode_tokens": 1500.0})})
+    tokens, log = running.run(plan, requests)
+    assert tokens == expected
+    assert max(sum(count for _, _, count in record.encode) for record in log) == 512
+
+
+def test_a_plan_changes_while_requests_run(running: Running, requests: Requests, expected: list[list[int]]) -> None:
+    before, after = plan_with(ChunkedSettings(token_budget=48, max_batch=8)), plan_with(RRA)
+
+    def change_in_mid_run() -> None:
+        num_ended = 0
+        while num_ended < 20:
+            num_ended += isinstance(running.control.receive(60), Ended)
+        running.control.send(after)
+
+    while running.control.receive(0.1) is not None:
+        pass
+    changing = threading.Thread(target=change_in_mid_run)
+    changing.start()
+    tokens, log = running.run(before, requests)
+    changing.join()
+    messages = list(iter(lambda: running.control.receive(1), None))
+    assert Accepted(sha256(after)) in messages
+    assert tokens == expected
+    assert sorted(id_ for record in log for id_ in record.finished) == sorted(a.id for r in log for a in r.arrivals)
+    assert any(record.encode and record.decode for record in log[:20])
+    assert not any(record.encode and record.decode for record in log[-20:])

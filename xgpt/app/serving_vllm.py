@@ -1,0 +1,176 @@
+"""Run a plan in vLLM: start it with the plan's flags, watch the lengths that come, change its schedule as it runs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xgpt.errors import MachineError
+from xgpt.schema import Plan
+
+if TYPE_CHECKING:
+    from xrunner.vllm.channel import ServerSide
+    from xrunner.vllm.command import Launch
+
+STOP_S = 30.0
+"""To end in after SIGTERM, before vLLM is killed."""
+
+
+def check_plan_for_vllm(plan: Plan) -> str:
+    """Refuse a plan that vLLM cannot serve here.
+
+    Returns:
+        vLLM's version.
+
+    Raises:
+        InputError: it cannot run that policy, or there are no weights.
+        MachineError: there is no vLLM.
+    """
+    from xrunner.vllm.command import launch
+    from xrunner.vllm.process import package_path, python, version_of
+
+    launch(plan, plan_path="plan.json")
+    with package_path() as packages:
+        return version_of(python(), packages)
+
+
+def serve_in_vllm(
+    plan: Plan,
+    host: str,
+    port: int,
+    *,
+    step_log: Path | None = None,
+    watch: Callable[[ServerSide, Callable[[], bool]], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        watch: run beside the server with the channel to its schedulers, until what it is given says no more.
+
+    Raises:
+        InputError: vLLM cannot run the plan.
+        MachineError: vLLM is not here, does not start, or dies.
+    """
+    from xgpt.io import dump_json
+    from xrunner.vllm.channel import ServerSide
+    from xrunner.vllm.command import launch
+
+    port = port or free_port(host)
+    with tempfile.TemporaryDirectory(prefix="xgpt-") as directory:
+        plan_path, address = Path(directory) / "plan.json", f"ipc://{directory}/control"
+        plan_path.write_text(dump_json(plan), encoding="utf-8")
+        config = {"control": address}
+        if step_log is not None:
+            config["step_log"] = str(step_log.resolve())
+        control = ServerSide(address)
+        try:
+            started = launch(plan, plan_path=str(plan_path), host=host, port=port, config=config)
+            with running(started, host, port) as process:
+                print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
+                _until_signal(process, lambda goes_on: (watch or _drain)(control, goes_on))
+        finally:
+            control.close()
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now; vLLM takes no port 0."""
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(launch: Launch, host: str, port: int, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`vllm serve`, from when it answers until it has ended.
+
+    Args:
+        log: where vLLM's own output goes; None: its warnings and errors to standard error.
+
+    Raises:
+        MachineError: it ends before it answers.
+    """
+    import httpx
+
+    from xrunner.vllm.process import environment, last_error, package_path, preload, python
+
+    vllm_python = python()
+    # The `vllm` command of the package for CPUs looks for another package's version, and ends.
+    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.model, *launch.arguments]
+    with package_path() as packages:
+        process = subprocess.Popen(
+            command,
+            env=environment(packages, launch.variables | preload(vllm_python)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a Ctrl-C reaches us, and we end it
+        )
+        tail: deque[str] = deque(maxlen=200)
+        reader = threading.Thread(target=_read, args=(process, tail, log), daemon=True)
+        reader.start()
+        try:
+            with httpx.Client(trust_env=False, timeout=2) as client:
+                while True:
+                    if process.poll() is not None:
+                        reader.join()
+                        raise MachineError(f"vLLM did not start: {last_error(list(tail))}")
+                    try:
+                        if client.get(f"http://{host}:{port}/health").status_code == httpx.codes.OK:
+                            break
+                    except httpx.HTTPError:
+                        time.sleep(0.2)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            reader.join()
+
+
+def _read(process: subprocess.Popen[str], tail: deque[str], log: Path | None) -> None:
+    assert process.stdout is not None
+    with process.stdout, (log or Path("/dev/null")).open("w", encoding="utf-8") as file:
+        for line in process.stdout:
+            tail.append(line)
+            file.write(line)
+            if log is None and any(level in line for level in ("ERROR", "CRITICAL")):
+                print(line.rstrip(), file=sys.stderr, flush=True)
+
+
+def _until_signal(process: subprocess.Popen[str], beside: Callable[[Callable[[], bool]], None]) -> None:
+    stopping = threading.Event()
+
+    def stop(*_: object) -> None:
+        stopping.set()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    worker = threading.Thread(target=beside, args=(lambda: not stopping.is_set(),))
+    worker.start()
+    try:
+        while not stopping.wait(0.2):
+            if process.poll() is not None:
+                raise MachineError(f"vLLM died with exit code {process.returncode}")
+    finally:
+        stopping.set()
+        worker.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _drain(control: ServerSide, goes_on: Callable[[], bool]) -> None:
+    """Nobody asks what comes of the requests."""
+    while goes_on():
+        control.receive(0.2)

@@ -1,0 +1,35 @@
+"""xgpt export"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from xgpt.app.exporting import Target
+
+
+@click.command("export")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option("--to", "target", type=click.Choice(["vllm", "k8s", "torchrun"]), required=True)
+@click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
+def command(plan_path: str, target: Target, output: str) -> None:
+    """Write the files from which another engine or scheduler starts the plan.
+
+    \b
+    Example:
+      xgpt export plan.json --to k8s -o deploy
+    """
+    from pathlib import Path
+
+    from xgpt.app.exporting import export, start_command
+    from xgpt.cli import render
+    from xgpt.io import load_json, write_atomic
+    from xgpt.schema import Plan
+
+    files = export(load_json(Path(plan_path), Plan, "plan"), target)
+    directory = Path(output)
+    for name, text in files.items():
+        write_atomic(directory / name, text)
+    render.show(f"wrote {', '.join(files)} to {output}; start with `{start_command(target)}` there")

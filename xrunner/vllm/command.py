@@ -1,0 +1,163 @@
+"""From a plan to the command line and the environment that start vLLM with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xgpt.errors import InputError
+from xgpt.schema import ClusterSpec, Plan, Stage, WaaSettings
+from xrunner.vllm.lane import settings_of
+
+SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 32
+"""The smallest that vLLM's CPU attention takes."""
+MAX_RUNNING = 1024
+"""Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one vLLM: `vllm serve MODEL` with these arguments, under these variables."""
+
+    model: str
+    arguments: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def block_size_of(cluster: ClusterSpec) -> int:
+    """Tokens a K/V block in vLLM."""
+    return CPU_BLOCK_SIZE if cluster.device.type == "cpu" else GPU_BLOCK_SIZE
+
+
+def variables(cluster: ClusterSpec, cache_bytes: int) -> dict[str, str]:
+    """vLLM's variables for a device of the cluster."""
+    if cluster.device.type == "gpu":
+        return {}
+    return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-cache_bytes // 2**30)))}
+
+
+def launch(
+    plan: Plan,
+    *,
+    plan_path: str,
+    model: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> Launch:
+    """What starts vLLM with a plan of a single-lane policy.
+
+    Args:
+        plan_path: where vLLM's scheduler finds plan.json.
+        model: what vLLM loads; the plan's checkpoint by default.
+        config: more for the scheduler, as `step_log` and `control`.
+
+    Raises:
+        InputError: vLLM cannot run such a plan.
+    """
+    settings_of(plan)  # refuses what vLLM cannot run
+    return _launch(plan, plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})}, model, host, port)
+
+
+def launch_lane(
+    plan: Plan,
+    lane: str,
+    connector: dict[str, Any],
+    *,
+    model: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> Launch:
+    """What starts the vLLM of one lane of a WAA plan: vLLM's own scheduler, since the other lane is not in its way.
+
+    Args:
+        connector: vLLM's K/V connector, less the role that the lane has in it.
+
+    Raises:
+        InputError: the plan is not WAA's, or vLLM cannot run it.
+    """
+    if not isinstance(plan.policy, WaaSettings):
+        raise InputError("plan.policy", plan.policy.kind, "only waa has lanes of their own")
+    stages = tuple(stage for stage in plan.stages if stage.lane == lane)
+    role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
+    started = _launch(plan, stages, "xrunner.vllm.logged.LoggedScheduler", config or {}, model, host, port)
+    extra = ("--kv-transfer-config", json.dumps({**connector, "kv_role": role}), "--disable-hybrid-kv-cache-manager")
+    return Launch(started.model, started.arguments + extra, started.variables)
+
+
+def _launch(
+    plan: Plan,
+    stages: tuple[Stage, ...],
+    scheduler: str,
+    config: dict[str, Any],
+    model: str | None,
+    host: str | None,
+    port: int | None,
+) -> Launch:
+    weights = model or plan.checkpoint
+    if weights is None:
+        raise InputError("plan.checkpoint", None, "vLLM takes weights from a directory; plan with --model DIRECTORY")
+    degrees = {stage.tp for stage in stages}
+    if len(degrees) > 1:
+        raise InputError("plan.stages.tp", sorted(degrees), "vLLM has one tensor-parallel degree for all stages")
+    layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
+    environment = {}
+    if len(set(layers)) > 1:
+        environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
+    cluster, spec = plan.cluster, plan.model
+    block_size = block_size_of(cluster)
+    tokens = min(stage.kv_blocks for stage in stages) * plan.block_size
+    blocks = tokens // block_size
+    environment |= variables(cluster, (blocks + 1) * block_size * spec.kv_bytes_per_token(plan.dtype))
+    step = step_tokens(plan)
+    most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
+    arguments = [
+        *("--served-model-name", spec.name),
+        *("--dtype", plan.dtype),
+        *("--max-model-len", str(min(spec.max_context, blocks * block_size))),
+        *("--block-size", str(block_size)),
+        *("--num-gpu-blocks-override", str(blocks + 1)),  # vLLM keeps one for itself
+        *("--max-num-seqs", str(most)),
+        *("--max-num-batched-tokens", str(max(step, most))),
+        *("--tensor-parallel-size", str(stages[0].tp)),
+        *("--pipeline-parallel-size", str(len(stages))),
+        *("--data-parallel-size", str(plan.replicas)),
+        "--no-enable-prefix-caching",
+        "--no-async-scheduling",
+        *("--generation-config", "vllm"),
+        *("--scheduler-cls", scheduler),
+        *("--additional-config", json.dumps({"xgpt": config})),
+    ]
+    if cluster.device.type == "cpu":
+        arguments.append("--enforce-eager")
+    if (directory := Path(weights)).is_dir() and not any(directory.glob("tokenizer*")):
+        arguments.append("--skip-tokenizer-init")
+    if host is not None:
+        arguments += ["--host", host]
+    if port is not None:
+        arguments += ["--port", str(port)]
+    return Launch(weights, tuple(arguments), environment)
+
+
+def step_tokens(plan: Plan) -> int:
+    """Tokens that vLLM shall take at once: the plan's largest usual step; a larger one is executed in pieces."""
+    policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
+    if policy.kind == "chunked":
+        return policy.token_budget
+    usual = 1.1 * estimate.encode_tokens + longest
+    return max(2048, round(usual + estimate.decode_batch) if policy.kind == "orca" else round(usual))
+
+
+def max_running(plan: Plan, blocks: int, block_size: int) -> int:
+    """Requests that can be inside at once, with this plan or with one that it is changed to at run time."""
+    if plan.admission.max_running is not None:
+        return plan.admission.max_running
+    if isinstance(plan.policy, WaaSettings):
+        return plan.policy.max_decode_batch
+    shortest = plan.workload.input.lengths[0] + plan.workload.output.lengths[-1]
+    return max(1, blocks // -(-shortest // block_size))

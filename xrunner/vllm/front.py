@@ -1,0 +1,228 @@
+"""WAA on two vLLMs: takes requests, hands each from the encode lane's vLLM to the decode lane's.
+
+    python -m xrunner.vllm.front plan.json --encode URL --decode URL --port 8000
+
+Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all of them fit under
+the decode lane's cap. A request's K/V moves by vLLM's connector: the encode lane leaves it there when it ends the
+prompt, and the decode lane finds it when the same prompt comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import StreamingResponse
+
+from xgpt import policies
+from xgpt.errors import InputError
+from xgpt.io import load_json
+from xgpt.policies import Request, Step
+from xgpt.schema import Plan, WaaSettings
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request on its way to the decode lane.
+
+    Attributes:
+        handed_over: done when its K/V is ready for the decode lane; what the encode lane answered, where it failed.
+    """
+
+    prompt: list[int]
+    handed_over: asyncio.Future[str | None]
+    encoded_s: float = 0.0
+
+
+@dataclass(slots=True)
+class HandOver:
+    """Seconds from the end of a prompt's encoding to its first token from the decode lane: K/V's way, a place in the
+    batch, and one step."""
+
+    seconds: list[float] = field(default_factory=list)
+
+
+class Front:
+    """The two-lane rule over two endpoints. All methods belong to one event loop.
+
+    Raises:
+        InputError: the plan is not WAA's, or promises K/V memory by quantile, which takes a view of each step.
+    """
+
+    def __init__(self, plan: Plan, encode: httpx.AsyncClient, decode: httpx.AsyncClient) -> None:
+        if not isinstance(plan.policy, WaaSettings):
+            raise InputError("plan.policy", plan.policy.kind, "the front is for waa")
+        if plan.admission.kv != "reserve":
+            raise InputError("plan.admission.kv", plan.admission.kv, "on two vLLMs memory is promised by reserve")
+        self.model = plan.model.name
+        self.hand_over = HandOver()
+        self._schedule = policies.build(plan)
+        self._encode, self._decode = encode, decode
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_seen = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_inside(self) -> int:
+        """Requests in the encode lane, under way and in the decode lane."""
+        return self._schedule.pool.num_running
+
+    async def complete(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The decode lane's answer to a completion request, as it comes.
+
+        Raises:
+            InputError: the request is one that the front does not take.
+            httpx.HTTPError: a lane does not answer.
+        """
+        prompt, max_output = body.get("prompt"), body.get("max_tokens")
+        if not (isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt)):
+            raise InputError("prompt", type(prompt).__name__, "one list of token ids")
+        if not isinstance(max_output, int) or max_output < 1:
+            raise InputError("max_tokens", max_output, "a whole number, at least 1: memory is set aside for so many")
+        request = Request(self._num_seen, len(prompt), max_output, time.perf_counter_ns())
+        if not self._schedule.pool.can_ever_fit(request):
+            raise InputError("prompt", len(prompt), "prompt and output are longer than the plan's K/V memory holds")
+        self._num_seen += 1
+        waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
+        self._waiting[request.id] = waiting
+        self._schedule.submit(request)
+        self._advance()
+        try:
+            failure = await waiting.handed_over
+            if failure is not None:
+                raise httpx.HTTPError(failure)
+            async with self._decode.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    reason = (await answer.aread())[:200].decode(errors="replace")
+                    raise httpx.HTTPError(f"the decode lane answers {answer.status_code}: {reason}")
+                is_first = True
+                async for piece in answer.aiter_raw():
+                    if is_first:
+                        self.hand_over.seconds.append(time.perf_counter() - waiting.encoded_s)
+                        is_first = False
+                    yield piece
+        finally:
+            del self._waiting[request.id]
+            self._schedule.cancel(request.id)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Begin every step that can: whoever has been transferred goes on by himself."""
+        while (step := self._schedule.next_step("transfer")) is not None:
+            self._schedule.settle(step, ())
+            for id_ in step.transfer:
+                if (waiting := self._waiting.get(id_)) is not None and not waiting.handed_over.done():
+                    waiting.handed_over.set_result(None)
+        while (step := self._schedule.next_step("encode")) is not None:
+            task = asyncio.get_running_loop().create_task(self._encode_batch(step))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _encode_batch(self, step: Step) -> None:
+        """A batch goes through the encode lane as one request of many prompts."""
+        ids = [chunk.id for chunk in step.encode]
+        inside = {id_: waiting for id_ in ids if (waiting := self._waiting.get(id_)) is not None}
+        failure = None
+        if inside:
+            body = {
+                "model": self.model,
+                "prompt": [waiting.prompt for waiting in inside.values()],
+                "max_tokens": 1,
+                "temperature": 0,
+            }
+            try:
+                answer = await self._encode.post("/v1/completions", json=body)
+                if answer.status_code != httpx.codes.OK:
+                    failure = f"the encode lane answers {answer.status_code}: {answer.text[:200]}"
+            except httpx.HTTPError as error:
+                failure = f"the encode lane does not answer: {error}"
+        now_s = time.perf_counter()
+        for waiting in inside.values():
+            waiting.encoded_s = now_s
+            if failure is not None and not waiting.handed_over.done():
+                waiting.handed_over.set_result(failure)
+        self._schedule.settle(step, ())
+        self._advance()
+
+
+def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
+    """The endpoint: completions of token ids, streamed or not, as the decode lane answers them."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(None, connect=10.0)
+        async with (
+            httpx.AsyncClient(base_url=encode_url, limits=limits, timeout=timeout, trust_env=False) as encode,
+            httpx.AsyncClient(base_url=decode_url, limits=limits, timeout=timeout, trust_env=False) as decode,
+        ):
+            app.state.front = Front(plan, encode, decode)
+            yield
+
+    app = FastAPI(title=f"{plan.model.name} on two lanes", lifespan=lifespan)
+
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Response:
+        try:
+            body = msgspec.json.decode(await http.body(), type=dict[str, Any])
+            pieces = app.state.front.complete(body)
+            first = await anext(pieces)
+        except (InputError, msgspec.MsgspecError) as error:
+            return _error(400, str(error))
+        except (httpx.HTTPError, StopAsyncIteration) as error:
+            return _error(502, str(error))
+
+        async def all_pieces() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        media_type = "text/event-stream" if body.get("stream") else "application/json"
+        return StreamingResponse(all_pieces(), media_type=media_type)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        # What the decode lane's vLLM is told in a request, it is told through us: clients shall take us for it.
+        return {"object": "list", "data": [{"id": plan.model.name, "object": "model", "owned_by": "vllm"}]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/hand_over")
+    async def hand_over() -> dict[str, list[float]]:
+        return {"seconds": app.state.front.hand_over.seconds}
+
+    return app
+
+
+def _error(status: int, message: str) -> Response:
+    content = msgspec.json.encode({"error": {"message": message, "code": status}})
+    return Response(content, status_code=status, media_type="application/json")
+
+
+def main() -> None:
+    """Serve until stopped."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--encode", required=True, help="URL of the encode lane's vLLM")
+    parser.add_argument("--decode", required=True, help="URL of the decode lane's vLLM")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    plan = load_json(given.plan, Plan, "plan")
+    uvicorn.run(create_app(plan, given.encode, given.decode), host=given.host, port=given.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The lane of a plan as vLLM runs it, and how it changes while requests run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xgpt.errors import InputError
+from xgpt.policies import OneLane, Pool, lane_settings
+from xgpt.policies.rule import LaneSettings
+from xgpt.schema import Plan, StaticSettings, WaaSettings
+
+
+def settings_of(plan: Plan) -> LaneSettings:
+    """The rule's settings.
+
+    Raises:
+        InputError: vLLM cannot run the plan's policy.
+    """
+    policy = plan.policy
+    if isinstance(policy, WaaSettings):
+        raise InputError("plan.policy", policy.kind, "each of its lanes is a vLLM of its own, by vLLM's own scheduler")
+    if isinstance(policy, StaticSettings):
+        raise InputError(
+            "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; take another policy"
+        )
+    return lane_settings(policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What vLLM has for requests.
+
+    Attributes:
+        num_blocks: K/V blocks; block_size: tokens each, whatever it is in the plan.
+        max_running: requests that run at once at most.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_running: int
+
+
+def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
+    """The schedule of a plan over the K/V memory that vLLM has, with nobody in it.
+
+    Args:
+        blocks: those that requests share; as many as the plan counts on by default.
+
+    Raises:
+        InputError: vLLM cannot run the plan's policy, or has less K/V memory than the plan counts on.
+    """
+    if blocks is None:
+        blocks = min(stage.kv_blocks for stage in plan.stages) * plan.block_size // room.block_size
+    if room.num_blocks < blocks:
+        raise InputError("plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} of {room.block_size} tokens")
+    most = min(room.max_running, plan.admission.max_running or room.max_running)
+    return OneLane(settings_of(plan), Pool(blocks, room.block_size, kv=plan.admission.kv, max_running=most))
+
+
+def change_lane(lane: OneLane, plan: Plan, room: Room) -> OneLane:
+    """Go on by another plan from the next step on; everybody stays who is inside or waits.
+
+    Returns:
+        The lane that the steps come from now: the same one, or where nobody is in it, that of the new plan.
+
+    Raises:
+        InputError: the plan differs in what cannot change while requests run; nothing has changed then.
+    """
+    if lane.pool.is_idle:
+        return build_lane(plan, room)
+    if not lane.apply(build_lane(plan, room, lane.pool.kv_blocks)):
+        raise InputError("plan", plan.policy.kind, "other micro-batches or another promise of K/V take an empty engine")
+    return lane

@@ -1,0 +1,155 @@
+"""vLLM's own scheduler with its steps on record, in the terms of our step log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from xgpt.io import StepLogWriter
+from xgpt.schema.step_log import Arrival, StepRecord
+from xrunner.vllm import TESTED_VERSION, installed_version
+
+logger = logging.getLogger("vllm.xgpt")
+
+
+class LoggedScheduler(Scheduler):
+    """Schedules as vLLM does; `additional_config={"xgpt": {"step_log": FILE}}` has it write down what it executed.
+
+    The log counts requests from 0 in the order of their arrival. A prompt whose first tokens' K/V came from elsewhere
+    begins, in the log, where the computing began.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if (found := installed_version()) != TESTED_VERSION:
+            logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+        self.config: dict[str, Any] = dict(self.vllm_config.additional_config.get("xgpt", {}))
+        log = self.config.get("step_log")
+        self._log = None if log is None else StepLogWriter(Path(log))
+        self._number: dict[str, int] = {}
+        """Our number of each request that vLLM has not ended."""
+        self._num_seen = self._num_scheduled = self._num_settled = 0
+        self._encoding: set[str] = set()
+        """Requests whose prompt has begun and not yet ended."""
+        self._under_way: deque[StepRecord] = deque()
+        """What was scheduled and not yet executed; ends and endings are not known."""
+        self._arrivals: list[Arrival] = []
+        self._cancelled: list[int] = []
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if not known:
+            number = self._number[request.request_id] = self._num_seen
+            self._num_seen += 1
+            now_ns = time.perf_counter_ns()
+            self._arrivals.append(Arrival(number, request.num_prompt_tokens, request.max_tokens, now_ns))
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        start_ns = time.perf_counter_ns()
+        output = self._schedule(throttle_prefills)
+        self._under_way.append(self._begun(start_ns, output))
+        return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, Any]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        # Whoever was aborted meanwhile has no number any more, and is on record as cancelled.
+        gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
+        finished = tuple(self._number[id_] for id_ in gone)
+        for id_ in gone:
+            self._forget(id_)
+        self._settle(self._under_way.popleft()._replace(end_ns=time.perf_counter_ns(), finished=finished))
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Benchmarks only: end a request after `vllm_xargs={"output_length": N}` tokens, unknown to the schedule."""
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        if not stopped and extra and 0 < extra.get("output_length", 0) <= request.num_output_tokens:
+            request.status = RequestStatus.FINISHED_STOPPED
+            stopped = True
+        return tokens, stopped
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        ended = super().finish_requests(request_ids, finished_status)
+        for request in ended:
+            self._cancel(self._number[request.request_id])
+            self._forget(request.request_id)
+        self._flush_when_idle()
+        return ended
+
+    def shutdown(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        super().shutdown()
+
+    def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
+        """What the step holds, read now: when it ends, vLLM's own bookkeeping has moved on."""
+        self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
+        self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
+        encode, decode = [], []
+        for id_, count in output.num_scheduled_tokens.items():
+            request = self.requests[id_]
+            if id_ in self._encoding:
+                encode.append((self._number[id_], request.num_computed_tokens - count, count))
+                if not request.is_prefill_chunk:
+                    self._encoding.discard(id_)
+            else:
+                decode.append(self._number[id_])
+        record = StepRecord(
+            start_ns,
+            start_ns,
+            tuple(encode),
+            tuple(decode),
+            (),
+            tuple(self._arrivals),
+            tuple(self._cancelled),
+            tuple(self._number[id_] for id_ in output.preempted_req_ids or () if id_ in self._number),
+            number=self._num_scheduled,
+            settled=self._num_settled,
+        )
+        if encode or decode:
+            self._num_scheduled += 1
+            self._arrivals.clear()
+            self._cancelled.clear()
+        return record
+
+    def _settle(self, step: StepRecord) -> None:
+        """What was scheduled has been executed; it may have been nothing."""
+        if step.encode or step.decode:
+            self._num_settled += 1
+            if self._log is not None:
+                self._log(step)
+                self._flush_when_idle()
+
+    def _flush_when_idle(self) -> None:
+        if self._log is not None and not self.requests:
+            self._log.flush()
+
+    def _cancel(self, number: int) -> None:
+        """A request has been taken out from outside."""
+        self._cancelled.append(number)
+
+    def _has_ended(self, id_: str) -> bool:
+        request = self.requests.get(id_)
+        return request is None or request.is_finished()
+
+    def _forget(self, id_: str) -> None:
+        del self._number[id_]
+        self._encoding.discard(id_)

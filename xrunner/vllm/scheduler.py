@@ -1,0 +1,246 @@
+"""Our rule inside vLLM: a scheduler class for `--scheduler-cls`.
+
+xgpt.policies decides which requests each step encodes and which it decodes; vLLM's own scheduler then does all the
+rest (blocks, batches, outputs) with nothing else in its sight. Its requests are mirrored in a `Pool`, which promises
+K/V memory no less carefully than vLLM does, so that vLLM never has to preempt of its own accord.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import Request
+
+from xgpt import policies
+from xgpt.errors import InputError
+from xgpt.io import load_json
+from xgpt.policies import Step
+from xgpt.schema import Plan
+from xgpt.schema.step_log import StepRecord
+from xrunner.vllm.channel import EngineSide
+from xrunner.vllm.lane import Room, build_lane, change_lane
+from xrunner.vllm.logged import LoggedScheduler, logger
+
+
+@dataclass(slots=True, eq=False)
+class _Execution:
+    """A step of the rule, which vLLM may execute in several steps of its own where it takes fewer tokens at once.
+
+    Attributes:
+        missing: of each request that vLLM has not yet scheduled to its end here, the tokens that will then have been
+            computed in all.
+        pieces: steps of vLLM's under way for it.
+        record: those that have been executed, as one.
+        number, settled: as in the step log, where the pieces count as one step.
+    """
+
+    step: Step
+    missing: dict[int, int]
+    number: int
+    settled: int
+    pieces: int = 0
+    record: StepRecord | None = None
+
+
+class XgptScheduler(LoggedScheduler):
+    """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "control": ADDRESS}}`.
+
+    With `control`, what requests came to is told there, and new plans are taken from there (see `channel`).
+    """
+
+    # vLLM's own.
+    running: list[Request]
+    waiting: FCFSRequestQueue
+    max_num_scheduled_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refuse_what_breaks_the_rule()
+        plan = load_json(Path(self.config["plan"]), Plan, "plan")
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # vLLM keeps one for itself
+        self._room = Room(num_blocks, self.block_size, self.max_num_running_reqs)
+        self._lane = build_lane(plan, self._room)
+        capacity = self._lane.pool.kv_blocks * self.block_size
+        if self.max_model_len > capacity:
+            raise InputError("--max-model-len", self.max_model_len, f"the plan's K/V memory holds {capacity} tokens")
+        self._most_tokens: int = self.max_num_scheduled_tokens
+        self._untold: list[Request] = []
+        """Requests that the rule has not been told of yet."""
+        self._name: dict[int, str] = {}
+        """vLLM's name of each request that has a number."""
+        self._num_begun = 0
+        self._open: _Execution | None = None
+        """The execution of which something is missing."""
+        self._pieces: deque[_Execution | None] = deque()
+        """Which execution each step of vLLM's under way belongs to; None: to none."""
+        self._control = EngineSide(self.config["control"], plan) if "control" in self.config else None
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if not known:
+            self._name[self._number[request.request_id]] = request.request_id
+            self._untold.append(request)
+
+    # Schedule ------------------------------------------------------------------------------------------------
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
+        self._take_plan()
+        self._tell_the_rule()
+        if self._pause_state == PauseState.UNPAUSED and self._open is None:
+            step = self._lane.next_step("both")
+            self._open = None if step is None else self._begin(step)
+        execution = self._open if self._pause_state == PauseState.UNPAUSED else None
+        with self._nothing_in_sight_but({} if execution is None else execution.missing):
+            output = super()._schedule(throttle_prefills)
+        self._pieces.append(execution)
+        if execution is not None:
+            execution.pieces += 1
+            for number, computed in list(execution.missing.items()):
+                if self.requests[self._name[number]].num_computed_tokens >= computed:
+                    del execution.missing[number]
+            if not execution.missing:
+                self._open = None
+        return output
+
+    def _begin(self, step: Step) -> _Execution:
+        running = self._lane.pool.running
+        for number in step.preempted:
+            request = self.requests[self._name[number]]
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+        missing = {number: running[number].context for number in step.decode}
+        missing |= {chunk.id: chunk.start + chunk.length for chunk in step.encode}
+        execution = _Execution(step, missing, self._num_begun, self._num_settled)
+        self._num_begun += 1
+        return execution
+
+    @contextmanager
+    def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
+        """vLLM schedules everybody it sees; for as long as this holds it sees these, and tokens for no more."""
+        wanted = {self._name[number] for number in missing}
+        running, waiting = self.running, list(self.waiting)
+        seen = [request for request in running if request.request_id in wanted]
+        self.running = list(seen)
+        self.waiting = FCFSRequestQueue(request for request in waiting if request.request_id in wanted)
+        computed = {id_: self.requests[id_].num_computed_tokens for id_ in wanted}
+        tokens = sum(until - computed[self._name[number]] for number, until in missing.items())
+        self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
+        try:
+            yield
+        finally:
+            self.max_num_scheduled_tokens = self._most_tokens
+            stayed, was_seen = set(self.running), set(seen)
+            entered = [request for request in self.running if request not in was_seen]
+            self.running = [r for r in running if r not in was_seen or r in stayed] + entered
+            has_entered = set(entered)
+            left = [request for request in self.waiting if request not in waiting]  # preempted by vLLM itself
+            self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
+
+    def _tell_the_rule(self) -> None:
+        """Submit the requests that are ready: one with a grammar is not before that has been compiled."""
+        if not self._untold:
+            return
+        still_untold = []
+        for request in self._untold:
+            number = self._number.get(request.request_id)
+            if number is None:
+                continue  # aborted before it was ready
+            if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(request):
+                known = policies.Request(number, request.num_prompt_tokens, request.max_tokens, time.perf_counter_ns())
+                self._lane.submit(known)
+            else:
+                still_untold.append(request)
+        self._untold = still_untold
+
+    # Settle --------------------------------------------------------------------------------------------------
+
+    def _settle(self, step: StepRecord) -> None:
+        execution = self._pieces.popleft()
+        if execution is not None:
+            execution.pieces -= 1
+            execution.record = step if execution.record is None else _joined(execution.record, step)
+            self._settle_execution(execution)
+
+    def _settle_execution(self, execution: _Execution) -> None:
+        if execution.missing or execution.pieces:
+            return
+        record = execution.record
+        if record is None:  # everybody in it was cancelled before it began
+            self._lane.settle(execution.step, ())
+            return
+        super()._settle(record._replace(number=execution.number, settled=execution.settled))
+        ended = [self._lane.pool.running[number] for number in record.finished]
+        self._lane.settle(execution.step, record.finished)
+        for request in ended:
+            del self._name[request.id]
+            if self._control is not None:
+                self._control.ended(request.input_length, request.generated)
+
+    def _cancel(self, number: int) -> None:
+        super()._cancel(number)
+        del self._name[number]
+        self._lane.cancel(number)
+        if (execution := self._open) is not None and number in execution.missing:
+            del execution.missing[number]
+            if not execution.missing:
+                self._open = None
+                self._settle_execution(execution)
+
+    # Plans at run time ---------------------------------------------------------------------------------------
+
+    def _take_plan(self) -> None:
+        if self._control is not None:
+            for plan in self._control.plans():
+                try:
+                    self._lane = change_lane(self._lane, plan, self._room)
+                except InputError as error:
+                    self._control.refuse(plan, str(error))
+                else:
+                    self._control.accept(plan)
+
+    def _refuse_what_breaks_the_rule(self) -> None:
+        """Options of vLLM's under which a step is not what the rule decided.
+
+        Raises:
+            InputError: one of them is on.
+        """
+        config = self.vllm_config
+        for flag, is_on in (
+            ("--enable-prefix-caching", config.cache_config.enable_prefix_caching),
+            ("--speculative-config", config.speculative_config is not None),
+            ("--async-scheduling", bool(config.scheduler_config.async_scheduling)),
+            ("--scheduling-policy", config.scheduler_config.policy != "fcfs"),
+            ("--long-prefill-token-threshold", config.scheduler_config.long_prefill_token_threshold > 0),
+            ("--watermark", config.scheduler_config.watermark > 0),
+        ):
+            if is_on:
+                raise InputError(flag, "on", "the plan's schedule holds without it; leave it off")
+        if not config.scheduler_config.enable_chunked_prefill:
+            raise InputError("--enable-chunked-prefill", "off", "leave it on: the plan decides where prompts are cut")
+        logger.info("scheduling by %s", self.config["plan"])
+
+
+def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
+    """Two pieces of one step, executed one after the other."""
+    encode = {id_: (start, length) for id_, start, length in first.encode}
+    for id_, start, length in second.encode:
+        begun, so_far = encode.get(id_, (start, 0))
+        encode[id_] = (begun, so_far + length)
+    return first._replace(
+        end_ns=second.end_ns,
+        encode=tuple((id_, *piece) for id_, piece in encode.items()),
+        decode=first.decode + second.decode,
+        finished=first.finished + second.finished,
+        arrivals=first.arrivals + second.arrivals,
+        cancelled=first.cancelled + second.cancelled,
+    )
