@@ -1,0 +1,325 @@
+"""TCB's experiments: padded, length-sorted, concatenated, slotted and flattened batches, under deadlines.
+
+    python -m benchmarks.tcb [PART ...] [--seconds S] [--width W] [--threads N]
+
+The paper's workload (prompts of 3 to 100 tokens, normal, mean 20; Poisson arrivals; 64 rows of 400 tokens; three
+encoder and three decoder layers) is served on this machine, with the model's width scaled down, and on a simulated
+V100, at its own. Of what the paper leaves open: answers are as long as prompts, independently; deadlines come one to
+three times a full concatenated batch's time after the arrival; rates are multiples of what TNB serves at saturation.
+
+Each part writes its rows to results/tcb.json and the tables of all parts to results/tcb.md; docs/TCB.md keeps the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import numpy as np
+
+from benchmarks.tcb_systems import (
+    MEAN,
+    Demand,
+    Machine,
+    Outcome,
+    PaddedCost,
+    SimulatedMachine,
+    System,
+    draw,
+    form_flattened,
+    form_slotted,
+    form_tcb,
+    form_tnb,
+    form_ttb,
+    serve,
+    serve_iterations,
+)
+from xgpt.io import write_atomic
+from xgpt.policies.admission import make_queue
+from xgpt.policies.packing import RowBatch, concatenated_rows, slotted_rows
+from xgpt.policies.request import Request
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import AdmissionOrder, DType, ModelSpec
+from xprofiler.analytic import profile
+from xsimulator.rows import RowCost
+
+RESULTS = Path("results/tcb.json")
+ROWS, ROW_TOKENS = 64, 400
+ORDERS: tuple[AdmissionOrder, ...] = ("das", "sjf", "edf", "fcfs")
+SLACK = (1.0, 3.0)
+"""Deadlines, in times of a full concatenated batch."""
+SLOT_COUNTS = (1, 2, 4, 7, 10)
+TYPICAL_STEPS = 35
+"""Decode steps of the batches that TTB's costs are learnt from: the longest of some hundred answers."""
+TABLES = {
+    "real": "This machine, deadline-aware (Figures 9, 10) and first come first served (11, 12)",
+    "v100": "Simulated V100",
+    "slots": "Slots (Figures 13, 14): time of the same requests in pure rows over that in slots",
+    "orders": "Orders of admission on concatenated rows (Figure 15), simulated V100 in float16: utility a second",
+    "overhead": "Computing time of DAS beside the batches' (Figure 16)",
+}
+
+Json = dict[str, object]
+
+
+def scaled(spec: ModelSpec, width: int) -> ModelSpec:
+    """The paper's model at another width, everything else in proportion."""
+    factor = width / spec.hidden_size
+    return spec.model_copy(
+        update={
+            "hidden_size": width,
+            "head_dim": width // spec.num_heads,
+            "ffn_size": round(spec.ffn_size * factor),
+            "vocab_size": round(spec.vocab_size * factor),
+        }
+    )
+
+
+def v100(dtype: DType) -> Machine:
+    spec, _ = load_model("tcb-seq2seq")
+    return SimulatedMachine(RowCost(spec, profile(spec, load_cluster("v100x1"), dtype)))
+
+
+def real(width: int, threads: int) -> Machine:
+    from benchmarks.tcb_real import RealMachine
+
+    return RealMachine(scaled(load_model("tcb-seq2seq")[0], width), threads)
+
+
+def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[list[Request]], Demand]:
+    """Rows filled from a long queue, first come first served."""
+    demand = draw(1e6, 3 * num_rows * row_tokens / MEAN / 1e6, variance, (1.0, 1.0))
+    queue = make_queue("fcfs")
+    for one in demand.requests:
+        queue.push(one)
+    return [queue.fill_row(row_tokens) for _ in range(num_rows)], demand
+
+
+class Bench:
+    """One machine, and what is learnt of it beforehand: the time scale of deadlines, and TTB's costs."""
+
+    def __init__(self, machine: Machine, variance: float) -> None:
+        self.machine, self.variance = machine, variance
+        rows, demand = full_rows(ROWS, ROW_TOKENS, variance)
+        self._run(concatenated_rows(rows), demand)
+        self.batch_s = self._run(concatenated_rows(rows), demand)
+        """Seconds of a full concatenated batch."""
+        self.costs = PaddedCost(machine, TYPICAL_STEPS, (1, 16, 64, 256, 1024), (3, 20, 40))
+        demand = draw(4000 / self.batch_s, self.batch_s, variance, (100 * self.batch_s, 100 * self.batch_s))
+        self.tnb_rps = self.outcome("TNB", "fcfs", demand).throughput_rps
+        """What TNB serves at saturation."""
+
+    def _run(self, batch: RowBatch, demand: Demand) -> float:
+        return self.machine.seconds(lambda: self.machine.run_rows(batch, demand.output_lengths))
+
+    def demand(self, rate: float, seconds: float) -> Demand:
+        return draw(rate, seconds, self.variance, (SLACK[0] * self.batch_s, SLACK[1] * self.batch_s))
+
+    def outcome(
+        self, name: str, order: AdmissionOrder, demand: Demand, rows: int = ROWS, row_tokens: int = ROW_TOKENS
+    ) -> Outcome:
+        if name == "iteration":
+            return serve_iterations(self.machine, order, round(rows * row_tokens / MEAN), row_tokens, demand)
+        forms = {
+            "TNB": form_tnb,
+            "TTB": form_ttb(self.costs),
+            "TCB": form_tcb,
+            "TCB slotted": form_slotted,
+            "flattened": form_flattened,
+        }
+        return serve(forms[name], System(self.machine, demand.output_lengths, rows, row_tokens), order, demand)
+
+
+SYSTEMS = ("TNB", "TTB", "TCB", "TCB slotted", "flattened", "iteration")
+
+
+def serving(where: str, bench: Bench, order: AdmissionOrder, multiples: Sequence[float], seconds: float) -> list[Json]:
+    """Every system at every rate."""
+    table: list[Json] = []
+    for multiple in multiples:
+        demand = bench.demand(multiple * bench.tnb_rps, seconds)
+        for name in SYSTEMS:
+            if name == "TCB slotted" and order != "das":
+                continue  # Algorithm 2 takes the slots' length from DAS
+            outcome = bench.outcome(name, order, demand)
+            row: Json = {
+                "machine": where,
+                "order": order,
+                "variance": bench.variance,
+                "x TNB": multiple,
+                "offered/s": round(multiple * bench.tnb_rps, 1),
+                "system": name,
+                "served/s": round(outcome.throughput_rps, 1),
+                "in time/s": round(outcome.answered / outcome.seconds, 1),
+                "utility/s": round(outcome.utility_per_s, 2),
+                "batches": outcome.batches,
+                "scheduling share": f"{outcome.scheduling_s / outcome.running_s:.2%}",
+            }
+            table.append(row)
+            click.echo("  ".join(f"{key} {value}" for key, value in row.items()))
+    return table
+
+
+def slots(where: str, machine: Machine, repeats: int) -> list[Json]:
+    """The same requests in pure rows and in slots."""
+    table: list[Json] = []
+    for num_rows in (10, 32):
+        rows, demand = full_rows(num_rows, ROW_TOKENS, 20)
+        for count in SLOT_COUNTS:
+            batch, left_over = slotted_rows(rows, ROW_TOKENS, ROW_TOKENS // count)
+            gone = {one.id for one in left_over}
+            pure = concatenated_rows([[one for one in row if one.id not in gone] for row in rows])
+
+            pure_s, kept_s, freed_s = (
+                _median_s(machine, layout, demand, repeats, free_slots=free)
+                for layout, free in ((pure, False), (batch, False), (batch, True))
+            )
+            row: Json = {
+                "machine": where,
+                "rows": num_rows,
+                "slots a row": count,
+                "requests": len(batch.places),
+                "left over": len(left_over),
+                "pure s": round(pure_s, 4),
+                "slots kept": f"{pure_s / kept_s:.2f}x",
+                "slots freed early": f"{pure_s / freed_s:.2f}x",
+            }
+            table.append(row)
+            click.echo("  ".join(f"{key} {value}" for key, value in row.items()))
+    return table
+
+
+def _median_s(machine: Machine, batch: RowBatch, demand: Demand, repeats: int, *, free_slots: bool) -> float:
+    run = functools.partial(machine.run_rows, batch, demand.output_lengths, free_slots=free_slots)
+    return float(np.median([machine.seconds(run) for _ in range(repeats)]))
+
+
+def orders(bench: Bench, seconds: float) -> list[Json]:
+    """Rows, variance and row length in turn, at three times TNB's saturation; everything else as in the paper."""
+    cases = [("rows", rows, rows, 20.0, 400) for rows in (8, 16, 32, 64)]
+    cases += [("variance", variance, 16, variance, 400) for variance in (20.0, 50.0, 100.0)]
+    cases += [("row tokens", tokens, 16, 20.0, tokens) for tokens in (100, 200, 300, 400)]
+    table: list[Json] = []
+    for what, value, rows, variance, tokens in cases:
+        demand = draw(
+            3 * bench.tnb_rps, seconds, variance, (SLACK[0] * bench.batch_s, SLACK[1] * bench.batch_s), seed=1
+        )
+        outcomes = {order: bench.outcome("TCB", order, demand, rows, tokens) for order in ORDERS}
+        best_other = max(outcome.utility_per_s for order, outcome in outcomes.items() if order != "das")
+        row: Json = {"varied": what, "value": value}
+        row |= {order: round(outcome.utility_per_s, 1) for order, outcome in outcomes.items()}
+        row |= {"das over the best other": f"{outcomes['das'].utility_per_s / best_other:.2f}x"}
+        table.append(row)
+        click.echo("  ".join(f"{key} {cell}" for key, cell in row.items()))
+    return table
+
+
+def overhead() -> list[Json]:
+    """DAS's own computing time on this machine, for rates about the paper's, and for a hundred thousand who wait."""
+    table: list[Json] = []
+    for dtype in ("float32", "float16"):
+        bench = Bench(v100(dtype), 20)
+        for rate in (100, 200, 400, 800, 1600):
+            outcome = bench.outcome("TCB", "das", bench.demand(rate, 20 * bench.batch_s))
+            table.append(
+                {
+                    "batches on": f"V100 {dtype}",
+                    "requests/s": rate,
+                    "scheduling ms a batch": round(1e3 * outcome.scheduling_s / outcome.batches, 2),
+                    "share of batch time": f"{outcome.scheduling_s / outcome.running_s:.2%}",
+                }
+            )
+    for order in ORDERS:
+        demand = draw(1e5, 1.0, 100.0, (0.0, 1e3))
+        queue = make_queue(order, ROW_TOKENS)
+        start = time.perf_counter()
+        for one in demand.requests:
+            queue.push(one)
+        pushed = time.perf_counter()
+        num = sum(len(queue.fill_row(ROW_TOKENS)) for _ in range(ROWS))
+        done = time.perf_counter()
+        table.append(
+            {
+                "batches on": f"{order}: {num} of {len(demand.requests)} waiting chosen",
+                "requests/s": "-",
+                "scheduling ms a batch": round(1e3 * (done - pushed), 2),
+                "share of batch time": f"arrival: {1e6 * (pushed - start) / len(demand.requests):.1f} us each",
+            }
+        )
+    for row in table:
+        click.echo("  ".join(f"{key} {cell}" for key, cell in row.items()))
+    return table
+
+
+def write(part: str, rows: list[Json], setting: str) -> None:
+    """Put a part's rows beside those of other parts, and all tables on one page."""
+    parts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    parts[part] = {"setting": setting, "rows": rows}
+    write_atomic(RESULTS, json.dumps(parts, indent=1) + "\n")
+    lines: list[str] = []
+    for name, title in TABLES.items():
+        for key in sorted(key for key in parts if key.split(" ")[0] == name):
+            columns = list(parts[key]["rows"][0])
+            lines += [f"## {title}", "", parts[key]["setting"], "", "| " + " | ".join(columns) + " |"]
+            lines += ["|" + "---|" * len(columns)]
+            lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in parts[key]["rows"]]
+            lines += [""]
+    write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
+
+
+@click.command()
+@click.argument(
+    "parts",
+    nargs=-1,
+    type=click.Choice(["real-das", "real-fcfs", "real-fcfs-100", "v100", "slots", "v100-slots", "orders", "overhead"]),
+)
+@click.option("--seconds", default=6.0, show_default=True, help="Arrivals at each point of this machine.")
+@click.option("--width", default=128, show_default=True, help="Of the model on this machine; 3072 in the paper.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--multiples", default="0.5,1,2,4", show_default=True, help="Rates, in what TNB serves at saturation.")
+def main(parts: tuple[str, ...], seconds: float, width: int, threads: int, multiples: str) -> None:
+    """Run these parts; without any, all that need no machine of their own: v100, v100-slots, orders, overhead."""
+    here = f"{platform.machine()}, {threads} threads, width {width}, float32"
+    rates = [float(multiple) for multiple in multiples.split(",")]
+    for part in parts or ("v100", "v100-slots", "orders", "overhead"):
+        if part.startswith("real"):
+            variance = 100.0 if part.endswith("100") else 20.0
+            order: AdmissionOrder = "das" if "das" in part else "fcfs"
+            bench = Bench(real(width, threads), variance)
+            setting = f"{here}; full concatenated batch {bench.batch_s:.2f} s, TNB at saturation {bench.tnb_rps:.0f}/s."
+            click.echo(setting)
+            measured: list[Json] = []
+            for rate in rates:  # what a run that is cut short has found stays
+                measured += serving("real", bench, order, [rate], seconds)
+                write(f"real {part}", measured, setting)
+        elif part == "v100":
+            rows: list[Json] = []
+            settings = []
+            for dtype in ("float16", "float32"):
+                for variance, order in ((20.0, "das"), (20.0, "fcfs"), (100.0, "fcfs")):
+                    bench = Bench(v100(dtype), variance)
+                    settings.append(
+                        f"{dtype}, variance {variance:.0f}: full concatenated batch {bench.batch_s:.2f} s, "
+                        f"TNB at saturation {bench.tnb_rps:.0f}/s."
+                    )
+                    rows += serving(f"V100 {dtype}", bench, order, rates, 15 * bench.batch_s)
+            write("v100", rows, " ".join(dict.fromkeys(settings)))
+        elif part == "slots":
+            write("slots real", slots("real", real(width, threads), 3), here)
+        elif part == "v100-slots":
+            rows = slots("V100 float16", v100("float16"), 1) + slots("V100 float32", v100("float32"), 1)
+            write("slots v100", rows, "Simulated.")
+        elif part == "orders":
+            bench = Bench(v100("float16"), 20)
+            write("orders", orders(bench, 20 * bench.batch_s), f"Offered: {3 * bench.tnb_rps:.0f} requests a second.")
+        else:
+            write("overhead", overhead(), "DAS computes on this machine; batches take the simulated V100's time.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""TCB's systems and its baselines: each forms batches of those who wait, on a real or on a simulated machine.
+
+One loop serves all of them: take in who has arrived, drop who is too late, form batches, run them. The machine owns
+the clock: on the real one it is the computer's, idle time skipped; on the simulated one each batch takes what its cost
+model says.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
+from xgpt.policies.admission import DasQueue, Queue, make_queue, utility
+from xgpt.policies.packing import (
+    BatchCost,
+    RowBatch,
+    concatenated_rows,
+    length_sorted_batches,
+    padded_rows,
+    slotted_rows,
+)
+from xgpt.policies.request import Request
+from xgpt.schema import AdmissionOrder, TruncatedNormal
+from xgpt.schema.step_log import StepRecord
+from xgpt.workload import histogram, poisson_arrivals
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.rows import RowCost
+
+MEAN, SHORTEST, LONGEST = 20.0, 3, 100
+"""Tokens. Source: TCB sec. 6.2.1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests in the order of their arrival, each with the length of its answer."""
+
+    requests: tuple[Request, ...]
+    output_lengths: Mapping[int, int]
+
+
+def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, float], seed: int = 0) -> Demand:
+    """The paper's workload: normal lengths, Poisson arrivals; deadlines, of which it says nothing, uniform in `slack_s`
+    after the arrival; answers as long as prompts, independently.
+    """
+    rng = np.random.default_rng(seed)
+    num = max(1, round(rate * seconds))
+    lengths = histogram(TruncatedNormal(mean=MEAN, sd=variance**0.5, min=SHORTEST, max=LONGEST))
+    inputs, outputs = rng.choice(lengths.lengths, (2, num), p=lengths.probabilities)
+    arrivals = (1e9 * poisson_arrivals(rate, num, rng)).astype(np.int64)
+    deadlines = arrivals + (1e9 * rng.uniform(*slack_s, num)).astype(np.int64)
+    requests = tuple(
+        Request(i, int(n), int(out), int(a), int(d))
+        for i, (n, out, a, d) in enumerate(zip(inputs, outputs, arrivals, deadlines, strict=True))
+    )
+    return Demand(requests, {one.id: one.max_output for one in requests})
+
+
+class Machine(ABC):
+    """What runs batches, and its clock in nanoseconds."""
+
+    @abstractmethod
+    def now(self) -> int: ...
+
+    @abstractmethod
+    def skip_to(self, time_ns: int) -> None:
+        """Nothing happens until then."""
+
+    @abstractmethod
+    def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None: ...
+
+    @abstractmethod
+    def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
+        """One batch without padding, to the end of its longest answer; who has ended computes no more."""
+
+    @abstractmethod
+    def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
+        """The engine that serves, iteration by iteration, until the last request has arrived; its log, from time 0."""
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        start = self.now()
+        run()
+        return (self.now() - start) / 1e9
+
+
+class SimulatedMachine(Machine):
+    def __init__(self, cost: RowCost) -> None:
+        self._cost = cost
+        self._now = 0
+
+    def now(self) -> int:
+        return self._now
+
+    def skip_to(self, time_ns: int) -> None:
+        self._now = max(self._now, time_ns)
+
+    def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None:
+        self._now += round(1e9 * self._cost.rows(batch, output_lengths, free_slots=free_slots))
+
+    def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
+        prompts = np.array([one.input_length for one in requests])
+        ends = np.array([output_lengths[one.id] for one in requests])
+        seconds = self._cost.flattened(prompts, [], [])
+        for step in range(1, int(ends.max())):
+            running = ends > step
+            seconds += self._cost.flattened([], [step + 1] * int(running.sum()), prompts[running])
+        self._now += round(1e9 * seconds)
+
+    def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
+        running = schedule.pool.running
+
+        def end_ns(start_ns: int, step: Step) -> int:
+            decoding = [running[id_] for id_ in step.decode]
+            own, read = [one.generated + 1 for one in decoding], [one.input_length for one in decoding]
+            return start_ns + round(1e9 * self._cost.flattened([chunk.length for chunk in step.encode], own, read))
+
+        requests = [
+            SimulatedRequest(r.id, r.input_length, r.max_output, r.max_output, r.arrival_ns, r.deadline_ns)
+            for r in demand.requests
+        ]
+        engine = SimulatedEngine(schedule, end_ns, requests)
+        log = []
+        while engine.now_ns < demand.requests[-1].arrival_ns and (record := engine.step()) is not None:
+            log.append(record)
+        return log
+
+
+class PaddedCost:
+    """Seconds of a padded batch by interpolation between batches that a machine has run: what TTB's cuts rest on."""
+
+    def __init__(self, machine: Machine, steps: int, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+        self._numbers, self._lengths = np.asarray(numbers, float), np.asarray(lengths, float)
+        seconds = [[self._run(machine, n, length, steps) for length in lengths] for n in numbers]
+        self._seconds = np.array(seconds)
+
+    def __call__(self, numbers: np.ndarray, length: int) -> np.ndarray:
+        column = [np.interp(length, self._lengths, row) for row in self._seconds]
+        slope = (column[-1] - column[-2]) / (self._numbers[-1] - self._numbers[-2])
+        beyond = np.maximum(numbers - self._numbers[-1], 0.0)
+        return np.interp(numbers, self._numbers, column) + slope * beyond
+
+    @staticmethod
+    def _run(machine: Machine, number: int, length: int, steps: int) -> float:
+        batch = padded_rows([Request(-1 - i, length, steps) for i in range(number)])
+        outputs = {place.id: steps for place in batch.places}
+        return machine.seconds(lambda: machine.run_rows(batch, outputs))
+
+
+Job = tuple[list[Request], Callable[[], None]]
+"""Requests, and what runs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Rows and their length, and how those who wait become batches."""
+
+    machine: Machine
+    output_lengths: Mapping[int, int]
+    num_rows: int
+    row_tokens: int
+
+    def rows(self, queue: Queue) -> list[list[Request]]:
+        """The requests of one scheduling decision, row by row."""
+        rows = (queue.fill_row(self.row_tokens) for _ in range(self.num_rows))
+        return [row for row in rows if row]
+
+    def run(self, batch: RowBatch, *, free_slots: bool = False) -> None:
+        self.machine.run_rows(batch, self.output_lengths, free_slots=free_slots)
+
+
+def form_tnb(system: System, queue: Queue) -> Iterable[Job]:
+    """One request a row."""
+    chosen: list[Request] = []
+    while len(chosen) < system.num_rows and (row := queue.fill_row(system.row_tokens)):
+        chosen += row
+    for one in chosen[system.num_rows :]:
+        queue.push(one)
+    del chosen[system.num_rows :]
+    yield chosen, lambda: system.run(padded_rows(chosen))
+
+
+def form_ttb(cost: BatchCost) -> Callable[[System, Queue], Iterable[Job]]:
+    """As many as TCB takes, sorted by length, in the batches that cost least."""
+
+    def form(system: System, queue: Queue) -> Iterable[Job]:
+        chosen = [one for row in system.rows(queue) for one in row]
+        for batch in length_sorted_batches(chosen, cost, len(chosen)):
+            yield batch, lambda batch=batch: system.run(padded_rows(batch))
+
+    return form
+
+
+def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
+    rows = system.rows(queue)
+    yield [one for row in rows for one in row], lambda: system.run(concatenated_rows(rows))
+
+
+def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
+    """TCB Algorithm 2: slots as long as the longest request chosen by utility; who fits none waits again."""
+    assert isinstance(queue, DasQueue)
+    rows, longest = [], 0
+    for _ in range(system.num_rows):
+        row = queue.fill_row(system.row_tokens)
+        if row:
+            longest = max(longest, *(one.input_length for one in row[: queue.num_dominant]))
+            rows.append(row)
+    batch, left_over = slotted_rows(rows, system.row_tokens, longest)
+    for one in left_over:
+        queue.push(one)
+    ids = {place.id for place in batch.places}
+    yield [one for row in rows for one in row if one.id in ids], lambda: system.run(batch, free_slots=True)
+
+
+def form_flattened(system: System, queue: Queue) -> Iterable[Job]:
+    """The requests of TCB's rows, token by token."""
+    chosen = [one for row in system.rows(queue) for one in row]
+    yield chosen, lambda: system.machine.run_flattened(chosen, system.output_lengths)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a system made of its demand.
+
+    Attributes:
+        started: requests that were scheduled by their deadline: what the paper counts (constraint 12).
+        answered: those whose batch, too, had ended by then.
+        utility: of those that were scheduled (TCB sec. 5.1).
+        scheduling_s: computing time of forming batches.
+        running_s: time in batches.
+    """
+
+    seconds: float = 0.0
+    started: int = 0
+    answered: int = 0
+    utility: float = 0.0
+    batches: int = 0
+    scheduling_s: float = 0.0
+    running_s: float = 0.0
+
+    @property
+    def throughput_rps(self) -> float:
+        return self.started / self.seconds
+
+    @property
+    def utility_per_s(self) -> float:
+        return self.utility / self.seconds
+
+    def add(self, requests: Iterable[Request], end_ns: int) -> None:
+        """They were scheduled in time; their batch has ended."""
+        for one in requests:
+            assert one.deadline_ns is not None
+            self.started += 1
+            self.utility += utility(one)
+            self.answered += one.deadline_ns >= end_ns
+
+
+def serve(
+    form: Callable[[System, Queue], Iterable[Job]], system: System, order: AdmissionOrder, demand: Demand
+) -> Outcome:
+    """Serve until the last request has arrived; the batch that runs then is counted to its end."""
+    machine, requests, outcome = system.machine, demand.requests, Outcome()
+    queue = make_queue(order, system.row_tokens)
+    origin, arrived, last = machine.now(), 0, requests[-1].arrival_ns
+    while machine.now() - origin < last:
+        now = machine.now() - origin
+        while arrived < len(requests) and requests[arrived].arrival_ns <= now:
+            queue.push(requests[arrived])
+            arrived += 1
+        queue.expire(now)
+        if not len(queue):
+            machine.skip_to(origin + requests[arrived].arrival_ns)
+            continue
+        clock = time.perf_counter()
+        jobs = list(form(system, queue))
+        outcome.scheduling_s += time.perf_counter() - clock
+        for chosen, run in jobs:
+            start = machine.now()
+            run()
+            end = machine.now()
+            outcome.batches += 1
+            outcome.running_s += (end - start) / 1e9
+            outcome.add(chosen, end - origin)
+    outcome.seconds = (machine.now() - origin) / 1e9
+    return outcome
+
+
+def serve_iterations(machine: Machine, order: AdmissionOrder, most: int, row_tokens: int, demand: Demand) -> Outcome:
+    """The flattened default, iteration by iteration (ORCA's settings), with at most so many requests inside."""
+    pool = Pool(10**6, 16, order=order, row_tokens=row_tokens if order == "das" else None)
+    log = machine.run_iterations(OneLane(LaneSettings(mix=True, max_batch=most), pool), demand)
+    outcome = Outcome(seconds=log[-1].end_ns / 1e9, batches=len(log))
+    requests = {one.id: one for one in demand.requests}
+    for record in log:
+        outcome.running_s += (record.end_ns - record.start_ns) / 1e9
+        entered = [requests[id_] for id_, start, _ in record.encode if start == 0]
+        outcome.started += len(entered)
+        outcome.utility += sum(utility(one) for one in entered)
+        outcome.answered += sum(record.end_ns <= (requests[id_].deadline_ns or 0) for id_ in record.finished)
+    return outcome
