@@ -11,6 +11,8 @@ import pytest
 
 from xgpt.cli import COMMANDS, main
 from xgpt.io import config_names
+from xgpt.schema import Histogram
+from xgpt.workload import mean
 
 PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
 
@@ -161,6 +163,18 @@ def test_plan_writes_what_it_prints(xgpt: Xgpt) -> None:
     assert document["constraint"]["latency_bound_s"] == 4.0
     assert document["estimate"]["latency_s"] <= 4.0
     assert sorted(Path.cwd().iterdir()) == [Path.cwd() / "deep"]
+
+
+def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
+    first = json.loads(xgpt("plan", "--latency-bound", "4", *PROBLEM, "--json").out)
+    das = json.loads(xgpt("plan", "--latency-bound", "4", *PROBLEM, "--order", "das", "--json", "-o", "das.json").out)
+    mean_input = mean(Histogram.model_validate(das["workload"]["input"]))
+    row_tokens = round(das["estimate"]["decode_batch"] * mean_input)
+    assert das["admission"] == first["admission"] | {"order": "das", "row_tokens": row_tokens}
+    ran = xgpt("simulate", "das.json", "--requests", "200", "--json")
+    assert ran.code == 0, ran
+    Path("das.json").write_text(json.dumps(das | {"admission": das["admission"] | {"order": "edf"}}))
+    assert "it belongs to 'das'" in xgpt.fails(2, "simulate", "das.json")
 
 
 def test_every_json_is_one_document(xgpt: Xgpt, plan: Path) -> None:

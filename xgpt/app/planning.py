@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from xgpt.errors import InputError
 from xgpt.io import cache_dir, load_json, write_atomic
-from xgpt.schema import ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
+from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,8 +191,9 @@ def plan_each(
     policy: PolicyChoice = "auto",
     search: str = "branch-and-bound",
     kv: KvPromise = "reserve",
+    order: AdmissionOrder = "fcfs",
 ) -> dict[str, Plan]:
-    """Each policy's best plan, the best of all first.
+    """Each policy's best plan, the best of all first; `order`: who of those who wait enters next.
 
     Raises:
         InfeasibleError: no policy has one.
@@ -201,4 +202,15 @@ def plan_each(
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra",)}
     plans = scheduler(subject, constraint, search, kv).best_of_each(groups.get(policy, (policy,)))
-    return dict(sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps))
+    ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+    return {kind: _admitting(plan, order) for kind, plan in ordered}
+
+
+def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:
+    """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once."""
+    from xgpt.workload import mean
+
+    row_tokens = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input))) if order == "das" else None
+    return plan.model_copy(
+        update={"admission": plan.admission.model_copy(update={"order": order, "row_tokens": row_tokens})}
+    )

@@ -20,6 +20,14 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
     help="auto: the best of all; exegpt: of the paper's own.",
 )
 @search_options
+@click.option(
+    "--order",
+    type=click.Choice(["fcfs", "sjf", "edf", "das"]),
+    default="fcfs",
+    show_default=True,
+    help="Who of those who wait enters next: who came first, has the shortest prompt or the earliest deadline, or by "
+    "prompt and deadline (TCB's DAS).",
+)
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE")
 @json_option
 def command(
@@ -36,6 +44,7 @@ def command(
     policy: Any,
     search: str,
     kv: Any,
+    order: Any,
     output: str,
     as_json: bool,
 ) -> None:
@@ -57,7 +66,7 @@ def command(
     constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
     with render.progress_bar() as progress:
         subject = resolve(model, cluster, workload, profile_path, progress, price)
-    plans = plan_each(subject, constraint, policy, search, kv)
+    plans = plan_each(subject, constraint, policy, search, kv, order)
     best = next(iter(plans.values()))
     text = dump_json(best)
     write_atomic(Path(output), text)
