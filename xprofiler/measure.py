@@ -15,7 +15,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from xgpt.errors import InputError
+from xgpt.machine import num_cores
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xrunner.attention import Batch, make_batch
@@ -51,7 +53,12 @@ MAX_CACHED_TOKENS = 16384
 BUDGET_S = 0.2
 """Time for one point in one pass; a call that takes longer is made once."""
 
+NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
+
 Progress = Callable[[int, int, str], None]
+Timer = Callable[[Callable[[], object]], float]
+Measured = dict[tuple[str | int, ...], float]
+"""Seconds by name and sizes."""
 
 
 def profile(
@@ -62,7 +69,7 @@ def profile(
     checkpoint: Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure a model on one device of this machine.
+    """Measure a model on the devices of this machine: one of them, or all of them at work together.
 
     Args:
         progress: told how many of how many points are done.
@@ -73,44 +80,154 @@ def profile(
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one")
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
-    blocks = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
-    worker = build_worker(spec, dtype, checkpoint=checkpoint, num_blocks=blocks, block_size=BLOCK_SIZE, device=device)
+    progress = progress or (lambda done, total, what: None)
+    if cluster.num_devices > 1:
+        return _together(spec, cluster, dtype, checkpoint, device, progress)
+    worker = build_worker(
+        spec, dtype, checkpoint=checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device
+    )
     with torch.inference_mode():
-        bench = _Bench(worker, progress)
+        bench = Bench(worker, progress)
         if device == "cpu":
             torch.set_num_threads(_fastest_num_threads(bench))
-        return bench.profile(spec, cluster, dtype)
+        measured = bench.measure()
+    threads = torch.get_num_threads() if device == "cpu" else None
+    return _profile(spec, cluster, dtype, threads, {1: measured})
 
 
-class _Bench:
-    """Measures the points of a profile on one worker."""
+def _together(
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, checkpoint: Path | None, device: str, progress: Progress
+) -> Profile:
+    """Each tensor-parallel degree, hops and transfers, by a process for each device."""
+    from xprofiler import ranks
 
-    def __init__(self, worker: Worker, progress: Progress | None) -> None:
+    threads = max(1, num_cores() // cluster.num_devices) if device == "cpu" else 1
+    found = ranks.measure(
+        spec,
+        dtype,
+        cluster.num_devices,
+        checkpoint=checkpoint,
+        device=device,
+        threads=threads,
+        progress=progress,
+    )
+    profile = _profile(spec, cluster, dtype, threads if device == "cpu" else None, found.by_degree)
+    return profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
+
+
+def _profile(
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, threads: int | None, by_degree: dict[int, Measured]
+) -> Profile:
+    points = Points.of(spec)
+    alone = by_degree[1]
+    return Profile(
+        source="measured",
+        model=spec.name,
+        dtype=dtype,
+        device=cluster.device.name,
+        num_threads=threads,
+        layers=tuple(_layer(spec, points, degree, measured, alone) for degree, measured in by_degree.items()),
+        embedding=_curve(alone, "embedding", TOKENS),
+        head=_curve(alone, "head", BATCHES),
+        overhead=_curve(alone, "overhead", BATCHES),
+        spread=alone["spread", 0],
+        environment=_environment(),
+    )
+
+
+def _layer(spec: ModelSpec, points: Points, degree: int, measured: Measured, alone: Measured) -> LayerTimes:
+    """One layer at one degree. The embedding is the profile's, so what it costs more or less here is in the layers."""
+    rest: Measured = {}
+    for n, sequences in points.steps.items():
+        before, length = sequences[0]
+        if before:
+            beside = spec.num_layers * measured["decode attention", n, before + length] + measured["head", n]
+        else:
+            encode = spec.num_layers * measured["encode attention", 1, length]
+            beside = len(sequences) * (encode + measured["head", 1])
+        seconds = measured["step", n] - beside - alone["embedding", n]
+        rest["rest", n] = max(seconds, 0.0) / spec.num_layers
+    return LayerTimes(
+        tp_degree=degree,
+        rest=_curve(rest, "rest", TOKENS),
+        encode_attention=_surface(
+            {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
+        ),
+        decode_attention=_surface(
+            {at: measured["decode attention", *at] for at in points.decode}, BATCHES, points.contexts
+        ),
+        head=None if degree == 1 else _curve(measured, "head", BATCHES),
+    )
+
+
+def _curve(measured: Mapping[tuple[str | int, ...], float], name: str, points: Sequence[int]) -> Curve:
+    return Curve(points=tuple(points), seconds=tuple(measured[name, n] for n in points))
+
+
+@dataclass(frozen=True)
+class Points:
+    """Where a model is measured, as far as its context reaches.
+
+    Attributes:
+        encode, decode: (batch, length) of attention.
+        steps: whole steps by their tokens: short decodes as far as batches go, whole prompts beyond. Sequences are
+            (tokens before, tokens now).
+    """
+
+    prompts: list[int]
+    contexts: list[int]
+    encode: list[tuple[int, int]]
+    decode: list[tuple[int, int]]
+    steps: dict[int, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Points:
+        prompts = [n for n in PROMPTS if n <= spec.max_context]
+        contexts = [n for n in CONTEXTS if n <= spec.max_context]
+        context = contexts[min(1, len(contexts) - 1)]
+        steps = {}
+        for n in TOKENS:
+            prompt = min(n, max(prompts))
+            steps[n] = [(context - 1, 1)] * n if n <= max(BATCHES) else [(0, prompt)] * (n // prompt)
+        return cls(
+            prompts,
+            contexts,
+            [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS],
+            [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS],
+            steps,
+        )
+
+
+class Bench:
+    """Measures the points of a profile on one worker, which may be one of several that compute together.
+
+    Args:
+        timer: how long a call takes, in seconds.
+    """
+
+    def __init__(self, worker: Worker, progress: Progress, timer: Timer | None = None) -> None:
         assert isinstance(worker.model, DecoderModel)
         self.worker = worker
         self.model = worker.model
-        self.progress = progress or (lambda done, total, what: None)
-        self.max_context = self.model.spec.max_context
+        self.progress = progress
+        self.seconds = timer or _seconds
 
-    def profile(self, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
-        prompts = [n for n in PROMPTS if n <= self.max_context]
-        contexts = [n for n in CONTEXTS if n <= self.max_context]
-        encode_points = [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS]
-        decode_points = [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
-        jobs: dict[tuple[object, ...], Callable[[], float]] = {}
-        whole = {n: self.sequences(n, prompts, contexts) for n in TOKENS}
-        for n in TOKENS:
-            jobs["step", n] = partial(self.step, whole[n])
-            jobs["embedding", n] = partial(self.embedding, n)
+    def measure(self) -> Measured:
+        """The median of each point, and by how much whole steps vary."""
+        points = Points.of(self.model.spec)
+        jobs: dict[tuple[str | int, ...], Callable[[], float]] = {}
+        for n, sequences in points.steps.items():
+            jobs["step", n] = partial(self.step, sequences)
+            jobs["embedding", n] = partial(self.embedding, sequences)
         for n in BATCHES:
             jobs["head", n] = partial(self.head, n)
             jobs["overhead", n] = partial(self.overhead, n)
-        for b, n in encode_points:
+        for b, n in points.encode:
             jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
-        for b, n in decode_points:
+        for b, n in points.decode:
             jobs["decode attention", b, n] = partial(self.attention, [(n - 1, 1)] * b)
 
-        times: dict[tuple[object, ...], list[float]] = {key: [] for key in jobs}
+        times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
         steps: list[float] = []
         keys = list(jobs)
         for done in range(PASSES * len(jobs)):
@@ -119,50 +236,8 @@ class _Bench:
             if done % JOBS_A_STEP == 0:
                 steps.append(self.step(TYPICAL_STEP))
             times[key].append(jobs[key]())
-        median = {key: statistics.median(values) for key, values in times.items()}
-
-        for n, sequences in whole.items():
-            before, length = sequences[0]
-            if before:
-                beside = spec.num_layers * median["decode attention", n, before + length] + median["head", n]
-            else:
-                beside = len(sequences) * (spec.num_layers * median["encode attention", 1, length] + median["head", 1])
-            rest = median["step", n] - beside - median["embedding", n]
-            median["rest", n] = max(rest, 0.0) / spec.num_layers
-
-        def curve(name: str, points: Sequence[int]) -> Curve:
-            return Curve(points=tuple(points), seconds=tuple(median[name, n] for n in points))
-
-        layer = LayerTimes(
-            rest=curve("rest", TOKENS),
-            encode_attention=_surface(
-                {(b, n): median["encode attention", b, n] for b, n in encode_points}, ENCODE_BATCHES, prompts
-            ),
-            decode_attention=_surface(
-                {(b, n): median["decode attention", b, n] for b, n in decode_points}, BATCHES, contexts
-            ),
-        )
-        return Profile(
-            source="measured",
-            model=spec.name,
-            dtype=dtype,
-            device=cluster.device.name,
-            num_threads=torch.get_num_threads() if cluster.device.type == "cpu" else None,
-            layers=(layer,),
-            embedding=curve("embedding", TOKENS),
-            head=curve("head", BATCHES),
-            overhead=curve("overhead", BATCHES),
-            spread=float(np.quantile(steps, 0.9)) / statistics.median(steps) - 1,
-            environment=_environment(),
-        )
-
-    def sequences(self, num_tokens: int, prompts: list[int], contexts: list[int]) -> list[tuple[int, int]]:
-        """A step of so many tokens: short decodes as far as batches go, whole prompts beyond."""
-        if num_tokens <= max(BATCHES):
-            context = contexts[min(1, len(contexts) - 1)]
-            return [(context - 1, 1)] * num_tokens
-        prompt = min(num_tokens, max(prompts))
-        return [(0, prompt)] * (num_tokens // prompt)
+        spread = float(np.quantile(steps, 0.9)) / statistics.median(steps) - 1
+        return {key: statistics.median(values) for key, values in times.items()} | {("spread", 0): spread}
 
     # Points, each in seconds ---------------------------------------------------------------------------------
 
@@ -182,16 +257,16 @@ class _Bench:
             for cache in caches:
                 self.worker.backend.forward(q, k, v, cache, batch)
 
-        return _seconds(run) / len(caches)
+        return self.seconds(run) / len(caches)
 
-    def embedding(self, num_tokens: int) -> float:
-        batch = self.batch([(0, num_tokens)])
-        return _seconds(lambda: self.model.embed(batch))
+    def embedding(self, sequences: list[tuple[int, int]]) -> float:
+        batch = self.batch(sequences)
+        return self.seconds(lambda: self.model.embed(batch))
 
     def head(self, num_rows: int) -> float:
         """Final norm, logits and the choice of tokens."""
         rows = self.model.embed(self.batch([(0, num_rows)]))
-        return _seconds(lambda: self.worker.sample(self.model.head(rows)).cpu())
+        return self.seconds(lambda: self.worker.sample(self.model.head(rows)).cpu())
 
     def overhead(self, num_requests: int) -> float:
         """A step of the real engine less its model: rule, pool, batch, settling."""
@@ -213,7 +288,7 @@ class _Bench:
     def step(self, sequences: list[tuple[int, int]]) -> float:
         """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
         batch = self.batch(sequences)
-        return _seconds(lambda: self.worker.sample(self.model(batch, self.worker.cache, self.worker.backend)).cpu())
+        return self.seconds(lambda: self.worker.sample(self.model(batch, self.worker.cache, self.worker.backend)).cpu())
 
     def batch(self, sequences: list[tuple[int, int]]) -> Batch:
         """A batch of (tokens before, tokens now) sequences with K/V blocks of their own; decodes come first."""
@@ -253,7 +328,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(seconds[1:] or seconds)
 
 
-def _fastest_num_threads(bench: _Bench) -> int:
+def _fastest_num_threads(bench: Bench) -> int:
     """On a small shared machine one thread can beat two: measure a whole step with each number."""
     most = torch.get_num_threads()
     times = {}

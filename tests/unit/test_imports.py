@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.vllm": BASE | {"xgpt.policies", "xrunner.vllm"},
     "xprofiler": SHELL | {"xprofiler"},
     "xprofiler.vllm": SHELL | {"xprofiler", "xrunner.vllm"},
+    "xprofiler.ranks": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xprofiler.measure": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xgpt.app": {"xgpt", *PACKAGES},
     "xgpt.cli": {"xgpt", *PACKAGES},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Longest prefix wins."""
 
-MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure")
+MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure", "xprofiler.ranks")
 HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "fastapi", "transformers", "matplotlib"}
 
 

@@ -1,0 +1,218 @@
+"""Step times of several devices of this machine at work together, and of the links between them.
+
+What shares a machine shares its memory's bandwidth, and cores that share a socket its power: a device is measured
+while the others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces
+included.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from xgpt.errors import InputError, MachineError
+from xgpt.schema import Curve, DType, ModelSpec
+from xprofiler.measure import BLOCK_SIZE, BUDGET_S, NUM_BLOCKS, Bench, Measured, Progress
+from xrunner.cluster.sockets import free_port
+from xrunner.cluster.tensors import RankGroup, Traffic
+from xrunner.parallel import Part
+from xrunner.transfer import CachePart, Piece
+from xrunner.weights import DTYPES
+from xrunner.worker import build_worker
+
+HOST = "127.0.0.1"
+HOP_TOKENS = (1, 16, 128, 512, 2048)
+TRANSFER_TOKENS = (16, 128, 512, 2048)
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every rank measures."""
+
+    spec: ModelSpec
+    dtype: DType
+    checkpoint: Path | None
+    device: str
+    threads: int
+    num_devices: int
+    degrees: tuple[int, ...]
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What the ranks have measured."""
+
+    by_degree: dict[int, Measured]
+    hop: Curve
+    kv_transfer: Curve
+
+
+def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
+    """Tensor-parallel degrees that the devices and the model's heads allow."""
+    found = []
+    for degree in range(1, num_devices + 1):
+        try:
+            Part(spec, (0, 1), (0, 0), degree=degree)
+        except InputError:
+            continue
+        if num_devices % degree == 0:
+            found.append(degree)
+    return tuple(found)
+
+
+def measure(
+    spec: ModelSpec,
+    dtype: DType,
+    num_devices: int,
+    *,
+    checkpoint: Path | None,
+    device: str,
+    threads: int,
+    progress: Progress,
+) -> Together:
+    """Measure with a process for each device.
+
+    Raises:
+        MachineError: a process dies over it.
+    """
+    task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), free_port(HOST))
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_run, args=(task, rank, sender), daemon=True) for rank in range(num_devices)]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        while True:
+            message = receiver.recv()
+            if isinstance(message, Together):
+                return message
+            progress(*message)
+    except EOFError:
+        raise MachineError("a process that measures has died; its own message stands above") from None
+    finally:
+        receiver.close()
+        for process in ranks:
+            process.join(1)
+            process.kill()
+            process.join()
+
+
+def _run(task: Task, rank: int, sender: Connection) -> None:
+    """One rank; the first reports."""
+    torch.set_num_threads(task.threads)
+    store = dist.TCPStore(HOST, task.port, task.num_devices, rank == 0)
+    dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
+    by_degree = {}
+    for number, degree in enumerate(task.degrees):
+        groups = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
+        group = RankGroup(groups[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
+        worker = build_worker(
+            task.spec,
+            task.dtype,
+            checkpoint=task.checkpoint,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            device=_device(task, rank),
+            threads=task.threads,
+            part=Part(task.spec, (0, task.spec.num_layers), (0, 0), rank=rank % degree, degree=degree),
+            group=group,
+        )
+
+        def report(done: int, total: int, what: str, number: int = number, degree: int = degree) -> None:
+            if rank == 0:
+                sender.send((number * total + done, len(task.degrees) * total, f"{what}, {degree} devices together"))
+
+        with torch.inference_mode():
+            by_degree[degree] = _mean_of_ranks(Bench(worker, report, _seconds_together).measure())
+        if degree == 1:
+            hop = _curve(HOP_TOKENS, partial(_hop, task, rank))
+            cache = CachePart(worker.cache, Part.whole(task.spec))
+            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, task, rank, cache))
+        del worker
+    if rank == 0:
+        sender.send(Together(by_degree, hop, transfer))
+    dist.barrier()
+
+
+def _curve(points: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
+    return Curve(points=points, seconds=tuple(seconds(n) for n in points))
+
+
+def _device(task: Task, rank: int) -> str:
+    return task.device if task.device == "cpu" else f"{task.device}:{rank}"
+
+
+def _seconds_together(run: Callable[[], object]) -> float:
+    """Median time of a call that all ranks make at once: three times, after one to warm up, where calls are short.
+
+    The first rank decides, since all must make as many calls.
+    """
+    first = _once(run)
+    is_short = torch.tensor(first < BUDGET_S)
+    dist.broadcast(is_short, 0)
+    return statistics.median(_once(run) for _ in range(3)) if is_short else first
+
+
+def _once(run: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _mean_of_ranks(measured: Measured) -> Measured:
+    mean = torch.tensor(list(measured.values()), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return dict(zip(measured, (mean / dist.get_world_size()).tolist(), strict=True))
+
+
+def _hop(task: Task, rank: int, num_tokens: int) -> float:
+    """Hidden states from one device to another: half of there and back."""
+    hidden = torch.zeros(num_tokens, task.spec.hidden_size, dtype=DTYPES[task.dtype], device=_device(task, rank))
+    return _there_and_back(rank, lambda: dist.send(hidden, 1 - rank), lambda: dist.recv(hidden, 1 - rank)) / 2
+
+
+def _transfer(task: Task, rank: int, cache: CachePart, num_tokens: int) -> float:
+    """Keys and values of all layers out of one cache, through host memory, into another: half of there and back."""
+    piece = Piece(0, 1, (0, task.spec.num_layers), (0, task.spec.num_kv_heads))
+    blocks = list(range(-(-num_tokens // BLOCK_SIZE)))
+    received = cache.empty(piece, len(blocks))
+
+    def send() -> None:
+        dist.send(cache.read(piece, blocks), 1 - rank)
+
+    def receive() -> None:
+        dist.recv(received, 1 - rank)
+        cache.write(piece, blocks, received)
+
+    return _there_and_back(rank, send, receive) / 2
+
+
+def _there_and_back(rank: int, send: Callable[[], object], receive: Callable[[], object]) -> float:
+    """Between the first two ranks; the others wait."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        dist.barrier()
+        started = time.perf_counter()
+        if rank == 0:
+            send()
+            receive()
+        elif rank == 1:
+            receive()
+            send()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
