@@ -127,7 +127,7 @@ def test_plans_go_down_the_channel_and_lengths_come_up(tmp_path: Path) -> None:
     server = ServerSide(address)
     engine = EngineSide(address, RRA)
     try:
-        assert server.receive(5) == Accepted(sha256(RRA))
+        assert server.receive(5) == (0, Accepted(sha256(RRA)))
         assert server.num_engines == 1
         assert list(engine.plans()) == []
         server.send(CHUNKED)
@@ -136,9 +136,9 @@ def test_plans_go_down_the_channel_and_lengths_come_up(tmp_path: Path) -> None:
             plans += engine.plans()
         assert plans == [CHUNKED]
         engine.refuse(CHUNKED, "no")
-        engine.ended(12, 3)
-        assert server.receive(5) == Refused(sha256(CHUNKED), "no")
-        assert server.receive(5) == Ended(12, 3)
+        engine.send(Ended(12, 3))
+        assert server.receive(5) == (0, Refused(sha256(CHUNKED), "no"))
+        assert server.receive(5) == (0, Ended(12, 3))
         assert server.receive(0) is None
     finally:
         engine.close()

@@ -94,7 +94,8 @@ def running(checkpoint: Path, expected: list[list[int]], tmp_path_factory: pytes
     control = ServerSide(address)
     config = {"plan": str(plan), "step_log": str(log), "control": address}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config)
-    assert isinstance(control.receive(10), Accepted)
+    hello = control.receive(10)
+    assert hello is not None and isinstance(hello[1], Accepted)
     yield Running(llm, control, log)
     llm.llm_engine.engine_core.shutdown()
     control.close()
@@ -149,7 +150,8 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
     def change_in_mid_run() -> None:
         num_ended = 0
         while num_ended < 20:
-            num_ended += isinstance(running.control.receive(60), Ended)
+            _, message = running.control.receive(60) or (0, None)
+            num_ended += isinstance(message, Ended)
         running.control.send(after)
 
     while running.control.receive(0.1) is not None:
@@ -159,7 +161,7 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
     tokens, log = running.run(before, requests)
     changing.join()
     messages = list(iter(lambda: running.control.receive(1), None))
-    assert Accepted(sha256(after)) in messages
+    assert (0, Accepted(sha256(after))) in messages
     assert tokens == expected
     assert sorted(id_ for record in log for id_ in record.finished) == sorted(a.id for r in log for a in r.arrivals)
     assert any(record.encode and record.decode for record in log[:20])

@@ -179,7 +179,7 @@ def serve_plan(
 
     keys = exposure.check()
     server.log_json(log_level)
-    planner = _planner(plan, profile_path) if replan else None
+    planner = find_planner(plan, profile_path) if replan else None
     log = None if step_log is None else StepLogWriter(step_log)
     thread = server.single_thread()
     engine = thread.submit(build_engine, plan, on_step=log).result()
@@ -201,7 +201,7 @@ def serve_plan(
             log.close()
 
 
-def _planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:
+def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:
     """What re-plans; None where it cannot, which the log says."""
     import logging
 

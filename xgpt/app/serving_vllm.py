@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import signal
 import socket
 import subprocess
@@ -19,9 +21,15 @@ from xgpt.errors import MachineError
 from xgpt.schema import Plan
 
 if TYPE_CHECKING:
+    from xgpt.observation import Seen
+    from xgpt.schema import Decision, Planner
     from xrunner.vllm.channel import ServerSide
     from xrunner.vllm.command import Launch
 
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""Between two looks at a channel that was empty."""
 STOP_S = 30.0
 """To end in after SIGTERM, before vLLM is killed."""
 
@@ -36,12 +44,16 @@ def check_plan_for_vllm(plan: Plan) -> str:
         InputError: it cannot run that policy, or there are no weights.
         MachineError: there is no vLLM.
     """
+    from xrunner.vllm import TESTED_VERSION
     from xrunner.vllm.command import launch
     from xrunner.vllm.process import package_path, python, version_of
 
     launch(plan, plan_path="plan.json")
     with package_path() as packages:
-        return version_of(python(), packages)
+        found = version_of(python(), packages)
+    if found != TESTED_VERSION:
+        logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+    return found
 
 
 def serve_in_vllm(
@@ -50,12 +62,12 @@ def serve_in_vllm(
     port: int,
     *,
     step_log: Path | None = None,
-    watch: Callable[[ServerSide, Callable[[], bool]], None] | None = None,
+    planner: Planner | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        watch: run beside the server with the channel to its schedulers, until what it is given says no more.
+        planner: what re-plans when lengths change; None: nobody.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -77,7 +89,7 @@ def serve_in_vllm(
             started = launch(plan, plan_path=str(plan_path), host=host, port=port, config=config)
             with running(started, host, port) as process:
                 print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
-                _until_signal(process, lambda goes_on: (watch or _drain)(control, goes_on))
+                _until_signal(process, lambda goes_on: asyncio.run(follow(plan, control, planner, goes_on)))
         finally:
             control.close()
 
@@ -170,7 +182,46 @@ def _until_signal(process: subprocess.Popen[str], beside: Callable[[Callable[[],
             signal.signal(number, handler)
 
 
-def _drain(control: ServerSide, goes_on: Callable[[], bool]) -> None:
-    """Nobody asks what comes of the requests."""
+async def follow(plan: Plan, control: ServerSide, planner: Planner | None, goes_on: Callable[[], bool]) -> None:
+    """Observe what comes of the requests; where the planner finds a better plan, have the schedulers change to it."""
+    from xgpt.io import sha256
+    from xrunner.server import Watch
+    from xrunner.vllm.channel import Accepted, Arrived, Ended, Gone, Refused, Running
+
+    watch = Watch(plan, planner)
+    running = plan
+    seen: dict[tuple[int, int], tuple[Seen, float]] = {}
+
+    def decided(decision: Decision) -> None:
+        if decision.action != "keep":
+            control.send(watch.plan)
+
+    watch.start(lambda schedule: None)  # the schedule is built where it runs
+    watch.on_decision = decided
     while goes_on():
-        control.receive(0.2)
+        received = control.receive(0)
+        if received is None:
+            await asyncio.sleep(POLL_S)
+            continue
+        engine, message = received
+        match message:
+            case Arrived():
+                now_s = time.perf_counter()
+                seen[engine, message.number] = watch.arrive(message.input_length, message.max_output), now_s
+            case Running():
+                for number, generated in message.generated.items():
+                    seen[engine, number][0].generated = generated
+            case Ended():
+                request, arrived_s = seen.pop((engine, message.number))
+                request.generated = message.output_length
+                watch.end(request, arrived_s)
+            case Gone():
+                seen.pop((engine, message.number), None)
+            case Accepted():
+                if message.plan_sha256 == sha256(watch.plan):
+                    running = watch.plan
+                logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": message.plan_sha256}})
+            case Refused():
+                watch.plan = running
+                logger.warning("vLLM keeps its plan", extra={"fields": {"reason": message.reason}})
+    await watch.stop()

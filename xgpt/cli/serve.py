@@ -9,10 +9,7 @@ import click
 from xgpt.cli.options import engine_option
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from xgpt.app.serving import Exposure
-    from xgpt.schema import EngineKind, Plan
+    from xgpt.schema import EngineKind
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -68,7 +65,15 @@ def command(
     exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
     exposure.check()
     if engine == "vllm":
-        _serve_in_vllm(plan, exposure, None if step_log is None else Path(step_log), dry_run=dry_run)
+        from xgpt.app.serving import find_planner
+        from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
+        from xrunner.server import log_json
+
+        click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
+        if not dry_run:
+            log_json(log_level)
+            planner = None if no_replan else find_planner(plan, profile_path)
+            serve_in_vllm(plan, host, port, step_log=None if step_log is None else Path(step_log), planner=planner)
         return
     if dry_run:
         check_plan(plan)
@@ -84,16 +89,3 @@ def command(
         replan=not no_replan,
         profile_path=profile_path,
     )
-
-
-def _serve_in_vllm(plan: Plan, exposure: Exposure, step_log: Path | None, *, dry_run: bool) -> None:
-    from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
-    from xrunner.vllm import TESTED_VERSION
-
-    version = check_plan_for_vllm(plan)
-    if version != TESTED_VERSION:
-        click.echo(f"warning: vLLM here is {version}; xgpt is tested with {TESTED_VERSION}", err=True)
-    if dry_run:
-        click.echo(f"the plan can be served by vLLM {version}", err=True)
-        return
-    serve_in_vllm(plan, exposure.host, exposure.port, step_log=step_log)

@@ -16,11 +16,31 @@ from xgpt.io import sha256
 from xgpt.schema import Plan
 
 
-class Ended(msgspec.Struct, tag="ended", array_like=True):
-    """A request has ended: its true lengths, in tokens."""
+class Arrived(msgspec.Struct, tag="arrived", array_like=True):
+    """A request has come; lengths in tokens. Engine cores number theirs from 0 each."""
 
+    number: int
     input_length: int
+    max_output: int
+
+
+class Running(msgspec.Struct, tag="running", array_like=True):
+    """Output tokens so far of the requests that run: long outputs end last, and are to be known of before."""
+
+    generated: dict[int, int]
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True):
+    """A request has ended by itself, after so many output tokens."""
+
+    number: int
     output_length: int
+
+
+class Gone(msgspec.Struct, tag="gone", array_like=True):
+    """A request was taken out: its client has gone."""
+
+    number: int
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True):
@@ -36,7 +56,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     reason: str
 
 
-Message = Ended | Accepted | Refused
+Message = Arrived | Running | Ended | Gone | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -52,13 +72,10 @@ class EngineSide:
         self.accept(plan)
 
     def accept(self, plan: Plan) -> None:
-        self._send(Accepted(sha256(plan)))
+        self.send(Accepted(sha256(plan)))
 
     def refuse(self, plan: Plan, reason: str) -> None:
-        self._send(Refused(sha256(plan), reason))
-
-    def ended(self, input_length: int, output_length: int) -> None:
-        self._send(Ended(input_length, output_length))
+        self.send(Refused(sha256(plan), reason))
 
     def plans(self) -> Iterator[Plan]:
         """The plans that have come since the last call."""
@@ -68,7 +85,7 @@ class EngineSide:
             except zmq.Again:
                 return
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -85,7 +102,7 @@ class ServerSide:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        self._engines: set[bytes] = set()
+        self._engines: dict[bytes, int] = {}
 
     @property
     def num_engines(self) -> int:
@@ -97,14 +114,14 @@ class ServerSide:
         for engine in self._engines:
             self._socket.send_multipart([engine, plan.model_dump_json().encode()])
 
-    def receive(self, timeout_s: float) -> Message | None:
-        """The next message, or None where none comes within the time."""
+    def receive(self, timeout_s: float) -> tuple[int, Message] | None:
+        """(which engine core, from 0; its message), or None where none comes within the time."""
         if not self._socket.poll(round(1000 * timeout_s)):
             return None
         engine, message = self._socket.recv_multipart()
-        self._engines.add(engine)
+        number = self._engines.setdefault(engine, len(self._engines))
         decoded: Any = _decode(message)
-        return decoded
+        return number, decoded
 
     def close(self) -> None:
         self._socket.close()

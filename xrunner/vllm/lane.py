@@ -54,7 +54,8 @@ def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
     if room.num_blocks < blocks:
         raise InputError("plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} of {room.block_size} tokens")
     most = min(room.max_running, plan.admission.max_running or room.max_running)
-    return OneLane(settings_of(plan), Pool(blocks, room.block_size, kv=plan.admission.kv, max_running=most))
+    pool = Pool(blocks, room.block_size, kv=plan.admission.kv, max_running=most, order=plan.admission.order)
+    return OneLane(settings_of(plan), pool)
 
 
 def change_lane(lane: OneLane, plan: Plan, room: Room) -> OneLane:

@@ -26,9 +26,12 @@ from xgpt.io import load_json
 from xgpt.policies import Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
-from xrunner.vllm.channel import EngineSide
+from xrunner.vllm.channel import Arrived, Ended, EngineSide, Gone, Running
 from xrunner.vllm.lane import Room, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, logger
+
+TELL_EVERY = 64
+"""Steps after which it is told what has come of those that run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +159,8 @@ class XgptScheduler(LoggedScheduler):
             if number is None:
                 continue  # aborted before it was ready
             if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(request):
+                if self._control is not None:
+                    self._control.send(Arrived(number, request.num_prompt_tokens, request.max_tokens))
                 known = policies.Request(number, request.num_prompt_tokens, request.max_tokens, time.perf_counter_ns())
                 self._lane.submit(known)
             else:
@@ -183,13 +188,18 @@ class XgptScheduler(LoggedScheduler):
         self._lane.settle(execution.step, record.finished)
         for request in ended:
             del self._name[request.id]
-            if self._control is not None:
-                self._control.ended(request.input_length, request.generated)
+        if self._control is not None:
+            for request in ended:
+                self._control.send(Ended(request.id, request.generated))
+            if self._num_settled % TELL_EVERY == 0:
+                self._control.send(Running({r.id: r.generated for r in self._lane.pool.running.values()}))
 
     def _cancel(self, number: int) -> None:
         super()._cancel(number)
         del self._name[number]
         self._lane.cancel(number)
+        if self._control is not None:
+            self._control.send(Gone(number))
         if (execution := self._open) is not None and number in execution.missing:
             del execution.missing[number]
             if not execution.missing:
