@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.offline import Requests
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
@@ -24,3 +28,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("opt-125m")
     OPTForCausalLM(OPTConfig()).save_pretrained(directory)  # its defaults are this model's shape
     return directory
+
+
+@pytest.fixture(scope="session")
+def requests() -> Requests:
+    from tests.vllm.offline import draw_requests
+
+    return draw_requests()
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path, requests: Requests) -> list[list[int]]:
+    """The tokens of vLLM with its own scheduler."""
+    from tests.vllm.offline import generate, start
+
+    llm = start(checkpoint, "vllm.v1.core.sched.scheduler.Scheduler", {})
+    try:
+        return generate(llm, requests)
+    finally:
+        llm.llm_engine.engine_core.shutdown()

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import Admission, Constraint, KvPromise, Plan, SingleLaneSettings
+from xgpt.schema import (
+    Admission,
+    Constraint,
+    KvPromise,
+    Plan,
+    RraSettings,
+    SingleLaneSettings,
+    Stage,
+    WaaSettings,
+)
 from xprofiler import analytic
 from xscheduler.schedule import Problem, Scheduler
 
@@ -25,3 +34,21 @@ def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromi
     estimate = plan.estimate.model_copy(update={"encode_tokens": 300.0, "decode_batch": 24.0})
     admission = Admission(kv=kv, max_running=40 if kv == "quantile" else None)
     return plan.model_copy(update={"policy": policy, "estimate": estimate, "stages": (stage,), "admission": admission})
+
+
+def waa_plan() -> Plan:
+    """Two lanes on a device each: batches of about four prompts, at most sixteen requests inside."""
+    plan = plan_with(RraSettings(encode_batch=1, decode_iterations=1))
+    layers = (0, plan.model.num_layers)
+    stages = (
+        Stage(lane="encode", devices=(0,), encode_layers=layers, decode_layers=(0, 0), kv_blocks=200),
+        Stage(lane="decode", devices=(1,), decode_layers=layers, kv_blocks=800),
+    )
+    estimate = plan.estimate.model_copy(update={"encode_tokens": 250.0, "decode_batch": 10.0})
+    policy = WaaSettings(encode_batch=4, max_decode_batch=16)
+    return plan.model_copy(update={"policy": policy, "stages": stages, "estimate": estimate})
+
+
+def here(plan: Plan) -> Plan:
+    """The plan on this machine's device, whose flags are others than a GPU's."""
+    return plan.model_copy(update={"cluster": load_cluster("local")})

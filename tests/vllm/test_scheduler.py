@@ -9,24 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
+from tests.vllm.offline import ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
 from xgpt.io import dump_json, read_step_log, sha256
 from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, Ended, ServerSide
-from xrunner.vllm.lane import Room, build_lane
+from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
-NUM_REQUESTS = 60
-ROOM = Room(num_blocks=400, block_size=32, max_running=64)
 RRA = RraSettings(encode_batch=6, decode_iterations=5)
-
-
-class Requests(NamedTuple):
-    prompts: list[Any]
-    sampling: list[SamplingParams]
 
 
 class Running(NamedTuple):
@@ -41,49 +35,6 @@ class Running(NamedTuple):
         tokens = generate(self.llm, requests)
         log = read_step_log(self.log)[before:]
         return tokens, [r._replace(number=r.number - before, settled=r.settled - before) for r in log]
-
-
-@pytest.fixture(scope="module")
-def requests() -> Requests:
-    rng = np.random.default_rng(0)
-    inputs, outputs = rng.integers(8, 120, NUM_REQUESTS), rng.integers(1, 40, NUM_REQUESTS)
-    return Requests(
-        [{"prompt_token_ids": rng.integers(5, 50000, n).tolist()} for n in inputs],
-        [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True, detokenize=False) for n in outputs],
-    )
-
-
-def start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
-    return LLM(
-        str(checkpoint),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        max_model_len=200,
-        block_size=ROOM.block_size,
-        num_gpu_blocks_override=ROOM.num_blocks + 1,
-        max_num_seqs=ROOM.max_running,
-        max_num_batched_tokens=512,
-        scheduler_cls=scheduler,
-        additional_config={"xgpt": config},
-    )
-
-
-def generate(llm: LLM, requests: Requests) -> list[list[int]]:
-    outputs = llm.generate(requests.prompts, requests.sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path, requests: Requests, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The tokens of vLLM's own scheduler."""
-    llm = start(checkpoint, "vllm.v1.core.sched.scheduler.Scheduler", {})
-    try:
-        return generate(llm, requests)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
