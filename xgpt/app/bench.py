@@ -91,6 +91,8 @@ def bench_plan(
             )
         log = read_step_log(step_log)
     calibration.append(calibrate())
+    if all(result.error is not None for result in results):
+        raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
     measured = read_log(plan, workload, log, num_requests, saturated=closed)
     predicted: Estimate | Measured = plan.estimate
     if not closed or workload != plan.workload:
