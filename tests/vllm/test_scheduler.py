@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from vllm import LLM
 
 from tests.vllm.offline import ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
+from xgpt.app.serving_vllm import follow
 from xgpt.io import dump_json, read_step_log, sha256
-from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.schema import ChunkedSettings, Decision, Observation, OrcaSettings, Outcome, Plan, Proposal, RraSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, Ended, ServerSide
 from xrunner.vllm.lane import build_lane
@@ -115,5 +117,63 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
     assert (0, Accepted(sha256(after))) in messages
     assert tokens == expected
     assert sorted(id_ for record in log for id_ in record.finished) == sorted(a.id for r in log for a in r.arrivals)
+    assert any(record.encode and record.decode for record in log[:20])
+    assert not any(record.encode and record.decode for record in log[-20:])
+
+
+class _Swap:
+    """A planner that has found a better plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.observed: list[Observation] = []
+
+    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
+        return 0.0
+
+    async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+        self.observed.append(observation)
+        outcome = Outcome(policy=self._plan.policy, throughput_rps=1.0, latency_s=1.0, keeps_bound=None)
+        decision = Decision(
+            at="2026-01-01T00:00:00+00:00",
+            action="swap",
+            reason="lengths are others",
+            num_requests=observation.num_requests,
+            input_mean=1.0,
+            output_mean=1.0,
+            running=outcome,
+            best=outcome,
+            gain=1.0,
+            pause_s=0.0,
+            plan_sha256=sha256(self._plan),
+            planning_s=0.0,
+        )
+        return Proposal(decision, self._plan)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_length_shift_is_followed_without_a_restart(
+    running: Running, requests: Requests, expected: list[list[int]]
+) -> None:
+    """The plans are for longer requests; what `xgpt serve` does when these come, on the channel of a running vLLM."""
+    before, after = plan_with(ChunkedSettings(token_budget=48, max_batch=8)), plan_with(RRA)
+    planner, stopping = _Swap(after), threading.Event()
+    while running.control.receive(0.1) is not None:
+        pass
+    following = threading.Thread(
+        target=lambda: asyncio.run(follow(before, running.control, planner, lambda: not stopping.is_set()))
+    )
+    running.control.send(before)
+    following.start()
+    first_step = len(read_step_log(running.log))
+    for _ in range(3):
+        assert generate(running.llm, requests) == expected
+    stopping.set()
+    following.join()
+    log = read_step_log(running.log)[first_step:]
+    assert planner.observed and planner.observed[0].num_finished >= 100
+    assert sum(len(record.finished) for record in log) == 3 * len(expected)
     assert any(record.encode and record.decode for record in log[:20])
     assert not any(record.encode and record.decode for record in log[-20:])
