@@ -18,6 +18,7 @@ import msgspec
 from xgpt.errors import InputError, MachineError
 
 CONNECT_TIMEOUT_S = 10.0
+_JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class _Client:
             await asyncio.sleep(request.send_at_s - self._now_s())
         result = ClientResult(self._now_s())
         try:
-            async with self._http.stream("POST", "/v1/completions", content=content) as response:
+            async with self._http.stream("POST", "/v1/completions", content=content, headers=_JSON) as response:
                 if response.status_code != httpx.codes.OK:
                     result.error = _message(response.status_code, await response.aread())
                 elif self._stream:
