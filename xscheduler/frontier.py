@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy as np
 from xscheduler.space import Settings, Space
 
 NUM_POINTS = 1000
-"""Settings that are looked at."""
+"""Settings that are looked at in a placement."""
+NUM_PLACEMENTS = 40
+"""Placements that are looked at: those of the highest bounds."""
 
 
 class Point(NamedTuple):
@@ -20,17 +23,30 @@ class Point(NamedTuple):
     settings: Settings
 
 
-def frontier(space: Space) -> list[Point]:
-    """Schedules of a space that fit, from the lowest latency to the highest throughput.
+def frontier(spaces: Sequence[Space]) -> list[Point]:
+    """Schedules that fit, from the lowest latency to the highest throughput.
 
-    They are found on a grid in one vectorised call: each can be reached, and between two of them better ones may lie
-    (the search, not the frontier, is what finds and proves the best).
+    They are found on a grid of each placement's settings: each can be reached, and between two of them better ones may
+    lie (the search, not the frontier, is what finds and proves the best).
     """
+    points = [
+        point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in _of_space(space)
+    ]
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.latency_s, -point.throughput_rps)):
+        if not best or point.throughput_rps > best[-1].throughput_rps:
+            best.append(point)
+    return best
+
+
+def _of_space(space: Space) -> list[Point]:
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
-    latency, throughput = evaluation.performance.latency, evaluation.performance.throughput
+    latency, throughput = evaluation.performance.latency, evaluation.throughput
     order = np.lexsort((-throughput, latency))
     order = order[evaluation.feasible[order]]
-    best = np.maximum.accumulate(throughput[order]) if len(order) else throughput[order]
-    rises = np.concatenate([[True], best[1:] > best[:-1]]) if len(order) else np.zeros(0, bool)
+    if not len(order):
+        return []
+    best = np.maximum.accumulate(throughput[order])
+    rises = np.concatenate([[True], best[1:] > best[:-1]])
     return [Point(float(latency[i]), float(throughput[i]), space.settings(columns, int(i))) for i in order[rises]]

@@ -123,6 +123,7 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
         profile=profile,
         constraint=plan.constraint,
         kv=plan.admission.kv,
+        max_devices=1,
     )
     try:
         found = Scheduler(problem).best_of_each((*SWAPPABLE, "static"))

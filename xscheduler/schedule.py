@@ -1,17 +1,17 @@
-"""From a profile to a plan: build each policy's space, search it, resolve every number the run needs."""
+"""From a profile to a plan: build each policy's spaces, search them, resolve every number the run needs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import sha256
 from xgpt.schema import (
-    SLICE_TOKENS,
     Admission,
     ClusterSpec,
     Constraint,
@@ -23,23 +23,34 @@ from xgpt.schema import (
     ProfileRef,
     SearchCertificate,
     Stage,
+    StageLane,
     Workload,
 )
 from xscheduler.frontier import Point, frontier
 from xscheduler.minorant import minorant
+from xscheduler.placement import Placement, Placements
+from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
-from xscheduler.space import POLICIES, Limits, Settings, Space
-from xsimulator.analytic import OneLaneModel
-from xsimulator.cost import CostModel
+from xscheduler.space import POLICIES, Limits, Models, Settings, Space
+from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
-from xsimulator.memory import WORKSPACE_BYTES, activation_bytes_per_token, kv_blocks
+from xsimulator.memory import LaneMemory
+from xsimulator.placement import Lane
 
 BLOCK_SIZE = 16
+NEAREST_LOOKED_AT = 60
+"""Placements, the most promising first, in which the nearest feasible bound is looked for."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a plan answers to."""
+    """Everything that a plan answers to.
+
+    Attributes:
+        max_devices: take no more than so many of the cluster's.
+        uniform: only placements that are replicas of equal stages.
+    """
 
     model: ModelSpec
     checkpoint: str | None
@@ -48,48 +59,88 @@ class Problem:
     profile: Profile
     constraint: Constraint
     kv: KvPromise = "reserve"
+    max_devices: int | None = None
+    uniform: bool = False
 
 
 class Scheduler:
-    """Finds plans for one problem; each policy's space is searched once."""
+    """Finds plans for one problem; each policy's spaces are searched once.
+
+    Raises:
+        InputError: the workload is longer than the model's context.
+    """
 
     def __init__(self, problem: Problem, method: Method = "branch-and-bound") -> None:
         self.problem = problem
         self.method = method
-        lengths = Lengths(problem.workload)
-        context = lengths.max_input + lengths.max_output
-        if context > problem.model.max_context:
-            raise InputError(
-                "workload",
-                problem.workload.name,
-                f"its longest request has {context} tokens, {problem.model.name} takes {problem.model.max_context}",
-            )
-        cost = CostModel(problem.model, problem.profile)
-        self._model = OneLaneModel(cost, lengths, problem.constraint.quantile)
-        floor = minorant(problem.profile)
-        self._floor = (
-            self._model
-            if floor is problem.profile
-            else OneLaneModel(CostModel(problem.model, floor), lengths, problem.constraint.quantile)
+        self.lengths = Lengths(problem.workload)
+        _check_context(problem, self.lengths)
+        self._floor = minorant(problem.profile)
+        self._placements = Placements(
+            problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
-        max_batch = problem.profile.layers[0].decode_attention.batches[-1]
-        model, dtype = problem.model, problem.profile.dtype
-        block_bytes = BLOCK_SIZE * model.kv_bytes_per_token(dtype)
-        self._limits = Limits(
-            blocks=kv_blocks(model, problem.cluster, dtype, BLOCK_SIZE),
-            blocks_per_step_token=activation_bytes_per_token(model, dtype) / block_bytes,
-            block_size=BLOCK_SIZE,
-            kv=problem.kv,
-            max_batch=max_batch,
+        self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        self._models = cache(self._make_models)
+        self._memory = cache(self._make_memory)
+
+    # Spaces ----------------------------------------------------------------------------------------------------
+
+    def spaces(self, kind: str, constraint: Constraint | None = None) -> list[Space]:
+        """The spaces of one policy: every placement that holds the model and may keep the constraint."""
+        problem, constraint = self.problem, constraint or self.problem.constraint
+        found = []
+        for placement in self._placements.of(kind):
+            if problem.uniform and not placement.is_uniform:
+                continue
+            limits = self._limits(placement)
+            if limits is not None:
+                models = partial(self._models, *(layout.lane for layout in placement.layouts))
+                space = Space(kind, placement, self.lengths, models, constraint, limits)
+                if space.capacity >= space.least_requests:
+                    found.append(space)
+        quantile_decodes = self.lengths.decodes_at(constraint.quantile)
+        screen = Screen(problem.model, self._floor, self.lengths, quantile_decodes, constraint)
+        bounds = screen.bounds(kind, [space.placement for space in found], [space.capacity for space in found])
+        for space, bound in zip(found, bounds, strict=True):
+            space.bound = float(bound)
+        return found
+
+    def _limits(self, placement: Placement) -> Limits | None:
+        """None where the weights do not fit."""
+        memories = [self._memory(layout.lane) for layout in placement.layouts]
+        if any(isinstance(memory, InfeasibleError) for memory in memories):
+            return None
+        encode, decode = memories[0], memories[-1]
+        assert isinstance(encode, LaneMemory) and isinstance(decode, LaneMemory)
+        return Limits(
+            decode, BLOCK_SIZE, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
         )
 
-    def space(self, kind: str) -> Space:
-        return Space(kind, self._model, self.problem.constraint, self._limits, self._floor)
+    def _make_memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
+        problem = self.problem
+        try:
+            return LaneMemory(problem.model, problem.cluster, problem.profile.dtype, lane, BLOCK_SIZE)
+        except InfeasibleError as error:
+            return error
+
+    def _make_models(self, *lanes: Lane) -> Models:
+        problem, quantile = self.problem, self.problem.constraint.quantile
+
+        def build(profile: Profile) -> OneLaneModel | TwoLaneModel:
+            costs = [LaneCost(problem.model, profile, lane) for lane in lanes]
+            if len(costs) == 2:
+                return TwoLaneModel(costs[0], costs[1], self.lengths, quantile)
+            return OneLaneModel(costs[0], self.lengths, quantile)
+
+        model = build(problem.profile)
+        return Models(model, model if self._floor is problem.profile else build(self._floor))
+
+    # Answers ---------------------------------------------------------------------------------------------------
 
     def frontier(self, kind: str) -> list[Point]:
         """A policy's trade-off between latency and throughput, whatever the latency bound."""
         constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
-        return frontier(Space(kind, self._model, constraint, self._limits))
+        return frontier(self.spaces(kind, constraint))
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
         """The best plan of each policy that has one.
@@ -99,20 +150,22 @@ class Scheduler:
         """
         plans = {}
         for kind in kinds:
-            space = self.space(kind)
             started = time.perf_counter()
-            found = SEARCHES[self.method]([space])
+            spaces = self.spaces(kind)
+            if not spaces:
+                continue
+            found = SEARCHES[self.method](spaces)
             seconds = time.perf_counter() - started
-            if found.settings is not None:
+            if found.settings is not None and found.space is not None:
                 certificate = SearchCertificate(
                     method=self.method,
                     evaluations=found.evaluations,
-                    space_size=space.num_points,
+                    space_size=sum(space.num_points for space in spaces),
                     seconds=round(seconds, 4),
                     gap=found.gap,
                     bound=found.bound,
                 )
-                plans[kind] = self._plan(space, found.values, found.settings, certificate)
+                plans[kind] = self._plan(found.space, found.values, found.settings, certificate)
         if not plans:
             raise self._infeasible(kinds)
         return plans
@@ -121,13 +174,13 @@ class Scheduler:
         """The plan with the highest throughput among these policies."""
         return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
 
-    def score(self, settings: Settings) -> Plan:
+    def score(self, settings: Settings, placement: Placement) -> Plan:
         """What somebody's own settings would do, whether or not they keep the constraint.
 
         Raises:
             InfeasibleError: they do not fit in memory.
         """
-        space = self.space(settings.kind)
+        space = self.space(settings.kind, placement)
         columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
         evaluation = space.evaluate(columns)
         if not evaluation.fits[0]:
@@ -140,12 +193,46 @@ class Scheduler:
         given = SearchCertificate(
             method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
         )
-        return self._plan(space, evaluation.performance.at(0), settings, given)
+        return self._plan(space, evaluation.at(0), settings, given)
+
+    def space(self, kind: str, placement: Placement) -> Space:
+        """One placement's space.
+
+        Raises:
+            InfeasibleError: the model does not fit on it.
+        """
+        for layout in placement.layouts:
+            memory = self._memory(layout.lane)
+            if isinstance(memory, InfeasibleError):
+                raise memory
+        limits = self._limits(placement)
+        assert limits is not None
+        models = partial(self._models, *(layout.lane for layout in placement.layouts))
+        return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
+
+    def uniform_placement(self, kind: str, tp_degree: int, num_stages: int, replicas: int) -> Placement:
+        """Replicas of a pipeline of equal stages, a micro-batch for each.
+
+        Raises:
+            InputError: the cluster, the model or the profile has no such placement.
+        """
+        size = tp_degree * num_stages
+        for placement in self._placements.one_lane(kind, size, replicas):
+            layout = placement.layouts[0]
+            if layout.is_uniform and layout.num_stages == num_stages and placement.microbatches == num_stages:
+                return placement
+        raise InputError(
+            "placement",
+            f"{replicas} x {num_stages} stages of {tp_degree} devices",
+            f"{self.problem.cluster.name} has none for {self.problem.model.name}; the profile covers degrees "
+            f"{self.problem.profile.tp_degrees}",
+        )
+
+    # Plans -----------------------------------------------------------------------------------------------------
 
     def _plan(self, space: Space, values: dict[str, float], settings: Settings, certificate: SearchCertificate) -> Plan:
-        problem, limits = self.problem, self._limits
-        profile = problem.profile
-        blocks = int(space.blocks_beside(values["peak_tokens"]))
+        problem, profile = self.problem, self.problem.profile
+        stages, memory_bytes = self._stages(space, values)
         return Plan(
             model=problem.model,
             checkpoint=problem.checkpoint,
@@ -155,32 +242,53 @@ class Scheduler:
             constraint=problem.constraint,
             policy=settings,
             admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
-            block_size=limits.block_size,
-            stages=(Stage(devices=(0,), decode_layers=(0, problem.model.num_layers), kv_blocks=blocks),),
-            estimate=self._estimate(values, blocks),
+            replicas=space.placement.replicas,
+            block_size=BLOCK_SIZE,
+            stages=stages,
+            estimate=self._estimate(space, values, memory_bytes),
             search=certificate,
             profile=ProfileRef(
                 source=profile.source,
                 sha256=sha256(profile),
                 num_threads=profile.num_threads,
                 spread=profile.spread,
-                provenance=profile.provenance,
             ),
         )
 
-    def _estimate(self, values: dict[str, float], blocks: int) -> Estimate:
-        problem, lengths = self.problem, self._model.lengths
+    def _stages(self, space: Space, values: dict[str, float]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+        """The stages of one replica on its devices, and each device's bytes."""
+        stages: list[Stage] = []
+        memory_bytes: list[int] = []
+        device, limits = 0, space.limits
+        split = limits.encode_memory is not None
+        lanes: tuple[StageLane, ...] = ("encode", "decode") if split else ("both",)
+        for name, layout in zip(lanes, space.placement.layouts, strict=True):
+            memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
+            step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
+            blocks = int(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1
+            memory_bytes += memory.device_bytes(blocks, step_tokens)
+            encoded = decoded = 0
+            for shape in layout.lane:
+                encoder = (encoded, encoded + shape.encoder_layers)
+                stages.append(
+                    Stage(
+                        lane=name,
+                        devices=tuple(range(device, device + shape.tp)),
+                        encode_layers=encoder if self.problem.model.is_encoder_decoder else None,
+                        decode_layers=(decoded, decoded + shape.decoder_layers),
+                        tp=shape.tp,
+                        kv_blocks=blocks,
+                    )
+                )
+                encoded, decoded, device = encoder[1], decoded + shape.decoder_layers, device + shape.tp
+        return tuple(stages), tuple(memory_bytes)
+
+    def _estimate(self, space: Space, values: dict[str, float], memory_bytes: tuple[int, ...]) -> Estimate:
+        lengths, placement = self.lengths, space.placement
         rps = values["throughput"]
         output_tokens_per_s = rps * lengths.mean_output
-        step_tokens = values["encode_tokens"] + values["decode_batch"]
-        model, dtype = problem.model, problem.profile.dtype
-        memory = (
-            model.weight_bytes(dtype)
-            + WORKSPACE_BYTES
-            + int(min(values["peak_tokens"], SLICE_TOKENS)) * activation_bytes_per_token(model, dtype)
-            + blocks * BLOCK_SIZE * model.kv_bytes_per_token(dtype)
-        )
-        price = problem.cluster.price_per_device_hour
+        price = self.problem.cluster.price_per_device_hour
+        hourly = None if price is None else price * placement.num_devices * placement.replicas
         return Estimate(
             throughput_rps=rps,
             output_tokens_per_s=output_tokens_per_s,
@@ -192,38 +300,53 @@ class Scheduler:
             decode_batch=values["decode_batch"],
             encode_tokens=values["encode_tokens"],
             cycle_s=values["cycle"],
-            memory_bytes=(memory,),
-            cost_per_million_tokens=None if price is None else price / 3600 / output_tokens_per_s * 1e6,
-            warnings=tuple(
-                self._model.cost.beyond_profile(
-                    step_tokens, values["decode_batch"], lengths.max_input + lengths.max_output
-                )
-            ),
+            memory_bytes=memory_bytes,
+            cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
+            warnings=self._beyond_profile(placement, values),
         )
 
+    def _beyond_profile(self, placement: Placement, values: dict[str, float]) -> tuple[str, ...]:
+        """Warnings where steps lie outside what was measured."""
+        layer, lengths = self.problem.profile.layers[0], self.lengths
+        decode_batch = values["decode_batch"] / placement.microbatches
+        encode_tokens = values["encode_tokens"] / placement.microbatches
+        warnings = []
+        for name, value, last in (
+            ("tokens a step", decode_batch + encode_tokens, layer.rest.points[-1]),
+            ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
+            ("context", lengths.max_input + lengths.max_output, layer.decode_attention.lengths[-1]),
+        ):
+            if value > last:
+                warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")
+        return tuple(warnings)
+
     def _infeasible(self, kinds: Sequence[str]) -> InfeasibleError:
-        """The least constrained space's point of lowest excess says what binds and what would be met."""
+        """The least constrained spaces' points of lowest excess say what binds and what would be met."""
         relaxed = self.problem.constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
         headroom = 1 + relaxed.headroom
         nearest: dict[str, float] = {}
         for kind in kinds:
-            space = Space(kind, self._model, relaxed, self._limits)
-            evaluation = space.evaluate(space.slowest_points())
-            if not evaluation.fits.any():
-                continue
-            for name, values in (
-                ("latency_bound_s", evaluation.performance.latency),
-                ("ttft_s", evaluation.performance.ttft),
-                ("tpot_s", evaluation.performance.tpot),
-            ):
-                least = float(values[evaluation.fits].min()) * headroom
-                nearest[name] = min(nearest.get(name, least), least)
-        if not nearest:
+            for space in self.spaces(kind, relaxed):
+                evaluation = space.evaluate(space.slowest_points())
+                if not evaluation.fits.any():
+                    continue
+                for name, values in (
+                    ("latency_bound_s", evaluation.performance.latency),
+                    ("ttft_s", evaluation.performance.ttft),
+                    ("tpot_s", evaluation.performance.tpot),
+                ):
+                    least = float(values[evaluation.fits].min()) * headroom
+                    nearest[name] = min(nearest.get(name, least), least)
+        if not any(self._placements.of(kind) for kind in kinds):
+            num_devices = self._placements.num_devices
             return InfeasibleError(
-                "memory: the K/V of a single request does not fit; take more memory or shorter requests",
+                f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, "
+                f"{self.problem.cluster.name} offers {num_devices}; take a larger cluster or another policy",
                 nearest_bound_s=None,
-                binding="memory",
+                binding="devices",
             )
+        if not nearest:
+            return self._no_memory()
         constraint = self.problem.constraint
         bounds = {name: getattr(constraint, name) for name in nearest}
         broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
@@ -233,6 +356,32 @@ class Scheduler:
             f"the nearest bound that one keeps is {_round_up(nearest[binding])} s",
             nearest_bound_s=nearest["latency_bound_s"],
             binding=binding,
+        )
+
+    def _no_memory(self) -> InfeasibleError:
+        """Why no placement holds the model, from the one that spreads it widest."""
+        widest = max(self._placements.of("rra"), key=lambda placement: placement.num_devices)
+        memory = self._memory(widest.encode_lane)
+        if isinstance(memory, InfeasibleError):
+            return memory
+        return InfeasibleError(
+            "memory: the K/V of a single request does not fit; take more memory or shorter requests",
+            nearest_bound_s=None,
+            binding="memory",
+        )
+
+
+def _check_context(problem: Problem, lengths: Lengths) -> None:
+    model = problem.model
+    if model.is_encoder_decoder:
+        context = max(lengths.max_input, lengths.max_output)
+    else:
+        context = lengths.max_input + lengths.max_output
+    if context > model.max_context:
+        raise InputError(
+            "workload",
+            problem.workload.name,
+            f"its longest request has {context} tokens, {model.name} takes {model.max_context}",
         )
 
 

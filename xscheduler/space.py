@@ -1,16 +1,16 @@
-"""The integer space of one policy: which settings exist, fit in memory, and keep the constraint."""
+"""The integer space of one policy on one placement: which settings exist, fit in memory, and keep the constraint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import (
-    SLICE_TOKENS,
     ChunkedSettings,
     Constraint,
     KvPromise,
@@ -18,19 +18,23 @@ from xgpt.schema import (
     RraSettings,
     StaticSettings,
     Variable,
+    WaaSettings,
 )
-from xscheduler.bound import INTERVAL_BOUND, UnitCostBound
-from xsimulator.analytic import OneLaneModel, Performance
-from xsimulator.memory import capacity
+from xscheduler.placement import Placement
+from xsimulator.analytic import OneLaneModel, Performance, TwoLaneModel
+from xsimulator.lengths import Lengths, steady_decode_batch
+from xsimulator.memory import LaneMemory, capacity
 
 Ints = npt.NDArray[np.int_]
-Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings
+Array = npt.NDArray[np.float64]
+Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings | WaaSettings
 
 POLICIES: dict[str, type[Settings]] = {
     "rra": RraSettings,
     "chunked": ChunkedSettings,
     "orca": OrcaSettings,
     "static": StaticSettings,
+    "waa": WaaSettings,
 }
 """Every policy that the search knows, in the order of its tables."""
 
@@ -43,17 +47,18 @@ class Limits:
     """What bounds the space from outside.
 
     Attributes:
-        blocks: K/V blocks of the device; block_size: tokens each.
-        blocks_per_step_token: blocks that the activations of each token in a step displace.
+        memory: of the lane that decodes.
+        encode_memory: of WAA's encode lane.
+        block_size: tokens a K/V block.
         kv: how memory is promised to requests. Static batches are always set aside whole.
-        max_batch: requests at once that the profile and the runner are made for.
+        max_batch: requests in a micro-batch at most that the profile and the runner are made for.
     """
 
-    blocks: int
+    memory: LaneMemory
     block_size: int
-    blocks_per_step_token: float = 0.0
     kv: KvPromise = "reserve"
     max_batch: int = 512
+    encode_memory: LaneMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -61,66 +66,101 @@ class Axis:
     """The values of one control variable."""
 
     variable: Variable
-    values: tuple[int, ...]
+    values: Ints
+
+
+@dataclass(frozen=True)
+class Models:
+    """What predicts a placement's settings: on the profile's tables, and on the minorant below them."""
+
+    model: OneLaneModel | TwoLaneModel
+    floor: OneLaneModel | TwoLaneModel
 
 
 class Space:
-    """All settings of one policy, the candidates of a search.
+    """All settings of one policy on one placement, candidates of a search.
 
-    Variables whose throughput is monotone are searched; the others are enumerated (`branches`).
+    Variables whose latency is monotone are searched; the others are enumerated (`branches`).
+
+    Args:
+        models: called when the first point is predicted.
+        bound: throughput, all replicas together, that no point exceeds.
     """
-
-    bound_name = INTERVAL_BOUND
 
     def __init__(
         self,
         kind: str,
-        model: OneLaneModel,
+        placement: Placement,
+        lengths: Lengths,
+        models: Callable[[], Models],
         constraint: Constraint,
         limits: Limits,
-        floor: OneLaneModel | None = None,
+        bound: float = np.inf,
     ) -> None:
         self.kind = kind
-        self.model = model
-        self.floor = floor or model
-        """Predicts on tables below the profile's that never fall (xscheduler.minorant)."""
+        self.placement = placement
+        self.lengths = lengths
         self.constraint = constraint
         self.limits = limits
+        self.bound = bound
         self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
-        self.capacity = float(self.capacity_beside(0))
-        """Requests that may hold K/V at once, beside the smallest steps."""
         self.evaluations = 0
-        self._axes = [Axis(variable, self._values(variable.name)) for variable in POLICIES[kind].variables]
-        self.searched = [axis for axis in self._axes if axis.variable.throughput != "none"]
-        self.enumerated = [axis for axis in self._axes if axis.variable.throughput == "none"]
-
-    def _values(self, name: str) -> tuple[int, ...]:
-        lengths = self.model.lengths
-        if name == "token_budget":
-            return tuple(b for b in TOKEN_BUDGETS if b <= 2 * self.limits.max_batch * lengths.max_input)
-        if name == "decode_iterations":
-            return tuple(range(1, max(2, lengths.max_output)))
-        return tuple(range(1, self.limits.max_batch + 1))
+        self._make_models = models
 
     @cached_property
-    def bound(self) -> float:
-        """Throughput that no point exceeds."""
-        corner = {
-            axis.variable.name: axis.values[-1 if axis.variable.throughput != "falls" else 0] for axis in self._axes
-        }
-        return UnitCostBound(self.floor, self.limits.max_batch).of(self, corner)
+    def models(self) -> Models:
+        return self._make_models()
 
-    def capacity_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    @cached_property
+    def axes(self) -> list[Axis]:
+        return [Axis(variable, self._values(variable.name)) for variable in POLICIES[self.kind].variables]
+
+    @cached_property
+    def searched(self) -> list[Axis]:
+        return [axis for axis in self.axes if axis.variable.latency != "none"]
+
+    @cached_property
+    def enumerated(self) -> list[Axis]:
+        return [axis for axis in self.axes if axis.variable.latency == "none"]
+
+    def _values(self, name: str) -> Ints:
+        micro = self.placement.microbatches
+        if name == "token_budget":
+            return np.asarray(
+                [b * micro for b in TOKEN_BUDGETS if b <= 2 * self.limits.max_batch * self.lengths.max_input]
+            )
+        if name == "decode_iterations":
+            return np.arange(1, max(2, self.lengths.max_output))
+        least = 1 if self.kind == "waa" and name == "encode_batch" else self.least_requests
+        return np.arange(least, max(least, int(self.capacity)) + 1)
+
+    @property
+    def least_requests(self) -> int:
+        """No micro-batch goes without a request."""
+        return max(self.placement.microbatches, self.placement.fixed.get("encode_microbatches", 1))
+
+    @cached_property
+    def capacity(self) -> float:
+        """Requests that may hold K/V at once, beside the smallest steps."""
+        return float(self.capacity_beside(np.zeros(1))[0])
+
+    def capacity_beside(self, step_tokens: Array) -> Array:
         """Requests that may hold K/V at once when the largest step has so many tokens."""
         limits = self.limits
-        blocks = self.blocks_beside(step_tokens)
-        in_memory = capacity(self.model.lengths, blocks, limits.block_size, self.kv)
-        return np.minimum(in_memory, limits.max_batch)
+        # WAA's prompts are encoded elsewhere: its decode steps are small.
+        blocks = limits.memory.blocks_beside(
+            step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
+        )
+        in_memory = capacity(self.lengths, blocks, limits.block_size, self.kv)
+        return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
-    def blocks_beside(self, step_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """K/V blocks that remain beside the activations of a step of so many tokens."""
-        at_once = np.minimum(step_tokens, SLICE_TOKENS)
-        return np.floor(self.limits.blocks - self.limits.blocks_per_step_token * at_once)
+    def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
+        """Whether WAA's encode lane holds a batch in each of its stages and one in transfer."""
+        memory = self.limits.encode_memory
+        if memory is None:
+            return np.ones(len(encode_tokens), bool)
+        held = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
+        return held <= memory.blocks_beside(step_tokens) * self.limits.block_size
 
     def branches(self) -> list[dict[str, int]]:
         """One assignment of the enumerated variables each."""
@@ -129,51 +169,66 @@ class Space:
 
     @property
     def num_points(self) -> int:
+        """Settings that fit in memory, but for what their activations take."""
+        if self.kind == "rra":
+            most = self.capacity / np.maximum(_phases(self.lengths), 1.0)
+            return int(np.floor(most).sum())
         size = 1
-        for axis in self._axes:
+        for axis in self.axes:
             size *= len(axis.values)
         return size
 
     def all_points(self) -> dict[str, Ints]:
         """Every point, as columns."""
-        grids = np.meshgrid(*(np.asarray(axis.values) for axis in self._axes), indexing="ij")
-        return {axis.variable.name: grid.ravel() for axis, grid in zip(self._axes, grids, strict=True)}
+        grids = np.meshgrid(*(axis.values for axis in self.axes), indexing="ij")
+        return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
         """At most about so many points, on a grid that is even on a logarithmic scale, as columns."""
-        values_per_axis = round(num_points ** (1 / len(self._axes)))
+        values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
-        for axis in self._axes:
-            last = len(axis.values) - 1
-            indices = np.unique(np.round(np.geomspace(1, last + 1, values_per_axis)).astype(int) - 1)
-            picked.append(np.asarray(axis.values)[indices])
+        for axis in self.axes:
+            indices = np.unique(np.round(np.geomspace(1, len(axis.values), values_per_axis)).astype(int) - 1)
+            picked.append(axis.values[indices])
         grids = np.meshgrid(*picked, indexing="ij")
-        return {axis.variable.name: grid.ravel() for axis, grid in zip(self._axes, grids, strict=True)}
+        return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def slowest_points(self) -> dict[str, Ints]:
         """The points of lowest latency, one for each branch: every searched variable at its slow end."""
         branches = self.branches()
         columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
         for axis in self.searched:
-            slow = axis.values[0] if axis.variable.throughput == "rises" else axis.values[-1]
+            slow = axis.values[0] if axis.variable.latency == "rises" else axis.values[-1]
             columns[axis.variable.name] = np.full(len(branches), slow)
         return columns
 
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
         """Predict points and judge them."""
-        performance = self.model.evaluate(self.kind, **columns)
-        self.evaluations += len(performance.throughput)
-        return Evaluation(performance, self)
+        return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
         """The same points' predictions on the minorant tables: periods and latencies that no point falls below."""
-        if self.floor is self.model:
+        if self.models.floor is self.models.model:
             return evaluation
-        self.evaluations += len(evaluation.performance.throughput)
-        return Evaluation(self.floor.evaluate(self.kind, **columns), self)
+        return self._evaluate(self.models.floor, columns)
+
+    def _evaluate(self, model: OneLaneModel | TwoLaneModel, columns: dict[str, Ints]) -> Evaluation:
+        size = len(next(iter(columns.values())))
+        fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
+        self.evaluations += size
+        if isinstance(model, TwoLaneModel):
+            return Evaluation(model.evaluate(**columns, **fixed), self)
+        return Evaluation(model.evaluate(self.kind, **columns, **fixed), self)
 
     def settings(self, columns: dict[str, Ints], index: int) -> Settings:
-        return POLICIES[self.kind].model_validate({name: int(column[index]) for name, column in columns.items()})
+        values = {name: int(column[index]) for name, column in columns.items()}
+        return POLICIES[self.kind].model_validate(values | self.placement.fixed)
+
+
+@lru_cache(maxsize=8)
+def _phases(lengths: Lengths) -> Array:
+    """Mean phases that a request stays in decode, for each N_D. # [max D]"""
+    return np.asarray([steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])
 
 
 class Evaluation:
@@ -185,11 +240,31 @@ class Evaluation:
         self._space = space
 
     @cached_property
-    def fits(self) -> npt.NDArray[np.bool_]:
-        return self.performance.peak_requests <= self._space.capacity_beside(self.performance.peak_tokens)
+    def throughput(self) -> Array:
+        """Requests a second, all replicas together."""
+        return self._space.placement.replicas * self.performance.throughput
+
+    def at(self, index: int) -> dict[str, float]:
+        """One point's predictions, by name; the throughput is that of all replicas."""
+        return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property
-    def excess(self) -> npt.NDArray[np.float64]:
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """In memory, and waa's encode batch under its cap."""
+        performance = self.performance
+        if self._space.kind != "waa":
+            return self.in_memory
+        return self.in_memory & (performance.encode_batch <= performance.peak_requests)
+
+    @cached_property
+    def in_memory(self) -> npt.NDArray[np.bool_]:
+        """What does not hold at a box's smallest settings holds nowhere in it."""
+        performance, space = self.performance, self._space
+        fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
+        return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
+
+    @cached_property
+    def excess(self) -> Array:
         """By which share the worst latency exceeds its bound, headroom included; at most 0 where all are kept."""
         constraint, performance = self._constraint, self.performance
         excess = np.full(len(performance.throughput), -1.0)

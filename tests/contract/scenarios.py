@@ -90,7 +90,7 @@ def random_settings(kind: str, rng: np.random.Generator) -> Settings:
     return StaticSettings(batch=draw(4, 128))
 
 
-def random_profile(rng: np.random.Generator, *, monotone: bool) -> Profile:
+def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[int, ...] = (1,)) -> Profile:
     """Piecewise linear tables; uneven ones rise and fall by up to 40% around a trend, as noisy measurements do."""
 
     def noise(shape: int | tuple[int, int]) -> np.ndarray:
@@ -109,13 +109,18 @@ def random_profile(rng: np.random.Generator, *, monotone: bool) -> Profile:
         seconds = each * np.outer(batches, np.asarray(lengths, float) ** power) * noise((len(batches), len(lengths)))
         return Surface(batches=batches, lengths=lengths, seconds=tuple(map(tuple, seconds.tolist())))
 
-    layer = LayerTimes(rest=curve(tokens), encode_attention=surface(2), decode_attention=surface(1))
+    layers = tuple(
+        LayerTimes(tp_degree=tp, rest=curve(tokens), encode_attention=surface(2), decode_attention=surface(1))
+        for tp in degrees
+    )
+    hops: dict[str, Curve] = {"hop": curve(tokens), "kv_transfer": curve(tokens)} if len(degrees) > 1 else {}
     return Profile(
         source="analytic",
         model="random",
         dtype="float32",
         device="random",
-        layers=(layer,),
+        layers=layers,
+        **hops,
         embedding=curve(tokens),
         head=curve(batches),
         overhead=curve(batches),

@@ -12,7 +12,7 @@ from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Settings
 from xsimulator.analytic import OneLaneModel
 
-KINDS = tuple(POLICIES)
+KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
 WORKLOADS = ("summarization", "translation", "code-generation", "chat-short", "chat-long", "orca")
 

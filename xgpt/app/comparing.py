@@ -28,20 +28,26 @@ def score_current(subject: Subject, constraint: Constraint, current: Deployment)
     """
     from math import floor
 
+    import numpy as np
+
     from xgpt.app.planning import scheduler
 
     if current.num_devices > subject.cluster.num_devices:
         raise InputError(
             "--current", f"{current.num_devices} devices", f"{subject.cluster.name} has {subject.cluster.num_devices}"
         )
-    if current.num_devices > 1:
-        raise InputError("--current", f"{current.num_devices} devices", "only one device can be scored yet")
     of = scheduler(subject, constraint, "branch-and-bound", "quantile")
-    most = floor(of.space("chunked").capacity_beside(current.max_num_batched_tokens))
+    placement = of.uniform_placement("chunked", current.tp_degree, current.num_stages, current.replicas)
+    micro = placement.microbatches
+    step_tokens = np.asarray([current.max_num_batched_tokens])
+    most = floor(of.space("chunked", placement).capacity_beside(step_tokens)[0])
     settings = ChunkedSettings(
-        token_budget=current.max_num_batched_tokens, max_batch=max(1, min(current.max_num_seqs, most))
+        # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
+        token_budget=micro * current.max_num_batched_tokens,
+        max_batch=max(1, min(current.max_num_seqs, most)),
+        **placement.fixed,
     )
-    return of.score(settings)
+    return of.score(settings, placement)
 
 
 def relax(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
 
-PolicyChoice = Literal["auto", "exegpt", "rra", "chunked", "orca", "static"]
+PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
 
 
 CPU_DTYPE: DType = "float32"
@@ -165,8 +165,21 @@ def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def scheduler(subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve") -> Scheduler:
-    """The scheduler of a subject, its headroom set from the profile's spread."""
+def scheduler(
+    subject: Subject,
+    constraint: Constraint,
+    search: str,
+    kv: KvPromise = "reserve",
+    max_devices: int | None = None,
+    *,
+    uniform: bool = False,
+) -> Scheduler:
+    """The scheduler of a subject, its headroom set from the profile's spread.
+
+    Args:
+        max_devices: take no more of the cluster's.
+        uniform: only replicas of equal stages.
+    """
     from typing import cast
 
     from xscheduler.schedule import Problem, Scheduler
@@ -181,6 +194,8 @@ def scheduler(subject: Subject, constraint: Constraint, search: str, kv: KvPromi
         profile=subject.profile,
         constraint=constraint,
         kv=kv,
+        max_devices=max_devices,
+        uniform=uniform,
     )
     return Scheduler(problem, cast(Method, search))
 
@@ -192,6 +207,7 @@ def plan_each(
     search: str = "branch-and-bound",
     kv: KvPromise = "reserve",
     order: AdmissionOrder = "fcfs",
+    max_devices: int | None = None,
 ) -> dict[str, Plan]:
     """Each policy's best plan, the best of all first; `order`: who of those who wait enters next.
 
@@ -200,10 +216,22 @@ def plan_each(
     """
     from xscheduler.space import POLICIES
 
-    groups = {"auto": tuple(POLICIES), "exegpt": ("rra",)}
-    plans = scheduler(subject, constraint, search, kv).best_of_each(groups.get(policy, (policy,)))
+    groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
+    plans = scheduler(subject, constraint, search, kv, max_devices).best_of_each(groups.get(policy, (policy,)))
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}
+
+
+def plan_uniform(
+    subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve", max_devices: int | None = None
+) -> Plan | None:
+    """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
+    from xgpt.errors import InfeasibleError
+
+    try:
+        return scheduler(subject, constraint, search, kv, max_devices, uniform=True).best(("chunked", "orca", "static"))
+    except InfeasibleError:
+        return None
 
 
 def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.app.planning import scheduler
 from xgpt.app.simulating import simulate
-from xgpt.app.wording import proof_in_words, schedule_in_words, settings_text
+from xgpt.app.wording import placement_in_words, proof_in_words, schedule_in_words, settings_text
 from xgpt.schema import Histogram, Plan, Profile
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     bound = (
         "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
     )
-    devices = sum(len(stage.devices) for stage in plan.stages)
     return render(
         "report.html",
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
@@ -67,7 +66,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             }
             for stage in plan.stages
         ],
-        placement=f"{plan.replicas} replica(s) of {devices} device(s); K/V blocks of {plan.block_size} tokens.",
+        placement=f"{placement_in_words(plan)}; K/V blocks of {plan.block_size} tokens.",
         proof=f"Found by {plan.search.method}: {proof_in_words(plan)}.",
         provenance=[
             {"name": "settings", "value": settings_text(plan)},
@@ -184,13 +183,13 @@ def _memory(plan: Plan) -> Chart:
     from xgpt.pages import charts
 
     gib = 2.0**30
-    kv_bytes: dict[int, float] = {}
+    kv: list[float] = []
     for stage in plan.stages:
-        share = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers / stage.tp
+        layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
+        share = layers * max(1 / stage.tp, 1 / plan.model.num_kv_heads)
         bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.dtype) * share
-        kv_bytes |= dict.fromkeys(stage.devices, bytes_)
-    devices = sorted(kv_bytes)
-    kv = [kv_bytes[device] / gib for device in devices]
+        kv += [bytes_ / gib] * stage.tp
+    devices = range(len(kv))
     rest = [total / gib - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True)]
     usable = plan.cluster.device.memory_bytes * plan.cluster.device.usable_memory / gib
     return charts.memory(

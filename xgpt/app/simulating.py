@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ def simulate(
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay sampled requests on the simulated engine; all at once, or at a rate.
 
+    One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
+
     Args:
         burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
 
@@ -88,9 +91,19 @@ def simulate(
     saturated = arrival_rate is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
     inputs, outputs = sample(workload, total, rng)
-    arrivals_s = np.zeros(total) if arrival_rate is None else gamma_arrivals(arrival_rate, total, burstiness, rng)
+    arrivals_s = (
+        np.zeros(total)
+        if arrival_rate is None
+        else gamma_arrivals(arrival_rate / plan.replicas, total, burstiness, rng)
+    )
     log = _run(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
-    return read_log(plan, workload, log, num_requests, saturated=saturated), log
+    measured = read_log(plan, workload, log, num_requests, saturated=saturated)
+    measured = replace(
+        measured,
+        throughput_rps=plan.replicas * measured.throughput_rps,
+        output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
+    )
+    return measured, log
 
 
 def replay_trace(

@@ -6,9 +6,41 @@ from xgpt.schema import Plan
 
 
 def settings_text(plan: Plan) -> str:
-    """The control variables of a plan: "encode_batch 4, decode_iterations 9"."""
+    """The control variables of a plan: "encode_batch 4, decode_iterations 9"; with several devices, also where."""
     policy = plan.policy
-    return ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
+    texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
+    for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
+        if getattr(policy, name, 1) > 1:
+            texts.append(f"{name} {getattr(policy, name)}")
+    if plan.cluster.num_devices > 1:
+        texts.append(_shape(plan))
+    return ", ".join(texts)
+
+
+def placement_in_words(plan: Plan) -> str:
+    """Which devices work together, and how."""
+    used = plan.replicas * sum(stage.tp for stage in plan.stages)
+    replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
+    lanes = {"both": "", "encode": "encode ", "decode": "decode "}
+    parts = []
+    for lane, name in lanes.items():
+        stages = [stage for stage in plan.stages if stage.lane == lane]
+        if stages:
+            degrees = [stage.tp for stage in stages]
+            groups = [f"{degrees.count(tp)} x {tp} device{'s' * (tp > 1)}" for tp in dict.fromkeys(degrees)]
+            parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
+    return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
+
+
+def _shape(plan: Plan) -> str:
+    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]"."""
+    lanes = []
+    for lane in ("both", "encode", "decode"):
+        degrees = [str(stage.tp) for stage in plan.stages if stage.lane == lane]
+        if degrees:
+            lanes.append(f"[{' '.join(degrees)}]")
+    replicas = f"{plan.replicas} x " if plan.replicas > 1 else ""
+    return replicas + " > ".join(lanes)
 
 
 def schedule_in_words(plan: Plan) -> str:

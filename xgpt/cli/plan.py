@@ -14,10 +14,10 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
 @problem_options
 @click.option(
     "--policy",
-    type=click.Choice(["auto", "exegpt", "rra", "chunked", "orca", "static"]),
+    type=click.Choice(["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]),
     default="auto",
     show_default=True,
-    help="auto: the best of all; exegpt: of the paper's own.",
+    help="auto: the best of all; exegpt: of rra and waa.",
 )
 @search_options
 @click.option(
@@ -58,7 +58,7 @@ def command(
     from pathlib import Path
 
     from xgpt.app.planning import plan_each, resolve
-    from xgpt.app.wording import proof_in_words, schedule_in_words
+    from xgpt.app.wording import placement_in_words, proof_in_words, schedule_in_words
     from xgpt.cli import render
     from xgpt.io import dump_json, write_atomic
     from xgpt.schema import Constraint
@@ -79,6 +79,7 @@ def command(
         f"{subject.workload.name}, {bound}, headroom {100 * best.constraint.headroom:.1f}%",
         render.plans_table(plans),
         f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
+        *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
         f"proof: {proof_in_words(best)}",
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),

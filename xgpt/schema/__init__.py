@@ -15,6 +15,7 @@ from xgpt.schema.plan import (
     ProfileRef,
     SearchCertificate,
     Stage,
+    StageLane,
 )
 from xgpt.schema.policy import (
     ChunkedSettings,
@@ -76,6 +77,7 @@ __all__ = [
     "SearchCertificate",
     "SingleLaneSettings",
     "Stage",
+    "StageLane",
     "StaticSettings",
     "StepRecord",
     "Surface",

@@ -19,6 +19,7 @@ KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "sjf", "edf", "das"]
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
+StageLane = Literal["both", "encode", "decode"]
 
 
 class Constraint(Frozen):
@@ -65,7 +66,7 @@ class Admission(Frozen):
 class Stage(Frozen):
     """One pipeline stage: which devices hold which layers, [first, last)."""
 
-    lane: Literal["both", "encode", "decode"] = "both"
+    lane: StageLane = "both"
     devices: tuple[int, ...]
     encode_layers: tuple[int, int] | None = None
     decode_layers: tuple[int, int]

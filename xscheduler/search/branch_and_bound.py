@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from xscheduler.bound import interval_bound
+from xscheduler.bound import BOUND, box_bounds
 from xscheduler.search.base import Found
 from xscheduler.space import Evaluation, Ints, Space
 
@@ -53,7 +53,7 @@ class _Open:
         self.space = space
         self.branches = space.branches()
         self.blocks: list[_Block] = []
-        low = tuple(0 for _ in space.searched)
+        low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
         self.roots: list[Box] = [(low, high, branch) for branch in range(len(self.branches))]
 
@@ -79,8 +79,7 @@ class _Open:
     def columns(self, points: Sequence[tuple[tuple[int, ...], int]]) -> dict[str, Ints]:
         columns: dict[str, Ints] = {}
         for i, axis in enumerate(self.space.searched):
-            values = np.asarray(axis.values)
-            columns[axis.variable.name] = values[[point[i] for point, _ in points]]
+            columns[axis.variable.name] = axis.values[[point[i] for point, _ in points]]
         for axis in self.space.enumerated:
             name = axis.variable.name
             columns[name] = np.asarray([self.branches[branch][name] for _, branch in points])
@@ -130,13 +129,9 @@ class _Search:
             left = [block.bound for block in opened[i].blocks] if i in opened else [self.spaces[i].bound]
             self.unexplored = max(self.unexplored, *left)
         if self.best is None:
-            return Found(None, None, {}, self.evaluations, 0.0, self.bound_name)
+            return Found(None, None, {}, self.evaluations, 0.0, BOUND)
         gap = max(0.0, self.unexplored / self.best_throughput - 1)
-        return Found(self.best.space, self.best.settings, self.best.values, self.evaluations, gap, self.bound_name)
-
-    @property
-    def bound_name(self) -> str:
-        return self.spaces[0].bound_name
+        return Found(self.best.space, self.best.settings, self.best.values, self.evaluations, gap, BOUND)
 
     def divide(self, of: _Open, boxes: list[Box]) -> None:
         """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
@@ -149,21 +144,19 @@ class _Search:
         floor = of.space.evaluate_floor(columns, evaluation)
         self._keep_best(of.space, columns, evaluation)
         num_corners = len(corners[0])
-        # [boxes, corners]; corner 0 has every value at its lowest, the last one at its highest.
-        low, high = slice(0, None, num_corners), slice(num_corners - 1, None, num_corners)
-        bounds = interval_bound(of.space, evaluation, floor, low, high)
-        slow, fast = self._ends(of.space, num_corners)
+        slow, fast = self._ends(of.space)
+        bounds = box_bounds(of.space, evaluation, floor, num_corners, fast)
         for k, box in enumerate(boxes):
             at = k * num_corners
-            if not (floor.fits[at + slow] and floor.excess[at + slow] <= LATENCY_TOLERANCE):
+            if not (floor.in_memory[at + slow] and floor.excess[at + slow] <= LATENCY_TOLERANCE):
                 continue
             if box[0] == box[1]:
                 continue
             bound = float(bounds[k])
-            promise = bound
-            if evaluation.fits[at + fast]:
+            promise = bound / (1 + THROUGHPUT_TOLERANCE)
+            if fast is not None and evaluation.fits[at + fast]:
                 # Outside memory the corner predicts nothing: only the bound speaks for the block.
-                tolerated = evaluation.performance.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
+                tolerated = evaluation.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
                 promise = min(bound, float(tolerated))
             priority = max(promise, bound / (1 + TARGET_GAP))
             if priority > self.best_throughput:
@@ -171,20 +164,22 @@ class _Search:
             else:
                 self.unexplored = max(self.unexplored, bound)
 
-    def _ends(self, space: Space, num_corners: int) -> tuple[int, int]:
-        """Which corner is the slow one (lowest throughput and latency), and which the fast one."""
-        fast = 0
+    def _ends(self, space: Space) -> tuple[int, int | None]:
+        """Which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
+        slow = fast = 0
         for axis in space.searched:
+            slow = 2 * slow + (axis.variable.latency == "falls")
             fast = 2 * fast + (axis.variable.throughput == "rises")
-        return num_corners - 1 - fast, fast
+        directed = all(axis.variable.throughput != "none" for axis in space.searched)
+        return slow, fast if directed else None
 
     def _keep_best(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.performance.throughput, -np.inf)
+        throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.throughput, -np.inf)
         index = int(throughput.argmax())
         if throughput[index] > self.best_throughput:
             self.best_throughput = float(throughput[index])
             settings = space.settings(columns, index)
-            self.best = Found(space, settings, evaluation.performance.at(index), 0, None, "")
+            self.best = Found(space, settings, evaluation.at(index), 0, None, "")
 
 
 def search(spaces: Sequence[Space]) -> Found:

@@ -19,8 +19,8 @@ def search(spaces: Sequence[Space]) -> Found:
     for space in spaces:
         columns = space.all_points()
         evaluation = space.evaluate(columns)
-        throughput = np.where(evaluation.feasible, evaluation.performance.throughput, -np.inf)
+        throughput = np.where(evaluation.feasible, evaluation.throughput, -np.inf)
         index = int(throughput.argmax())
         if throughput[index] > best.throughput:
-            best = Found(space, space.settings(columns, index), evaluation.performance.at(index), 0, 0.0, BOUND)
+            best = Found(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, BOUND)
     return replace(best, evaluations=sum(space.evaluations for space in spaces))

@@ -33,9 +33,9 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
         overfull = float(evaluation.performance.peak_requests[0] / space.capacity - 1)
         trial.set_constraint("memory", overfull)
         trial.set_constraint("latency", float(evaluation.excess[0]))
-        throughput = float(evaluation.performance.throughput[0])
+        throughput = float(evaluation.throughput[0])
         if evaluation.feasible[0] and (best is None or throughput > best.throughput):
-            best = Found(space, space.settings(columns, 0), evaluation.performance.at(0), 0, None, "")
+            best = Found(space, space.settings(columns, 0), evaluation.at(0), 0, None, "")
         return throughput
 
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)

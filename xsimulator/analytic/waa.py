@@ -62,31 +62,15 @@ class TwoLaneModel:
         values = {name: np.atleast_1d(np.asarray(column, float)) for name, column in columns.items()}
         encode_batch, cap = values["encode_batch"], values["max_decode_batch"]
         microbatches = values.get("decode_microbatches", np.ones_like(cap))
-        lengths, pipeline = self.lengths, self._encode_pipeline
-        tokens = encode_batch * lengths.mean_input
-        te = self._encode_table(encode_batch)
-        through = pipeline.through(te, self.encode.hop(tokens))
-        sd = np.sqrt(lengths.mean_square_input / 6) / tokens
-        stages = pipeline.num_stages
-        # As many batches are under way as there are stages: the longest of them sets their pace.
-        longest = 1 + expected_max_deviate(stages) * sd
-        interval = np.maximum(te.max(axis=0), through * longest / stages)
-        moving = self.transfer(tokens)
+        lengths = self.lengths
+        through, interval, moving, sd = self._encoding(encode_batch)
+        tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-
-        rounds, hops = self._decode_grid  # [grid] of the slowest stage, [grid] through all
-        m = microbatches[:, None]
-        seconds = np.maximum(m * rounds, hops)  # [n, grid]
-        inside = m * GRID
+        inside, rate, total = self._decoding(encode_batch, through + moving, microbatches)
         mean_decodes = max(self.mean_decodes, 1e-9)
-        rate = inside / (mean_decodes * np.maximum(seconds, 1e-12))
-        before = (through + moving)[:, None] + seconds / 2
-        total = inside + rate * before + (encode_batch[:, None] - 1) / 2
         batch = np.minimum(_crossing(inside, total, cap), _crossing(inside, rate, limit))
         batch = np.maximum(batch, 1e-9)
-        step = np.maximum(
-            microbatches * np.interp(batch / microbatches, GRID, rounds), np.interp(batch / microbatches, GRID, hops)
-        )
+        step = self._step(batch, microbatches)
         throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
 
         met = sd**2
@@ -111,6 +95,48 @@ class TwoLaneModel:
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=encode_batch / throughput,
         )
+
+    def limits(self, encode_batch: Array, max_decode_batch: Array, microbatches: Array) -> tuple[Array, Array]:
+        """Requests a second that the encode lane, and that the cap, allow: the throughput is at most either.
+
+        The first rises with encode_batch; the second falls with it, and rises with max_decode_batch.
+        """
+        through, interval, moving, _ = self._encoding(encode_batch)
+        inside, _, total = self._decoding(encode_batch, through + moving, microbatches)
+        batch = np.maximum(_crossing(inside, total, max_decode_batch), 1e-9)
+        decode = batch / (max(self.mean_decodes, 1e-9) * self._step(batch, microbatches))
+        return encode_batch / np.maximum(interval, moving), decode
+
+    def _encoding(self, encode_batch: Array) -> tuple[Array, Array, Array, Array]:
+        """(seconds through the encode lane, from one batch to the next, of the transfer; deviation of its tokens)."""
+        tokens = encode_batch * self.lengths.mean_input
+        te = self._encode_table(encode_batch)
+        through = self._encode_pipeline.through(te, self.encode.hop(tokens))
+        sd = np.sqrt(self.lengths.mean_square_input / 6) / tokens
+        stages = self._encode_pipeline.num_stages
+        # As many batches are under way as there are stages: the longest of them sets their pace.
+        longest = 1 + expected_max_deviate(stages) * sd
+        return through, np.maximum(te.max(axis=0), through * longest / stages), self.transfer(tokens), sd
+
+    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array) -> tuple[Array, Array, Array]:
+        """(requests in decode, requests a second, requests inside in all) at the grid's points. # [n, grid] each
+
+        Args:
+            before: seconds from admission to the decode lane.
+        """
+        rounds, hops = self._decode_grid  # [grid] of the slowest stage, [grid] through all
+        m = microbatches[:, None]
+        seconds = np.maximum(m * rounds, hops)
+        inside = m * GRID
+        rate = inside / (max(self.mean_decodes, 1e-9) * np.maximum(seconds, 1e-12))
+        total = inside + rate * (before[:, None] + seconds / 2) + (encode_batch[:, None] - 1) / 2
+        return inside, rate, total
+
+    def _step(self, batch: Array, microbatches: Array) -> Array:
+        """Seconds of an iteration of all micro-batches."""
+        rounds, hops = self._decode_grid
+        each = batch / microbatches
+        return np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(each, GRID, hops))
 
     @cached_property
     def _encode_table(self) -> Table:

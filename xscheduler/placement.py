@@ -1,0 +1,280 @@
+"""Where a model can stand on a cluster: replicas, pipeline stages, partial tensor parallelism, the split of WAA.
+
+A replica takes n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, the rest work one by
+one, and each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are shared out so that the slowest stage is
+as fast as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from xgpt.schema import ClusterSpec, ModelSpec, Profile, TensorParallel
+from xsimulator.cost import Grid, Line
+from xsimulator.lengths import Lengths
+from xsimulator.placement import Lane, degrees, lane, spread
+
+MAX_SPLITS = 6
+"""Values of tp_devices tried for a degree: every multiple of it where there are no more, else evenly spaced ones."""
+FEW_DEVICES = 8
+"""Up to so many, every size of a replica and every split of WAA is tried."""
+TYPICAL_BATCH = 32
+"""Requests in decode for which stages, and the lanes of WAA, are balanced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One lane on some devices."""
+
+    tp: TensorParallel
+    lane: Lane
+
+    @property
+    def num_devices(self) -> int:
+        return sum(stage.tp for stage in self.lane)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.lane)
+
+    @property
+    def is_uniform(self) -> bool:
+        return len({stage.tp for stage in self.lane}) == 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Everything about a plan that is neither policy nor its searched variables.
+
+    Attributes:
+        layouts: the one lane, or WAA's encode and decode lanes.
+        fixed: values of the settings that belong to the placement.
+    """
+
+    replicas: int
+    layouts: tuple[Layout, ...]
+    fixed: dict[str, Any]
+
+    @property
+    def encode_lane(self) -> Lane:
+        return self.layouts[0].lane
+
+    @property
+    def decode_lane(self) -> Lane:
+        return self.layouts[-1].lane
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return sum(layout.num_devices for layout in self.layouts)
+
+    @property
+    def microbatches(self) -> int:
+        """That share the decode lane."""
+        fixed = self.fixed
+        return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Replicas of equal stages: what other planners offer."""
+        return len(self.layouts) == 1 and self.layouts[0].is_uniform
+
+
+class Placements:
+    """The placements of one model on one cluster.
+
+    Args:
+        max_devices: take no more than so many.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        profile: Profile,
+        lengths: Lengths,
+        max_devices: int | None = None,
+    ) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._profile = profile
+        self._lengths = lengths
+        self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
+        self._shared: dict[tuple[int, int, bool, bool, int], tuple[Layout, ...]] = {}
+        self._seconds: dict[tuple[int, bool, bool], float] = {}
+
+    def of(self, kind: str) -> list[Placement]:
+        """Every placement that a policy may take; devices may be left idle.
+
+        A replica of n devices stands floor(N/n) times: up to 8 devices, more of them lose no placement.
+        """
+        found = []
+        for size in _sizes(self.num_devices):
+            replicas = self.num_devices // size
+            found += list(self._waa(size, replicas) if kind == "waa" else self.one_lane(kind, size, replicas))
+        return found
+
+    def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
+        """So many replicas of so many devices, encode and decode on the same ones."""
+        for layout in self.layouts(size):
+            if not self._fits_nodes((layout,), replicas):
+                continue
+            tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices}
+            for fixed in _microbatches(kind, layout.num_stages):
+                yield Placement(replicas, (layout,), tp | fixed)
+
+    def _waa(self, size: int, replicas: int) -> Iterator[Placement]:
+        for encoders, allocation in self._allocations(size).items():
+            for encode in self.layouts(encoders, decode=False):
+                for decode in self.layouts(size - encoders, encode=False, first_device=encoders):
+                    if not self._fits_nodes((encode, decode), replicas):
+                        continue
+                    for count in sorted({1, decode.num_stages}):
+                        fixed = {
+                            "allocation": allocation,
+                            "encode_tp": encode.tp,
+                            "decode_tp": decode.tp,
+                            "decode_microbatches": count,
+                        }
+                        yield Placement(replicas, (encode, decode), fixed)
+
+    def layouts(
+        self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
+    ) -> tuple[Layout, ...]:
+        """Every lane on so many devices that has a layer for each stage, and a link between stages."""
+        key = (size, first_device, encode, decode, 0)
+        if key not in self._shared:
+            self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
+        return self._shared[key]
+
+    def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[Layout]:
+        model, profile = self._model, self._profile
+        for degree in profile.tp_degrees:
+            for tp_devices in _splits(size, degree):
+                tps = degrees(size, degree, tp_devices)
+                if len(tps) > 1 and profile.hop is None:
+                    continue
+                encoder = None
+                if model.is_encoder_decoder:
+                    encoder = self._shares(tps, model.num_encoder_layers, encode, False) if encode else None
+                    decoder = self._shares(tps, model.num_layers, False, decode) if decode else (0,) * len(tps)
+                    if encode and encoder is None:
+                        continue
+                else:
+                    decoder = self._shares(tps, model.num_layers, encode, decode)
+                if decoder is None:
+                    continue
+                heads = decode or not model.is_encoder_decoder
+                stages = lane(tps, decoder, encoder, heads=heads, first_device=first_device, cluster=self._cluster)
+                if any(stage.far for stage in stages) and profile.inter_node_hop is None:
+                    continue
+                yield Layout(TensorParallel(degree=degree, devices=tp_devices), stages)
+
+    def _shares(self, tps: tuple[int, ...], num_layers: int, encode: bool, decode: bool) -> tuple[int, ...] | None:
+        if len(tps) > num_layers:
+            return None
+        layer_s = [self._layer_seconds(tp, encode, decode) for tp in tps]
+        head = Line.of(self._profile.head_of(tps[-1]))
+        fixed_s = [0.0] * len(tps)
+        fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * float(head(TYPICAL_BATCH)) / TYPICAL_BATCH
+        return spread(num_layers, layer_s, fixed_s)
+
+    def _layer_seconds(self, tp: int, encode: bool, decode: bool) -> float:
+        """Of a layer, for each request, at a typical batch."""
+        key = (tp, encode, decode)
+        if key not in self._seconds:
+            lengths, layer, batch = self._lengths, self._profile.layer(tp), TYPICAL_BATCH
+            seconds, tokens = 0.0, batch * lengths.mean_input
+            if encode:
+                rest, attention = Line.of(layer.rest), Grid(layer.encode_attention)
+                if self._profile.encoder_layers:
+                    encoder = self._profile.encoder_layer(tp)
+                    rest, attention = Line.of(encoder.rest), Grid(encoder.attention)
+                seconds += float(rest(tokens) + attention(batch, lengths.mean_input)) / batch
+            if decode:
+                attention = Grid(layer.decode_attention)
+                step = Line.of(layer.rest)(batch) + attention(batch, lengths.mean_decode_context)
+                seconds += lengths.mean_decodes * float(step) / batch
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+    def _allocations(self, size: int) -> dict[int, str]:
+        """Numbers of encode devices, and whether each is nearer to WAA-C (by computing time) or WAA-M (by memory).
+
+        Both depend on the batch, which is searched later: so they and the numbers next to them are tried, and every
+        number where there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
+        """
+        if size < 2:
+            return {}
+        encode = self._num_encoder_layers * self._layer_seconds(1, True, False)
+        decode = self._model.num_layers * self._layer_seconds(1, False, True)
+        by_compute = ceil(size * encode / (encode + decode))
+        by_memory = self._encoders_by_memory(size)
+        near = {center + step for center in (by_compute, by_memory) for step in (-1, 0, 1)}
+        tried = range(1, size) if size <= FEW_DEVICES else sorted(near & set(range(1, size)))
+        return {n: "compute" if abs(n - by_compute) <= abs(n - by_memory) else "memory" for n in tried}
+
+    @property
+    def _num_encoder_layers(self) -> int:
+        return self._model.num_encoder_layers or self._model.num_layers
+
+    def _encoders_by_memory(self, size: int) -> int:
+        """Encode devices so that all devices hold equally much: the decode lane's K/V fills what weights leave."""
+        model, dtype = self._model, self._profile.dtype
+        device = self._cluster.device
+        total = size * device.memory_bytes * device.usable_memory
+        weights = model.weight_bytes(dtype)
+        encode = weights * (model.num_encoder_layers / (model.num_encoder_layers + model.num_layers) or 1.0)
+        decode = weights - encode if model.is_encoder_decoder else weights
+        kv = max(total - encode - decode, 0.0)
+        return round(size * encode / (encode + decode + kv))
+
+    def _fits_nodes(self, layouts: tuple[Layout, ...], replicas: int) -> bool:
+        """Whether no group reaches over the edge of a node, in any replica."""
+        per_node = self._cluster.devices_per_node
+        size = sum(layout.num_devices for layout in layouts)
+        widest = max(layout.tp.degree for layout in layouts)
+        if all(n % widest == 0 for n in (per_node, size, layouts[0].num_devices)):
+            return True
+        start, groups = 0, []
+        for layout in layouts:
+            for stage in layout.lane:
+                groups.append((start, stage.tp))
+                start += stage.tp
+        return all(
+            (r * size + first) % per_node + tp <= per_node for r in range(replicas) for first, tp in groups if tp > 1
+        )
+
+
+def _sizes(num_devices: int) -> list[int]:
+    """Devices of a replica: every number while they are few, then in steps of 2, 4 and 8; and every even share."""
+    steps = {
+        n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
+    }
+    return sorted(steps | {num_devices // replicas for replicas in range(1, num_devices + 1)})
+
+
+def _splits(size: int, degree: int) -> Iterator[int]:
+    """tp_devices worth trying on so many devices."""
+    if degree == 1:
+        yield 0
+        return
+    groups = size // degree
+    step = max(1, -(-groups // MAX_SPLITS))
+    yield from (degree * count for count in range(groups, 0, -step))
+
+
+def _microbatches(kind: str, num_stages: int) -> list[dict[str, int]]:
+    """Micro-batches worth trying on a pipeline: fewer than stages leave bubbles, more make smaller steps."""
+    counts = sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]
+    if kind != "static":
+        return [{"microbatches": count} for count in counts]
+    # FasterTransformer takes as many of both; DeepSpeed Inference more to encode.
+    return [
+        {"encode_microbatches": factor * count, "decode_microbatches": count}
+        for count in counts
+        for factor in ((1, 2) if num_stages > 1 else (1,))
+    ]

@@ -1,0 +1,335 @@
+"""Throughput that a placement cannot exceed, whatever its settings, for thousands of placements at once.
+
+Let m be the mean requests in decode of a micro-batch, over its iterations. An iteration takes a stage at least the
+convex floor of its times at m (Jensen), and brings with it, on average, m / E[D] prompts to encode. Each stage does
+this for M micro-batches, one after the other; each micro-batch passes all stages before its next iteration:
+
+    t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
+
+and, where encoding and decoding take turns (rra, static), the first prompts pass all stages before the last ones do:
+
+    t(m) >= decode_1(m) + m / E[D] (sum_j encode_j + (M - 1) max_j encode_j)
+
+By Little's law the throughput is at most M m / (E[D] t(m)). A request of D decode iterations meets D of them, with the
+encoding that falls between, so that D t(m) is at most the latency bound; and M m requests must fit in memory. Both
+cut m off from above. Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.analytic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.schema import Constraint, ModelSpec, Profile
+from xscheduler.placement import Placement
+from xsimulator.cost import Grid, Line
+from xsimulator.lengths import Lengths
+from xsimulator.placement import Lane, StageShape
+
+Array = npt.NDArray[np.float64]
+
+MANY = 1e9
+"""Tokens that no step has."""
+MAX_KINDS = 5
+"""Distinct stages of a lane that are told apart."""
+BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
+"""Where phases run empty, m is less than the one request that an iteration has at least."""
+NUM_PHASES = 24
+"""Lengths of an rra phase at which the share of idle iterations is looked up."""
+
+
+class _Stages(NamedTuple):
+    """Distinct stages of a lane, padded with stages that take no time. # [kinds, m] but for encode_s, [kinds]"""
+
+    decode_s: Array
+    mixed_s: Array
+    """A step that also encodes what the decode batch needs to stay as large."""
+    met_s: Array
+    """The same without the prompts that the request itself displaces."""
+    encode_s: Array
+    """Of one prompt, at its cheapest."""
+    passing_s: Array
+    """All stages and hops, decode only. # [m]"""
+    first_s: Array
+    """The first stage, decode only. # [m]"""
+    through_s: float
+    """Of one prompt, at its cheapest, through all stages."""
+
+
+class Screen:
+    """Bounds of the placements of one problem.
+
+    Args:
+        profile: its minorant: tables that never fall.
+    """
+
+    def __init__(
+        self, model: ModelSpec, profile: Profile, lengths: Lengths, quantile_decodes: int, constraint: Constraint
+    ) -> None:
+        self._model = model
+        self._profile = profile
+        self._lengths = lengths
+        self._decodes = max(quantile_decodes, 1)
+        slack = 1 + constraint.headroom
+        self._latency_s = (constraint.latency_bound_s or np.inf) / slack
+        self._tpot_s = (constraint.tpot_s or np.inf) / slack
+        self._mean_decodes = max(lengths.mean_decodes, 1e-9)
+        layer = profile.layers[0]
+        most = float(layer.decode_attention.batches[-1])
+        tokens = np.asarray(layer.rest.points, float)
+        points = np.concatenate([tokens, tokens / self._tokens_per_decode, layer.decode_attention.batches])
+        self.batches: Array = np.unique(
+            np.concatenate([BELOW_ONE, [1.0], points[(points > 1) & (points < most)], [most]])
+        )
+        """Mean decode batches of a micro-batch, m."""
+        self._lanes: dict[Lane, _Stages] = {}
+        self._degrees: dict[int, _Degree] = {}
+
+    @property
+    def _tokens_per_decode(self) -> float:
+        """Tokens that pass for each decode iteration of a request, its share of a prompt included."""
+        return 1 + self._lengths.mean_input / self._mean_decodes
+
+    def bounds(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> Array:
+        """Requests a second that no settings of each placement exceed, all replicas together.
+
+        Args:
+            capacities: requests that fit in the memory of a replica.
+        """
+        if not placements:
+            return np.zeros(0)
+        m, decodes = self.batches, self._mean_decodes
+        micro = np.asarray([float(placement.microbatches) for placement in placements])
+        lanes = [self._stages(placement.decode_lane) for placement in placements]
+        decode = np.stack([lane.decode_s for lane in lanes])  # [placements, kinds, m]
+        passing = np.stack([lane.passing_s for lane in lanes])[:, None]  # [placements, 1, m]
+        encode = np.stack([lane.encode_s for lane in lanes])[:, :, None] * m  # of m prompts
+        each = micro[:, None, None]
+        before_s = np.zeros(len(placements))
+        match kind:
+            case "orca" | "chunked":
+                working = [each * np.stack([lane.mixed_s for lane in lanes]), passing]
+                met = [each * np.stack([lane.met_s for lane in lanes]), passing]
+            case "static":
+                # Finished requests hold their place: all decode until the longest ends, and meet one encode phase.
+                # The first round may overlap with encoding.
+                phase = self._phase_s(placements, lanes) * micro[:, None] * m
+                rounds = np.maximum(self._longest - 1, 0.0) / decodes
+                working = [phase[:, None] / decodes + rounds * np.maximum(each * decode, passing)]
+                own_rounds = np.maximum(self._longest_met - 1, 0.0) / self._decodes
+                met = [
+                    each * (decode * own_rounds + encode / self._decodes),
+                    passing * (self._decodes - 1) / self._decodes,
+                ]
+            case "waa":
+                working = met = [each * decode, passing]
+                before_s = np.asarray([self._stages(p.encode_lane).encode_s.sum() for p in placements])
+            case _:
+                first = np.stack([lane.first_s for lane in lanes])
+                turn = first + self._phase_s(placements, lanes) * micro[:, None] * m / decodes
+                working = [each * (decode + encode / decodes), passing, turn[:, None]]
+                # Only iterations that find somebody take time.
+                met = [seconds * self._busy for seconds in working]
+
+        left_s = (self._latency_s - before_s) / self._decodes
+        most = np.minimum(np.asarray(capacities, float) / micro, m[-1])
+        most = np.minimum(most, self._crossing(np.concatenate(met, axis=1), left_s).min(axis=1))
+        if kind == "waa":
+            # A decode lane may have less than one request on average.
+            most = np.where((most < 1) & (left_s > 0), 1.0, most)
+        gaps = np.concatenate([each * decode, passing], axis=1) * (self._busy if kind == "rra" else 1.0)
+        most = np.minimum(most, self._crossing(gaps, np.full(len(placements), self._tpot_s)).min(axis=1))
+
+        busy = self._busy if kind == "rra" else np.ones_like(m)
+        best = self._highest(np.concatenate(working, axis=1), most, micro, busy).min(axis=1)
+        if kind == "waa":
+            slowest = np.asarray([self._stages(p.encode_lane).encode_s.max() for p in placements])
+            best = np.minimum(best, 1 / slowest)
+        replicas = np.asarray([float(placement.replicas) for placement in placements])
+        return np.where(most >= 0, best * replicas, 0.0)
+
+    def _phase_s(self, placements: Sequence[Placement], lanes: Sequence[_Stages]) -> Array:
+        """Least seconds of an encode phase, for each request in it. # [placements, 1]"""
+        parts = [p.fixed.get("encode_microbatches", p.microbatches) for p in placements]
+        phase = [(of.through_s + (n - 1) * of.encode_s.max()) / n for of, n in zip(lanes, parts, strict=True)]
+        return np.asarray(phase)[:, None]
+
+    def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
+        """The highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
+
+        Between grid points times are linear and the throughput is monotone: it is highest at one of them, or at the
+        end.
+        """
+        m = self.batches
+        index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
+        rows = np.arange(len(most))
+        share = np.clip((most - m[index]) / (m[index + 1] - m[index]), 0.0, 1.0)[:, None]
+        at_end_s = seconds[rows, :, index] * (1 - share) + seconds[rows, :, index + 1] * share
+        least = np.minimum(busy[index], busy[index + 1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self._mean_decodes * at_end_s)
+            throughput = micro[:, None, None] * m / busy / (self._mean_decodes * seconds)
+        inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
+        # Stages that only pad a lane take no time, and bound nothing.
+        return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
+
+    def _crossing(self, seconds: Array, limit_s: Array) -> Array:
+        """The largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
+        m = self.batches
+        count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
+        index = np.clip(count - 1, 0, len(m) - 2)
+        start = np.take_along_axis(seconds, index[:, :, None], axis=2)[:, :, 0]
+        end = np.take_along_axis(seconds, index[:, :, None] + 1, axis=2)[:, :, 0]
+        share = np.clip((limit_s[:, None] - start) / np.where(end > start, end - start, 1.0), 0.0, 1.0)
+        found = m[index] + share * (m[index + 1] - m[index])
+        return np.where(count == 0, -1.0, np.where(count == len(m), m[-1], found))
+
+    @cached_property
+    def _longest(self) -> Array:
+        """Mean iterations until the longest of m requests ends. # [m]"""
+        return self._some.sum(axis=1)
+
+    @cached_property
+    def _longest_met(self) -> Array:
+        """Those of them that a request of the quantile's length meets. # [m]"""
+        return self._some[:, : self._decodes].sum(axis=1)
+
+    @property
+    def _some(self) -> Array:
+        """Probability that one of m requests is still in decode. # [m, iterations]"""
+        survival = np.minimum(self._lengths.survival, 1.0)
+        return 1 - (1 - survival) ** np.floor(self.batches)[:, None]
+
+    @cached_property
+    def _busy(self) -> Array:
+        """Least share of an rra phase's iterations that find somebody in decode, of those a request meets. # [m]"""
+        survival, most = self._lengths.survival, self._decodes
+        least = np.ones(len(self.batches))
+        for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
+            padded = np.zeros(-(-len(survival) // n) * n)
+            padded[: len(survival)] = survival
+            share = padded.reshape(-1, n).sum(axis=0)[: max(most, 1)]
+            encoded = self.batches / max(share.mean(), 1e-12)
+            least = np.minimum(least, -np.expm1(-np.outer(encoded, share)).mean(axis=1))
+        return np.maximum(least, 1e-3)
+
+    def _stages(self, lane: Lane) -> _Stages:
+        if lane not in self._lanes:
+            self._lanes[lane] = self._stages_of(lane)
+        return self._lanes[lane]
+
+    def _stages_of(self, lane: Lane) -> _Stages:
+        counts: dict[StageShape, int] = {}
+        for stage in lane:
+            shape = stage._replace(far=False)
+            counts[shape] = counts.get(shape, 0) + 1
+        size = len(self.batches)
+        decode, mixed, met = (np.zeros((MAX_KINDS, size)) for _ in range(3))
+        encode, passing = np.zeros(MAX_KINDS), np.zeros(size)
+        # The slowest kinds are the first: leaving one out of many weakens the bound and breaks nothing.
+        shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
+        for k, shape in enumerate(shapes):
+            of = self._degree(shape.tp)
+            own = shape.decoder_layers * of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
+            passing += counts[shape] * own
+            if k < MAX_KINDS:
+                decode[k] = own
+                mixed[k] = shape.decoder_layers * of.mixed_s + shape.heads * of.head_s
+                met[k] = shape.decoder_layers * of.met_s + shape.heads * of.head_s
+                encode[k] = shape.decoder_layers * of.encode_s + shape.encoder_layers * of.encoder_s
+        near = sum(not stage.far for stage in lane[1:])
+        for curve, hops in ((self._profile.hop, near), (self._profile.inter_node_hop, len(lane) - 1 - near)):
+            if curve is not None and hops:
+                passing += hops * _convex_floor(self.batches, Line.of(curve)(self.batches))
+        first = self._degree(lane[0].tp)
+        through = sum(
+            stage.decoder_layers * self._degree(stage.tp).encode_s
+            + stage.encoder_layers * self._degree(stage.tp).encoder_s
+            for stage in lane
+        )
+        return _Stages(decode, mixed, met, encode, passing, lane[0].decoder_layers * first.decode_s, through)
+
+    @cached_property
+    def _embedding_s(self) -> Array:
+        return _convex_floor(self.batches, Line.of(self._profile.embedding)(self.batches))
+
+    def _degree(self, tp: int) -> _Degree:
+        if tp not in self._degrees:
+            self._degrees[tp] = self._degree_of(tp)
+        return self._degrees[tp]
+
+    def _degree_of(self, tp: int) -> _Degree:
+        profile, lengths, m = self._profile, self._lengths, self.batches
+        layer = profile.layer(tp)
+        rest = Line.of(layer.rest)
+        context = lengths.mean_decode_context
+        encoder_s = 0.0
+        if layer.cross is not None:
+            # Decoder steps see the prompt by cross-attention; an encoder's own layers encode it.
+            context -= lengths.mean_input
+            encoder = profile.encoder_layer(tp)
+            encoder_s = _least_of_a_prompt(Line.of(encoder.rest), Grid(encoder.attention), lengths)
+            encode_s = lengths.mean_input * float(Line.of(layer.cross.keys_values).least_per_unit(MANY))
+            prompt_tokens, prompt_s = 0.0, encode_s
+        else:
+            encode_s = _least_of_a_prompt(rest, Grid(layer.encode_attention), lengths)
+            prompt_tokens = lengths.mean_input
+            prompt_s = _least_attention(Grid(layer.encode_attention), lengths)
+        attention = _convex_floor(m, Grid(layer.decode_attention)(m, context))
+        if layer.cross is not None:
+            attention = attention + _convex_floor(m, Grid(layer.cross.attention)(m, lengths.mean_input))
+
+        def steps(prompts: Array) -> Array:
+            """Steps that decode m requests and encode so many prompts, both on average."""
+            tokens = m + prompts * prompt_tokens
+            return _convex_floor(tokens, rest(tokens)) + attention + prompts * prompt_s
+
+        prompts = m / self._mean_decodes
+        return _Degree(
+            decode_s=steps(np.zeros_like(m)),
+            mixed_s=steps(prompts),
+            met_s=steps(np.maximum(m - 1, 0.0) / self._mean_decodes),
+            head_s=_convex_floor(m, Line.of(profile.head_of(tp))(m)),
+            encode_s=encode_s,
+            encoder_s=encoder_s,
+        )
+
+
+class _Degree(NamedTuple):
+    """A layer's times at one tensor-parallel degree. # [m], or of one prompt"""
+
+    decode_s: Array
+    mixed_s: Array
+    met_s: Array
+    head_s: Array
+    encode_s: float
+    encoder_s: float
+
+
+def _convex_floor(x: Array, y: Array) -> Array:
+    """The largest function below the points that is convex from the first x of 1 or more, and constant before."""
+    first = int(np.searchsorted(x, 1.0))
+    hull: list[int] = []
+    for i in range(first, len(x)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (y[b] - y[a]) * (x[i] - x[a]) < (y[i] - y[a]) * (x[b] - x[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    return np.interp(x, x[hull], y[hull])
+
+
+def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
+    """Least seconds of a layer for encoding one prompt, in the best company."""
+    return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
+
+
+def _least_attention(attention: Grid, lengths: Lengths) -> float:
+    batches = attention.batches[1:]
+    seconds = attention(batches[:, None], lengths.inputs) @ lengths.input_probabilities
+    return float((seconds / batches).min())
