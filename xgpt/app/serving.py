@@ -17,25 +17,88 @@ if TYPE_CHECKING:
     from xgpt.schema.step_log import StepRecord
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.engine import Deploy, Engine, Executor
+    from xrunner.replicas import Replicas
     from xrunner.server import ApiKeys
     from xrunner.worker import Worker
 
 
-def build_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None, replica: int = 0) -> Engine:
-    """The engine of one replica of a plan with its weights loaded, warmed up.
+MIN_SECRET = 16
+"""Characters of what machines share."""
 
-    One device is run in this process, several by a process each. `Engine.close` ends them.
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that run a plan together, and which of them this one is.
+
+    Args:
+        rendezvous: address and port at which the first machine is met; its workers' engine is at the port behind.
+        passphrase: what all of them share, and nobody else knows.
+    """
+
+    count: int
+    rank: int
+    rendezvous: str
+    passphrase: str
+
+    @classmethod
+    def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
+        """What a command line says; None: there is one machine.
+
+        Raises:
+            InputError: something is missing, or of no use.
+        """
+        import os
+
+        if count == 1:
+            if rank or rendezvous:
+                raise InputError("nnodes", 1, "--node-rank and --rdzv-endpoint go with --nnodes 2 or more")
+            return None
+        if rank >= count:
+            raise InputError("node-rank", rank, f"machines are numbered from 0 to {count - 1}")
+        host, _, port = (rendezvous or "").rpartition(":")
+        if not host or not port.isdecimal():
+            raise InputError("rdzv-endpoint", rendezvous, "machine 0's address and a free port: HOST:PORT")
+        passphrase = os.environ.get("XGPT_CLUSTER_SECRET", "")
+        if len(passphrase) < MIN_SECRET:
+            accepted = f"set it to the same {MIN_SECRET} or more characters on every machine"
+            raise InputError("XGPT_CLUSTER_SECRET", "*" * len(passphrase), accepted)
+        return cls(count, rank, f"{host}:{port}", passphrase)
+
+    @property
+    def host(self) -> str:
+        """This machine's address, on the interface that leads to the others."""
+        from xrunner.cluster.sockets import address_towards
+
+        return address_towards(self.rendezvous.rpartition(":")[0])
+
+
+def build_engine(
+    plan: Plan, on_step: Callable[[StepRecord], None] | None = None, nodes: Nodes | None = None
+) -> Engine | Replicas:
+    """The engine of a plan with its weights loaded, warmed up.
+
+    One device is run in this process, several by a process each. `close` ends them.
+
+    Args:
+        nodes: None: this machine is the only one.
 
     Raises:
         MachineError: the plan is for devices that are not here.
     """
     from xgpt import policies
     from xrunner.engine import Engine
+    from xrunner.replicas import Replicas
 
-    check_devices(plan)
+    check_devices(plan, 1 if nodes is None else nodes.count)
+
+    def replica(number: int, on_step: Callable[[StepRecord], None] | None) -> Engine:
+        return Engine(policies.build(plan), _workers(plan, number, nodes), on_step=on_step)
+
+    if plan.replicas > 1:
+        return Replicas(replica, plan.replicas, on_step=on_step)
+    if plan.devices_per_replica > 1:
+        return replica(0, on_step)
     schedule = policies.build(plan)
-    if plan.devices_per_replica * plan.replicas > 1:
-        return Engine(schedule, _workers(plan, replica), on_step=on_step)
     worker = _one_worker(plan, schedule)
     return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
 
@@ -77,14 +140,24 @@ def _redeployer(worker: Worker) -> Deploy:
     return deploy
 
 
-def _workers(plan: Plan, replica: int) -> RemoteExecutor:
+def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
     """A process for each device of a replica."""
     from xrunner.cluster.deployment import Deployment
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.cluster.fleet import Fleet
+    from xrunner.cluster.sockets import Secret
 
     deployment = Deployment.of(plan)
-    fleet = Fleet(deployment.num_workers, first_device=replica * deployment.num_workers)
+    if nodes is None:
+        fleet = Fleet(deployment.num_workers, first_device=replica * deployment.num_workers)
+    else:
+        fleet = Fleet(
+            deployment.num_workers,
+            num_nodes=nodes.count,
+            host=nodes.host,
+            rendezvous=nodes.rendezvous,
+            secret=Secret.from_passphrase(nodes.passphrase),
+        )
     executor = RemoteExecutor(fleet, deployment)
     try:
         executor.deploy()
@@ -94,24 +167,73 @@ def _workers(plan: Plan, replica: int) -> RemoteExecutor:
     return executor
 
 
-def check_devices(plan: Plan) -> None:
+def join_nodes(plan: Plan, nodes: Nodes) -> None:
+    """Run this machine's share of a plan's workers for the first machine's engine, until that ends or SIGTERM.
+
+    Raises:
+        MachineError: the plan is for devices that are not here, or the first machine cannot be met.
+    """
+    import signal
+
+    from xrunner.cluster.agent_settings import AgentSettings, start_agent
+    from xrunner.cluster.sockets import Secret
+
+    check_devices(plan, nodes.count)
+    address, _, port = nodes.rendezvous.rpartition(":")
+    agent = start_agent(
+        AgentSettings(
+            plan.devices_per_replica // nodes.count,
+            nodes.count,
+            nodes.rendezvous,
+            "xgpt",
+            f"tcp://{address}:{int(port) + 1}",
+            Secret.from_passphrase(nodes.passphrase).private,
+            nodes.host,
+            is_host=False,
+        )
+    )
+    assert agent.stdin is not None
+    previous = signal.signal(signal.SIGTERM, lambda *_: agent.stdin and agent.stdin.close())
+    try:
+        code = agent.wait()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        agent.stdin.close()
+        agent.wait()
+    if code:
+        raise MachineError(f"the launcher of the workers has ended with exit code {code}")
+
+
+def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     """Refuse a plan for other devices than those at hand.
 
     Raises:
         MachineError: says what is missing, and how to plan for what is here.
+        InputError: the plan's devices do not spread evenly over so many machines.
     """
-    from xgpt.machine import detect
+    from xgpt.machine import detect, num_cores
 
-    planned = plan.cluster
-    here = detect(None if planned.num_devices == 1 else planned.num_devices)
-    if planned.device.type != here.device.type or planned.num_devices > here.num_devices:
-        raise MachineError(
-            f"the plan wants {planned.num_devices} x {planned.device.name}, here is {here.num_devices} x "
-            f"{here.device.name}; plan for this machine with `xgpt plan --cluster local`"
+    planned, wanted = plan.cluster, plan.replicas * plan.devices_per_replica
+    if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
+        accepted = (
+            f"the plan's {plan.replicas} replica(s) of {plan.devices_per_replica} device(s) must be one, in equal"
         )
+        raise InputError("nnodes", num_nodes, f"{accepted} parts")
+    here = detect()
+    offered = num_cores() if here.device.type == "cpu" else here.num_devices
+    wanted //= num_nodes
+    if planned.device.type == here.device.type and wanted <= offered:
+        return
+    missing = f"{wanted} x {planned.device.name}{' on each machine' if num_nodes > 1 else ''}"
+    kind = "cores" if here.device.type == "cpu" else f"x {here.device.name}"
+    local = "local" if offered == 1 else f"local, or local:2 up to local:{offered}"
+    raise MachineError(
+        f"the plan runs on {missing}; here are {offered} {kind}. Plan for what is here with "
+        f"`xgpt plan --cluster {local}`"
+    )
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, num_nodes: int = 1) -> None:
     """Refuse a plan that cannot be served here: devices, memory, checkpoint.
 
     Raises:
@@ -120,8 +242,8 @@ def check_plan(plan: Plan) -> None:
     """
     from xgpt.machine import detect
 
-    check_devices(plan)
-    offered = detect(plan.cluster.num_devices).device.memory_bytes
+    check_devices(plan, num_nodes)
+    offered = detect(plan.replicas * plan.devices_per_replica // num_nodes).device.memory_bytes
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
         raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
@@ -167,10 +289,12 @@ def serve_plan(
     step_log: Path | None = None,
     replan: bool = True,
     profile_path: str | None = None,
+    nodes: Nodes | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
+        nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
     """
@@ -182,7 +306,7 @@ def serve_plan(
     planner = find_planner(plan, profile_path) if replan else None
     log = None if step_log is None else StepLogWriter(step_log)
     thread = server.single_thread()
-    engine = thread.submit(build_engine, plan, on_step=log).result()
+    engine = thread.submit(build_engine, plan, log, nodes).result()
     limits = server.Limits()
     app = server.create_app(
         server.EngineThread(engine, thread, server.Watch(plan, planner)),
@@ -197,6 +321,7 @@ def serve_plan(
     try:
         server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
     finally:
+        thread.submit(engine.close).result()
         if log is not None:
             log.close()
 

@@ -28,6 +28,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
 @engine_option
+@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that run it together.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
+@click.option(
+    "--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met; it uses the next port, too."
+)
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
@@ -42,6 +47,9 @@ def command(
     no_replan: bool,
     profile_path: str | None,
     engine: EngineKind,
+    nnodes: int,
+    node_rank: int,
+    rendezvous: str | None,
     dry_run: bool,
     step_log: str | None,
 ) -> None:
@@ -50,6 +58,10 @@ def command(
     When lengths change, it goes over to a better plan (see http://HOST:PORT/ and /plan/history).
     Logs are JSON on standard error, one line a request, with its id and never its prompt.
 
+    A plan for several devices is run by a process for each. On several machines start the same command on each, with
+    --nnodes, its own --node-rank, and the environment variable XGPT_CLUSTER_SECRET, the same everywhere; machine 0
+    answers requests. Tensors travel unencrypted: such machines need a network of their own.
+
     \b
     Example:
       xgpt serve plan.json --port 8000
@@ -57,7 +69,7 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.serving import Exposure, check_plan, serve_plan
+    from xgpt.app.serving import Exposure, Nodes, check_plan, join_nodes, serve_plan
     from xgpt.io import load_json
     from xgpt.schema import Plan
 
@@ -75,9 +87,13 @@ def command(
             planner = None if no_replan else find_planner(plan, profile_path)
             serve_in_vllm(plan, host, port, step_log=None if step_log is None else Path(step_log), planner=planner)
         return
+    nodes = Nodes.of(nnodes, node_rank, rendezvous)
     if dry_run:
-        check_plan(plan)
+        check_plan(plan, nnodes)
         click.echo(f"{plan_path} can be served here", err=True)
+        return
+    if nodes is not None and nodes.rank:
+        join_nodes(plan, nodes)
         return
     serve_plan(
         plan,
@@ -88,4 +104,5 @@ def command(
         step_log=None if step_log is None else Path(step_log),
         replan=not no_replan,
         profile_path=profile_path,
+        nodes=nodes,
     )

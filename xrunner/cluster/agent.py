@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import forkserver, resource_tracker
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -42,6 +43,7 @@ def run() -> None:
         run_id=settings.run,
         rdzv_backend="c10d",
         rdzv_endpoint=settings.rendezvous,
+        rdzv_configs={"is_host": settings.is_host},
         max_restarts=MAX_RESTARTS,
         monitor_interval=0.1,
         start_method="forkserver",
@@ -52,6 +54,9 @@ def run() -> None:
     with contextlib.suppress(SignalException):
         elastic_launch(config, main)(told)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all there is to do now is to end
+    # Not before its children: nobody would wait for them. At their ends these close by themselves, but later.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def _end_with_input() -> None:

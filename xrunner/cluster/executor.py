@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.fleet import Fleet
 from xrunner.cluster.sockets import Sockets
 from xrunner.engine import Generation, Logprobs, WorkerLost
+
+logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
 """How often it looks, while it waits, whether a worker is lost."""
@@ -56,6 +59,8 @@ class RemoteExecutor:
         for lane in self._lanes:
             inbox = members[self._deployment.lane(lane)[0].devices[0]].hello.inbox
             self._first[lane] = sockets.connect(zmq.PUSH, inbox)
+        pids = {str(worker): member.hello.pid for worker, member in sorted(members.items())}
+        logger.info("workers are ready", extra={"fields": {"pids": pids, "load_s": round(max(seconds.values()), 2)}})
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import socket
+import struct
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils import z85
 
 from xgpt.errors import MachineError
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,30 @@ class Sockets:
         opened.curve_publickey, opened.curve_secretkey = self._secret.public, self._secret.private
         self._opened.append(opened)
         return opened
+
+
+def interface_of(host: str) -> str | None:
+    """The name of the interface that has this IPv4 address; None where that cannot be told."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
+            answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to another.
+
+    Raises:
+        MachineError: there is no way.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            opened.connect((host, 1))
+            return str(opened.getsockname()[0])
+    except OSError as error:
+        raise MachineError(f"there is no way to {host}: {error}") from None
 
 
 def free_port(host: str) -> int:

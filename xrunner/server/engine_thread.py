@@ -7,13 +7,16 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from xgpt.errors import MachineError
 from xgpt.observation import Seen
 from xgpt.policies import Pool
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine, Generation, SamplingParams, Token
+from xrunner.replicas import Pools, Replicas
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import ApiError
 from xrunner.server.watch import Watch
@@ -68,11 +71,16 @@ class EngineThread:
         watch: what observes the requests, and re-plans; None: nobody.
     """
 
-    def __init__(self, engine: Engine, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None) -> None:
+    def __init__(
+        self, engine: Engine | Replicas, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None
+    ) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
+        self.fatal: MachineError | None = None
+        """What nobody here can mend: the server is to end with it."""
+        self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
         """Whether what runs shall end, and nothing begin."""
         self._engine = engine
@@ -124,7 +132,7 @@ class EngineThread:
         return self._engine.is_emptying
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> Pool | Pools:
         return self._engine.pool
 
     def submit(
@@ -209,6 +217,7 @@ class EngineThread:
         except Exception as error:
             # Whatever it was, the requests that wait for this thread must learn that it is over.
             reason = f"the engine has failed: {type(error).__name__}: {error}"
+            self.fatal = error if isinstance(error, MachineError) else None
             logger.error(reason)
             logger.debug("traceback", exc_info=True)
             self._loop.call_soon_threadsafe(self._fail, reason)
@@ -273,3 +282,5 @@ class EngineThread:
             stream.inbox.put_nowait(ApiError(500, reason))
         self._streams.clear()
         self._waiting.clear()
+        if self.fatal is not None:
+            self.on_fatal()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from xgpt.schema import Decision
 from xgpt.workload import mean
 from xrunner.engine import Engine
+from xrunner.replicas import Replicas
 from xrunner.server.watch import Watch
 
 NAN = float("nan")
@@ -21,7 +22,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 class Metrics:
     """Changed from the event loop alone; the gauges read the pool when asked."""
 
-    def __init__(self, engine: Engine, watch: Watch | None) -> None:
+    def __init__(self, engine: Engine | Replicas, watch: Watch | None) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,7 +28,7 @@ def serve(app: FastAPI, host: str, port: int, *, drain_s: float = DRAIN_S) -> No
     error. A second signal ends it at once.
 
     Raises:
-        MachineError: the address cannot be had.
+        MachineError: the address cannot be had, or the engine's workers are gone for good.
     """
     config = uvicorn.Config(
         app,
@@ -44,6 +45,8 @@ def serve(app: FastAPI, host: str, port: int, *, drain_s: float = DRAIN_S) -> No
     try:
         with _listen(host, port) as listener:
             _Server(config, app.state.engine_thread).run(sockets=[listener])
+        if app.state.engine_thread.fatal is not None:
+            raise app.state.engine_thread.fatal
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -64,6 +67,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine_thread: EngineThread) -> None:
         super().__init__(config)
         self._engine_thread = engine_thread
+        engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine_thread.is_draining = True

@@ -1,0 +1,175 @@
+"""Plans for several devices of this machine over a small model: what placements run is chosen here, not planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xgpt.io import dump_json
+from xgpt.machine import detect
+from xgpt.schema import (
+    Constraint,
+    Estimate,
+    Histogram,
+    ModelSpec,
+    OrcaSettings,
+    Plan,
+    PolicySettings,
+    ProfileRef,
+    SearchCertificate,
+    Stage,
+    WaaSettings,
+    Workload,
+)
+
+SPEC = ModelSpec(
+    name="small",
+    family="opt",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_size=1024,
+    vocab_size=2048,
+    max_context=512,
+    tie_embeddings=False,  # a tied head would repeat the last token for ever
+)
+BLOCKS = 512
+
+
+def one_lane(degrees: Sequence[int], layers: int = SPEC.num_layers) -> tuple[Stage, ...]:
+    """A pipeline of stages with these tensor-parallel degrees."""
+    return _lane("both", degrees, layers, 0)
+
+
+def two_lanes(encode: Sequence[int], decode: Sequence[int], layers: int = SPEC.num_layers) -> tuple[Stage, ...]:
+    return _lane("encode", encode, layers, 0) + _lane("decode", decode, layers, sum(encode))
+
+
+def _lane(lane: str, degrees: Sequence[int], layers: int, first: int) -> tuple[Stage, ...]:
+    stages, count = [], len(degrees)
+    for i, degree in enumerate(degrees):
+        stages.append(
+            Stage.model_validate(
+                {
+                    "lane": lane,
+                    "devices": tuple(range(first, first + degree)),
+                    "decode_layers": (layers * i // count, layers * (i + 1) // count),
+                    "tp": degree,
+                    "kv_blocks": BLOCKS,
+                }
+            )
+        )
+        first += degree
+    return tuple(stages)
+
+
+def plan(stages: tuple[Stage, ...], *, replicas: int = 1, max_batch: int = 16, model: ModelSpec = SPEC) -> Plan:
+    """A plan that serves; what it predicts is nothing."""
+    length = Histogram(lengths=(32,), probabilities=(1.0,))
+    lanes = [stage for stage in stages if stage.lane != "encode"]
+    policy: PolicySettings = OrcaSettings(max_batch=max_batch, microbatches=len(stages))
+    if len(lanes) < len(stages):
+        policy = WaaSettings(encode_batch=4, max_decode_batch=max_batch, decode_microbatches=len(lanes))
+    estimate = {name: 0.0 for name, field_ in Estimate.model_fields.items() if field_.is_required()}
+    needed = {"memory_bytes": (0,), "encode_tokens": 128.0, "decode_batch": 8.0}
+    return Plan(
+        model=model,
+        dtype="float32",
+        cluster=detect(1),
+        workload=Workload(name="none", input=length, output=length),
+        constraint=Constraint(),
+        policy=policy,
+        replicas=replicas,
+        stages=stages,
+        estimate=Estimate.model_validate(estimate | needed),
+        search=SearchCertificate(method="exhaustive", evaluations=0, space_size=0, seconds=0.0, gap=None, bound="none"),
+        profile=ProfileRef(source="measured", sha256="0" * 64, num_threads=1),
+    )
+
+
+@dataclass
+class Served:
+    """`xgpt serve` while it runs.
+
+    Attributes:
+        lines: what it has said on standard error.
+        pids: of its workers, in the order of their numbers, those that were started last.
+    """
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def pids(self) -> list[int]:
+        return self.starts[-1]
+
+    @property
+    def starts(self) -> list[list[int]]:
+        """Process numbers each time that workers were ready."""
+        found = []
+        for line in list(self.lines):
+            if '"workers are ready"' in line:
+                found.append(list(json.loads(line)["pids"].values()))
+        return found
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if "listening on " in line:
+                self.url = line.rpartition("listening on ")[2].strip()
+                self.ready.set()
+        self.ready.set()
+
+
+@contextmanager
+def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
+    """Serve a plan as users do, until SIGTERM at the end of the block."""
+    path = directory / "plan.json"
+    path.write_text(dump_json(what))
+    command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True
+    )
+    running = Served(process)
+    reader = threading.Thread(target=running._read, daemon=True)
+    reader.start()
+    try:
+        if not running.ready.wait(180) or not running.url:
+            raise RuntimeError("the server did not start: " + " / ".join(running.lines[-3:]))
+        yield running
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            reader.join()
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+def left_over(session: int) -> list[str]:
+    """Processes, zombies included, and listening sockets that a server's session has left behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(its_session) == session:
+                found.append(f"{entry.name} {state}")
+    return found

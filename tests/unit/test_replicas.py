@@ -1,0 +1,85 @@
+"""Replicas as one engine: every token comes, requests spread, an error in one ends all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.fakes import FakeExecutor, fake_engine
+from xgpt.errors import MachineError
+from xgpt.schema.step_log import StepRecord
+from xrunner.engine import Engine, Generation
+from xrunner.replicas import Replicas
+
+
+def tokens_of(replicas: Replicas, num_requests: int) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {id_: [] for id_ in range(num_requests)}
+    ended = 0
+    while ended < num_requests:
+        for token in replicas.step() or ():
+            tokens[token.id].append(token.token)
+            ended += token.finish is not None
+        replicas.wait(0.01)
+    return tokens
+
+
+def test_requests_spread_and_all_tokens_come() -> None:
+    engines: list[Engine] = []
+    logs: list[StepRecord] = []
+
+    def build(number: int, on_step: object) -> Engine:
+        engine = fake_engine(FakeExecutor(step_s=0.001))
+        engine.listen(on_step)  # type: ignore[arg-type]
+        engines.append(engine)
+        return engine
+
+    before = threading.active_count()
+    replicas = Replicas(build, 2, on_step=logs.append)
+    for id_ in range(10):
+        replicas.submit(Generation(id_, (id_,), 6))
+    assert replicas._load == [5, 5]
+    assert tokens_of(replicas, 10) == {id_: [id_ + i for i in range(6)] for id_ in range(10)}
+    assert replicas.pool.is_idle and replicas.pool.num_running == 0 and replicas._load == [0, 0]
+    assert sum(len(record.finished) for record in logs) == 10
+    assert len({id(engine) for engine in engines}) == 2
+    replicas.close()
+    assert threading.active_count() == before
+
+
+def test_one_that_is_cancelled_makes_room_where_it_was() -> None:
+    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(step_s=0.001)), 2)
+    for id_ in range(4):
+        replicas.submit(Generation(id_, (1,), 500))
+    replicas.cancel(0)
+    replicas.cancel(0)
+    assert replicas._load == [1, 2]
+    replicas.submit(Generation(4, (1,), 1))
+    assert replicas._load[0] >= 1
+    replicas.close()
+
+
+def test_an_error_in_one_is_everybodys() -> None:
+    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(fail_at=3 if number else None)), 2)
+    for id_ in range(4):
+        replicas.submit(Generation(id_, (1,), 9))
+    with pytest.raises(RuntimeError, match="the device has gone"):
+        tokens_of(replicas, 4)
+    replicas.close()
+
+
+def test_a_replica_that_cannot_be_built_takes_the_others_down() -> None:
+    closed: list[int] = []
+
+    class Closing(FakeExecutor):
+        def close(self) -> None:
+            closed.append(1)
+
+    def build(number: int, on_step: object) -> Engine:
+        if number:
+            raise MachineError("no such device")
+        return fake_engine(Closing())
+
+    with pytest.raises(MachineError, match="no such device"):
+        Replicas(build, 2)
+    assert closed == [1]

@@ -1,0 +1,186 @@
+"""Several replicas of a plan as one engine: each steps in a thread of its own, requests go where the fewest are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from queue import Empty, SimpleQueue
+
+from xgpt.errors import MachineError
+from xgpt.policies import Pool, Request, Schedule
+from xgpt.schema.step_log import StepRecord
+from xrunner.engine import Engine, Generation, Token
+
+IDLE_S = 0.1
+"""How long an idle replica sleeps at most before it looks whether it shall end."""
+
+Outcome = list[Token] | StepRecord | Exception
+
+
+class Pools:
+    """What all replicas' pools hold together; `kv_blocks` are those that one request can have."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [engine.pool for engine in self._engines]
+
+    @property
+    def kv_blocks(self) -> int:
+        return min(pool.kv_blocks for pool in self._pools)
+
+    @property
+    def block_size(self) -> int:
+        return self._pools[0].block_size
+
+    @property
+    def num_running(self) -> int:
+        return sum(pool.num_running for pool in self._pools)
+
+    @property
+    def reserved_blocks(self) -> int:
+        return sum(pool.reserved_blocks for pool in self._pools)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(pool.num_preemptions for pool in self._pools)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [request for pool in self._pools for request in list(pool.waiting)]
+
+    @property
+    def encoding(self) -> Iterator[int]:
+        return chain.from_iterable(list(pool.encoding) for pool in self._pools)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(pool.is_idle for pool in self._pools)
+
+    def can_ever_fit(self, request: Request) -> bool:
+        return all(pool.can_ever_fit(request) for pool in self._pools)
+
+
+class Replicas:
+    """`engine.Engine` over several. Their logs follow each other as they come: each is a log of its own.
+
+    Args:
+        build: makes the engine of a replica, in the thread that is to step it; given what to tell of its steps.
+    """
+
+    is_emptying = False
+
+    def __init__(
+        self,
+        build: Callable[[int, Callable[[StepRecord], None]], Engine],
+        count: int,
+        *,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._listeners = [] if on_step is None else [on_step]
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._home: dict[int, int] = {}
+        """The replica of each request that has not ended."""
+        self._load = [0] * count
+        self._engines: list[Engine] = []
+        built: SimpleQueue[tuple[int, Engine | BaseException]] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(build, number, built), name=f"replica {number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        made = dict(built.get() for _ in self._threads)
+        for _, result in sorted(made.items()):
+            if isinstance(result, BaseException):
+                self._engines = [engine for engine in made.values() if isinstance(engine, Engine)]
+                self.close()
+                raise result
+            self._engines.append(result)
+        self.pool = Pools(self._engines)
+
+    def listen(self, on_step: Callable[[StepRecord], None]) -> None:
+        self._listeners.append(on_step)
+
+    def apply(self, schedule: Schedule) -> None:
+        raise MachineError("replicas cannot go over to another plan; start the server with that plan")
+
+    def submit(self, generation: Generation) -> None:
+        with self._lock:
+            number = min(range(len(self._load)), key=self._load.__getitem__)
+            self._home[generation.id] = number
+            self._load[number] += 1
+        self._engines[number].submit(generation)
+
+    def cancel(self, id_: int) -> None:
+        number = self._forget(id_)
+        if number is not None:
+            self._engines[number].cancel(id_)
+
+    def wait(self, timeout_s: float) -> None:
+        self._wake.wait(timeout_s)
+
+    def step(self) -> list[Token] | None:
+        """The tokens of the next step to end anywhere, or None where none has ended."""
+        while True:
+            self._wake.clear()
+            try:
+                outcome = self._outcomes.get_nowait()
+            except Empty:
+                return None
+            match outcome:
+                case Exception():
+                    raise outcome
+                case StepRecord():
+                    for listener in self._listeners:
+                        listener(outcome)
+                case tokens:
+                    for token in tokens:
+                        if token.finish is not None:
+                            self._forget(token.id)
+                    return tokens
+
+    def close(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        for engine in self._engines:
+            engine.close()
+
+    def _forget(self, id_: int) -> int | None:
+        with self._lock:
+            number = self._home.pop(id_, None)
+            if number is not None:
+                self._load[number] -= 1
+            return number
+
+    def _run(
+        self,
+        build: Callable[[int, Callable[[StepRecord], None]], Engine],
+        number: int,
+        built: SimpleQueue[tuple[int, Engine | BaseException]],
+    ) -> None:
+        """One replica's thread."""
+        try:
+            engine = build(number, self._outcomes.put)
+        except BaseException as error:
+            built.put((number, error))
+            return
+        built.put((number, engine))
+        try:
+            while not self._stopping.is_set():
+                tokens = engine.step()
+                if tokens is None:
+                    engine.wait(IDLE_S)
+                else:
+                    self._outcomes.put(tokens)
+                    self._wake.set()
+        except Exception as error:
+            self._outcomes.put(error)
+            self._wake.set()
