@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from xrunner.attention import BACKENDS, Batch, make_batch
-from xrunner.attention.numba_cpu import NumbaAttention, fused
-from xrunner.attention.reference import gather_kv
+from xrunner.attention.reference import ReferenceAttention, causal_mask, gather_kv
 from xrunner.kv_cache import write_kv
 
 BLOCK_SIZE = 16
@@ -58,13 +58,31 @@ SHAPES = [
     Shape("prompts 8 x 32", 12, 12, num_chunks=8, length=32),
     Shape("prompts 4 x 256", 12, 12, num_chunks=4, length=256),
     Shape("prompts 1 x 1024", 12, 12, num_chunks=1, length=1024),
+    Shape("prompts 4 x 256, 3 K/V heads", 12, 3, num_chunks=4, length=256),
     Shape("chunk of 128 after 512", 12, 12, num_chunks=1, start=512, length=128),
+    Shape("chunk of 64 after 192", 12, 12, num_chunks=1, start=192, length=64),
+    Shape("chunk of 16 after 192", 12, 12, num_chunks=1, start=192, length=16),
     Shape("16 x 300 and prompt 256", 12, 12, num_decodes=16, mean_context=300, num_chunks=1, length=256),
 ]
 
 
-class FusedAttention(NumbaAttention):
-    """The peer: the fused kernel for every sequence, decodes too, over keys and values gathered from blocks."""
+def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
+    whole = q.shape[0] == keys.shape[0]
+    mask = None if whole else ~causal_mask(q.shape[0], keys.shape[0], q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=whole,
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+class FusedAttention(ReferenceAttention):
+    """The peer: torch's fused kernel for every sequence, decodes too, over keys and values gathered from blocks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)

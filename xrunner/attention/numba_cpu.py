@@ -1,5 +1,8 @@
-"""Attention on a CPU in float32. Decode is compiled by numba and reads each key and value once, straight from its
-block; prompts go through torch's fused kernel, sequence by sequence (benchmarks/attention.py compares them).
+"""Attention on a CPU in float32, compiled by numba, straight from the blocks of the cache.
+
+Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Tiles
+go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. A decode
+whose heads share too few K/V heads to fill a tile takes a loop of its own (benchmarks/attention.py compares them).
 """
 
 from __future__ import annotations
@@ -7,18 +10,23 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import literally, njit, prange
 from torch import Tensor
-from torch.nn import functional as F
 
 from xrunner.attention.base import AttentionBackend, Batch
-from xrunner.attention.reference import causal_mask, gather_kv
+from xrunner.attention.lanes import add_values, address, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 NEVER = np.float32(-1e30)
 """Below any score. Not -inf, which fastmath may assume away."""
+
+NARROW, WIDE = 16, 32
+"""Lanes of a tile: a key that is loaded serves two registers of a wide one."""
+
+LEAST_GROUP = 4
+"""Queries of a decode that make a tile; fewer are faster one by one."""
 
 
 class NumbaAttention(AttentionBackend):
@@ -36,45 +44,24 @@ class NumbaAttention(AttentionBackend):
         return device.type == "cpu" and dtype == torch.float32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        numba.set_num_threads(min(torch.get_num_threads(), self._most_threads))
+        num_threads = min(torch.get_num_threads(), self._most_threads)
+        numba.set_num_threads(num_threads)
         out = torch.empty(q.shape)
-        k, v = k.contiguous(), v.contiguous()
         # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
-        _write_and_decode(
-            q[: batch.num_decodes].contiguous().numpy(),
-            k.numpy(),
-            v.numpy(),
+        _write_and_attend(
+            q.contiguous().numpy(),
+            k.contiguous().numpy(),
+            v.contiguous().numpy(),
             cache.numpy(),
             batch.cache_slots.numpy(),
+            batch.query_start.numpy(),
             batch.context_len.numpy(),
             batch.block_tables.numpy(),
             batch.num_decodes,
+            num_threads,
             out.numpy(),
         )
-        starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
-        for i in range(batch.num_decodes, len(contexts)):
-            rows = slice(starts[i], starts[i + 1])
-            if contexts[i] == starts[i + 1] - starts[i]:
-                out[rows] = fused(q[rows], k[rows], v[rows])
-            else:
-                keys, values = gather_kv(cache, batch.block_tables[i], contexts[i])
-                out[rows] = fused(q[rows], keys, values)
         return out.flatten(1)
-
-
-def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
-    whole = q.shape[0] == keys.shape[0]
-    mask = None if whole else ~causal_mask(q.shape[0], keys.shape[0], q.device)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=whole,
-        enable_gqa=q.shape[1] != keys.shape[1],
-    )
-    return out[0].transpose(0, 1)
 
 
 @njit(inline="always")
@@ -94,12 +81,11 @@ def _exp(x):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(parallel=True, nogil=True, fastmath=True, cache=True)
-def _write_and_decode(q, k, v, cache, slots, context_len, tables, num_decodes, out):
+@njit(parallel=True, nogil=True, cache=True)
+def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, num_decodes, num_threads, out):
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     group = num_heads // num_kv_heads
-    scale = np.float32(1.0 / np.sqrt(head_dim))
 
     for i in prange(k.shape[0]):
         block, offset = slots[i] // block_size, slots[i] % block_size
@@ -108,21 +94,121 @@ def _write_and_decode(q, k, v, cache, slots, context_len, tables, num_decodes, o
                 cache[0, block, h, offset, d] = k[i, h, d]
                 cache[1, block, h, offset, d] = v[i, h, d]
 
-    # Head-major: each thread gets every sequence, so ragged contexts share out evenly.
-    for task in prange(num_decodes * num_kv_heads):
-        h, i = task // num_decodes, task % num_decodes
-        queries = np.empty((group, head_dim), dtype=np.float32)
-        for g in range(group):
-            for d in range(head_dim):
-                queries[g, d] = q[i, h * group + g, d] * scale
-        acc = out[i, h * group : (h + 1) * group]
-        _decode(queries, cache[0], cache[1], h, tables[i], context_len[i], acc)
+    sequence, first_row = _tiles(query_start, group)
+    num_tiles = len(sequence)
+    counter = np.zeros(1, dtype=np.int64)
+    for _ in prange(num_threads):
+        space = _aligned((2 * head_dim + block_size + 3) * WIDE)
+        limits = np.empty(WIDE, dtype=np.int32)
+        task = take_next(counter)
+        while task < num_tiles * num_kv_heads:
+            # Head by head: a sequence's tiles find its keys and values in the processor's cache.
+            h, i, first = task // num_tiles, sequence[task % num_tiles], first_row[task % num_tiles]
+            begin, end = query_start[i], query_start[i + 1]
+            heads = slice(h * group, (h + 1) * group)
+            if i < num_decodes and group < LEAST_GROUP:
+                _decode(q[begin, heads], cache[0], cache[1], h, tables[i], context_len[i], out[begin, heads])
+            else:
+                queries, results = q[begin:end, heads], out[begin:end, heads]
+                if (end - begin) * group - first > NARROW:
+                    _attend(queries, cache, h, tables[i], context_len[i], first, results, space, limits, WIDE, 8)
+                else:
+                    _attend(queries, cache, h, tables[i], context_len[i], first, results, space, limits, NARROW, 16)
+            task = take_next(counter)
+
+
+@njit(nogil=True)
+def _tiles(query_start, group):
+    """Of each tile: its sequence, and the first of its rows among the sequence's. # int32 [tiles], int32 [tiles]"""
+    num_rows = (query_start[1:] - query_start[:-1]) * group
+    num_tiles = np.sum((num_rows + WIDE - 1) // WIDE)
+    sequence, first_row = np.empty(num_tiles, dtype=np.int32), np.empty(num_tiles, dtype=np.int32)
+    tile = 0
+    for i in range(len(num_rows)):
+        for first in range(0, num_rows[i], WIDE):
+            sequence[tile], first_row[tile] = i, first
+            tile += 1
+    return sequence, first_row
+
+
+@njit(nogil=True)
+def _aligned(size):
+    """Memory that begins where a cache line does. # float32 [size]"""
+    memory = np.empty(size + 16, dtype=np.float32)
+    first = -address(memory) % 64 // 4
+    return memory[first : first + size]
+
+
+@njit(nogil=True)
+def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_sums):
+    """One tile: rows from `first` of a sequence's, each (token, head of the group), over K/V head `h`.
+
+    Args:
+        q, out: the sequence's in this step, heads of the group. # [n, group, head_dim]
+        space: for queries, sums, scores and the state of the softmax.
+        limits: for how many keys each row sees. # int32 [lanes]
+        num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
+    """
+    literally(lanes)
+    literally(num_sums)
+    num_tokens, group, head_dim = q.shape
+    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
+    num_rows = min(lanes, num_tokens * group - first)
+    scale = np.float32(1.4426950408889634 / np.sqrt(head_dim))  # scores are powers of two
+    rows = space[: (2 * head_dim + block_size + 3) * lanes]
+    queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
+    scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
+    highest, total, shrink = state[:lanes], state[lanes : 2 * lanes], state[2 * lanes :]
+    for r in range(lanes):
+        row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
+        limits[r] = context - num_tokens + row // group + 1
+        query = q[row // group, row % group]
+        for d in range(head_dim):
+            queries[d * lanes + r] = query[d] * scale
+    sums[:] = np.float32(0.0)
+    highest[:] = NEVER
+    total[:] = np.float32(0.0)
+
+    value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
+    visible = limits[lanes - 1]
+    for b in range((visible + block_size - 1) // block_size):
+        before = b * block_size
+        n = min(block_size, visible - before)
+        start = (table[b] * num_kv_heads + h) * block_size * head_dim
+        t = 0
+        while t + num_sums <= block_size:
+            score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, num_sums, lanes)
+            t += num_sums
+        while t < n:
+            score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, 1, lanes)
+            t += 1
+        if before + n > limits[0]:
+            for t in range(n):
+                for r in range(lanes):
+                    if before + t >= limits[r]:
+                        scores[t * lanes + r] = NEVER
+        soften(scores, highest, total, shrink, n, lanes)
+        start += value_start
+        d = 0
+        while d + num_sums <= head_dim:
+            add_values(scores, shrink, cache, sums, start + d, d * lanes, n, head_dim, num_sums, lanes)
+            d += num_sums
+        while d < head_dim:
+            add_values(scores, shrink, cache, sums, start + d, d * lanes, n, head_dim, 1, lanes)
+            d += 1
+
+    for r in range(num_rows):
+        result = out[(first + r) // group, (first + r) % group]
+        share = np.float32(1.0) / total[r]
+        for d in range(head_dim):
+            result[d] = sums[d * lanes + r] * share
 
 
 @njit(nogil=True, fastmath=True)
-def _decode(queries, keys, values, h, table, context, acc):
-    """Queries of one token over one K/V head: acc = softmax(queries K^T) V, block by block."""
-    group, head_dim = queries.shape
+def _decode(q, keys, values, h, table, context, acc):
+    """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V. # q and acc [group, head_dim]"""
+    group, head_dim = q.shape
+    scale = np.float32(1.0 / np.sqrt(head_dim))
     block_size = keys.shape[2]
     scores = np.empty(block_size, dtype=np.float32)
     highest = np.full(group, NEVER, dtype=np.float32)
@@ -136,7 +222,8 @@ def _decode(queries, keys, values, h, table, context, acc):
             for t in range(n):
                 s = np.float32(0.0)
                 for d in range(head_dim):
-                    s += queries[g, d] * key[t, d]
+                    s += q[g, d] * key[t, d]
+                s *= scale
                 scores[t] = s
                 top = max(top, s)
             shrink = _exp(highest[g] - top)

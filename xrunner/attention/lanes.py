@@ -1,0 +1,226 @@
+"""Inner loops of the CPU kernel over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
+
+LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
+stays in registers. For narrower registers LLVM splits a vector into several.
+
+An array comes with the element where to start and is taken as C-contiguous; `lanes` and other counts that a loop is
+unrolled by must be constants where the function is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_UNROLL = 4
+"""Dimensions that a step of a dot product takes, so that addresses cost little."""
+
+# 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
+_EXP2 = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+
+
+@intrinsic(prefer_literal=True)
+def score_keys(
+    typing_context: Any,
+    queries: Any,
+    keys: Any,
+    scores: Any,
+    from_keys: Any,
+    from_scores: Any,
+    head_dim: Any,
+    num_keys: Any,
+    lanes: Any,
+) -> Any:
+    """Dot products with keys that lie side by side. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        arrays = _pointers(context, builder, signature, values, 3)
+        queries, keys, scores = arrays[0], builder.gep(arrays[1], [values[3]]), builder.gep(arrays[2], [values[4]])
+        dim, emit = values[5], _Emit(builder, lanes.literal_value)
+        sums = emit.variables(num_keys.literal_value)
+
+        def add_products(first: ir.Value, num_dims: int) -> None:
+            rows = [emit.load(queries, builder.add(first, _int(i))) for i in range(num_dims)]
+            for number, total in enumerate(sums):
+                key = builder.gep(keys, [builder.add(builder.mul(dim, _int(number)), first)])
+                for i, row in enumerate(rows):
+                    builder.store(emit.multiply_add(row, emit.spread(key, i), builder.load(total)), total)
+
+        num_steps = builder.sdiv(dim, _int(_UNROLL))
+        with cgutils.for_range(builder, num_steps) as step:
+            add_products(builder.mul(step.index, _int(_UNROLL)), _UNROLL)
+        with cgutils.for_range_slice(builder, builder.mul(num_steps, _int(_UNROLL)), dim, _int(1)) as (last, _):
+            add_products(last, 1)
+        for number, total in enumerate(sums):
+            emit.store(builder.load(total), scores, _int(number))
+        return context.get_dummy_value()
+
+    return types.void(queries, keys, scores, types.intp, types.intp, types.intp, num_keys, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_values(
+    typing_context: Any,
+    weights: Any,
+    shrink: Any,
+    values: Any,
+    sums: Any,
+    from_values: Any,
+    from_sums: Any,
+    num_keys: Any,
+    head_dim: Any,
+    num_dims: Any,
+    lanes: Any,
+) -> Any:
+    """sums = shrink * sums + weights^T values, over `num_dims` dimensions of the values.
+
+    # weights [num_keys, lanes], shrink [lanes], values [num_keys, head_dim], sums [num_dims, lanes]
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        weights, shrink, values, sums = _pointers(context, builder, signature, arguments, 4)
+        values, sums = builder.gep(values, [arguments[4]]), builder.gep(sums, [arguments[5]])
+        count, dim, emit = arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
+        factor = emit.load(shrink, _int(0))
+        totals = emit.variables(num_dims.literal_value)
+        for number, total in enumerate(totals):
+            builder.store(builder.fmul(emit.load(sums, _int(number)), factor), total)
+        with cgutils.for_range(builder, count) as key:
+            weight = emit.load(weights, key.index)
+            value = builder.gep(values, [builder.mul(key.index, dim)])
+            for number, total in enumerate(totals):
+                builder.store(emit.multiply_add(weight, emit.spread(value, number), builder.load(total)), total)
+        for number, total in enumerate(totals):
+            emit.store(builder.load(total), sums, _int(number))
+        return context.get_dummy_value()
+
+    return types.void(weights, shrink, values, sums, *[types.intp] * 4, num_dims, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
+    """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
+
+    `highest` rises to the highest score so far, `total` sums the weights, and `shrink` is what all earlier weights
+    must be multiplied by. # each [lanes]
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        scores, highest, total, shrink = _pointers(context, builder, signature, values, 4)
+        count, first, emit = values[4], _int(0), _Emit(builder, lanes.literal_value)
+        before = emit.load(highest, first)
+        top, mass = emit.variables(2)
+        builder.store(before, top)
+        with cgutils.for_range(builder, count) as key:
+            builder.store(emit.maximum(emit.load(scores, key.index), builder.load(top)), top)
+        now = builder.load(top)
+        factor = emit.exp2(builder.fsub(before, now))
+        builder.store(builder.fmul(emit.load(total, first), factor), mass)
+        with cgutils.for_range(builder, count) as key:
+            weight = emit.exp2(builder.fsub(emit.load(scores, key.index), now))
+            emit.store(weight, scores, key.index)
+            builder.store(builder.fadd(builder.load(mass), weight), mass)
+        emit.store(now, highest, first)
+        emit.store(factor, shrink, first)
+        emit.store(builder.load(mass), total, first)
+        return context.get_dummy_value()
+
+    return types.void(scores, highest, total, shrink, types.intp, lanes), generate
+
+
+@intrinsic
+def take_next(typing_context: Any, counter: Any) -> Any:
+    """A number that no other thread gets: the counter's, which rises by one. # int64 [1] -> int64"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        (place,) = _pointers(context, builder, signature, values, 1)
+        return builder.atomic_rmw("add", place, _int(1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def address(typing_context: Any, array: Any) -> Any:
+    """Of the first element, in bytes. # int64"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        (place,) = _pointers(context, builder, signature, values, 1)
+        return builder.ptrtoint(place, ir.IntType(64))
+
+    return types.int64(array), generate
+
+
+class _Emit:
+    """Appends instructions on vectors of some lanes to a function; arrays are counted in whole vectors."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
+        self.builder = builder
+        self.lanes = lanes
+        self.type = ir.VectorType(ir.FloatType(), lanes)
+        self.integers = ir.VectorType(ir.IntType(32), lanes)
+
+    def constant(self, value: float) -> ir.Value:
+        return ir.Constant(self.type, [value] * self.lanes)
+
+    def variables(self, count: int) -> list[ir.Value]:
+        """Zeros at first."""
+        return [cgutils.alloca_once_value(self.builder, self.constant(0.0)) for _ in range(count)]
+
+    def _place(self, array: ir.Value, index: ir.Value) -> ir.Value:
+        first = self.builder.gep(array, [self.builder.mul(index, _int(self.lanes))])
+        return self.builder.bitcast(first, self.type.as_pointer())
+
+    def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
+        return self.builder.load(self._place(array, index), align=4)
+
+    def store(self, vector: ir.Value, array: ir.Value, index: ir.Value) -> None:
+        self.builder.store(vector, self._place(array, index), align=4)
+
+    def spread(self, array: ir.Value, element: int) -> ir.Value:
+        """One element of an array in all lanes."""
+        scalar = self.builder.load(self.builder.gep(array, [_int(element)]))
+        one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, _int(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
+
+    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """One instruction where the machine has it."""
+        return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp2(self, x: ir.Value) -> ir.Value:
+        """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits."""
+        builder = self.builder
+        unary = ir.FunctionType(self.type, [self.type])
+        rint = cgutils.get_or_insert_function(builder.module, unary, f"llvm.rint.v{self.lanes}f32")
+        x = self.maximum(x, self.constant(-126.0))
+        whole = builder.call(rint, [x])
+        rest = builder.fsub(x, whole)
+        power = self.constant(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            power = self.multiply_add(power, rest, self.constant(coefficient))
+        exponent = builder.shl(builder.fptosi(whole, self.integers), ir.Constant(self.integers, [23] * self.lanes))
+        return builder.bitcast(builder.add(builder.bitcast(power, self.integers), exponent), self.type)
+
+
+def _pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
+    """Where the data of the first `count` arguments, arrays, lie."""
+    pairs = zip(signature.args[:count], values[:count], strict=True)
+    return [context.make_array(kind)(context, builder, value).data for kind, value in pairs]
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(ir.IntType(64), value)
