@@ -9,6 +9,7 @@ unrolled by must be constants where the function is called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -31,7 +32,12 @@ _EXP2 = (
 )
 
 
-@intrinsic(prefer_literal=True)
+def _inlined(function: Callable[..., Any]) -> Any:
+    """What numba calls without the first parameter, and lowers to the instructions that `generate` appends."""
+    return intrinsic(prefer_literal=True)(function)
+
+
+@_inlined
 def score_keys(
     typing_context: Any,
     queries: Any,
@@ -70,7 +76,7 @@ def score_keys(
     return types.void(queries, keys, scores, types.intp, types.intp, types.intp, num_keys, lanes), generate
 
 
-@intrinsic(prefer_literal=True)
+@_inlined
 def add_values(
     typing_context: Any,
     weights: Any,
@@ -109,7 +115,7 @@ def add_values(
     return types.void(weights, shrink, values, sums, *[types.intp] * 4, num_dims, lanes), generate
 
 
-@intrinsic(prefer_literal=True)
+@_inlined
 def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
     """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
 
@@ -140,7 +146,7 @@ def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: A
     return types.void(scores, highest, total, shrink, types.intp, lanes), generate
 
 
-@intrinsic
+@_inlined
 def take_next(typing_context: Any, counter: Any) -> Any:
     """A number that no other thread gets: the counter's, which rises by one. # int64 [1] -> int64"""
 
@@ -151,7 +157,7 @@ def take_next(typing_context: Any, counter: Any) -> Any:
     return types.int64(counter), generate
 
 
-@intrinsic
+@_inlined
 def address(typing_context: Any, array: Any) -> Any:
     """Of the first element, in bytes. # int64"""
 
