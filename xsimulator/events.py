@@ -49,7 +49,7 @@ class SimulatedEngine:
     def __init__(self, schedule: Schedule, clock: StepClock, requests: Sequence[SimulatedRequest]) -> None:
         self.schedule = schedule
         self._clock = clock
-        self._requests = requests
+        self._requests = list(requests)
         self._output_length = {request.id: request.output_length for request in requests}
         self._num_arrived = 0
         self._journal = _Journal(schedule)
@@ -72,6 +72,11 @@ class SimulatedEngine:
             if arrival_ns is None:
                 return None
             self.now_ns = arrival_ns
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """A further request, no earlier than those before: what a closed loop does whenever one has ended."""
+        self._requests.append(request)
+        self._output_length[request.id] = request.output_length
 
     def run(self) -> list[StepRecord]:
         """Run to the end."""

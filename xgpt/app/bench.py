@@ -78,8 +78,8 @@ def bench_plan(
     calibration = [calibrate()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
-        served = server or partial(_server, engine=engine)
-        with served(plan, Path(directory), step_log) as url:
+        start = server or partial(served, engine=engine)
+        with start(plan, Path(directory), step_log) as url:
             results = asyncio.run(
                 replay(
                     url,
@@ -178,15 +178,22 @@ def _client_requests(
 
 
 @contextmanager
-def _server(plan: Plan, directory: Path, step_log: Path, engine: EngineKind) -> Iterator[str]:
-    """`xgpt serve` as users run it, on a free port. Yields its URL."""
+def served(
+    plan: Plan, directory: Path, step_log: Path, *, engine: EngineKind = "native", replan: bool = False
+) -> Iterator[str]:
+    """`xgpt serve` as users run it, on a free port. Yields its URL.
+
+    Args:
+        directory: where the plan is written.
+        replan: let the server go over to other plans.
+    """
     from xgpt.io import dump_json
 
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
-    command += ["--engine", engine]
-    command += ["--no-replan", "--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
+    command += ["--engine", engine, *([] if replan else ["--no-replan"])]
+    command += ["--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
     try:

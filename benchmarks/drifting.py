@@ -1,0 +1,199 @@
+"""Requests whose lengths change in mid-run, through a plan that is watched: on the simulated clock or a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt import policies
+from xgpt.app.bench import served
+from xgpt.app.replanning import propose
+from xgpt.app.simulating import clock_of, outstanding_requests
+from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.io import read_step_log
+from xgpt.observation import ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
+from xgpt.schema.step_log import StepRecord
+from xgpt.workload import quantile, sample
+from xrunner.server.watch import LOOK_EVERY, LOOK_INTERVAL_S
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.measure import Measured, measure
+
+PLANNING_S = 1.0
+"""Time from a look to the new plan, on the simulated clock: what a planning process takes beside a busy engine."""
+
+
+class Phase(NamedTuple):
+    """So many requests of these lengths."""
+
+    workload: Workload
+    num_requests: int
+
+
+@dataclass
+class Run:
+    """What came of a run.
+
+    Attributes:
+        changes: (ended requests, decision) of each time that the plan was judged.
+        num_lost: requests without an answer, or with another length than asked for.
+    """
+
+    log: list[StepRecord]
+    changes: list[tuple[int, Decision]] = field(default_factory=list)
+    num_lost: int = 0
+    longest_look_s: float = 0.0
+
+    def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
+        """Throughput and latency after `skip` ended requests."""
+        q = plan.constraint.quantile
+        return measure(
+            self.log,
+            quantile=q,
+            quantile_output=quantile(workload.output, q),
+            skip_requests=skip,
+            num_requests=count,
+        )
+
+
+def requests_of(phases: Sequence[Phase], rng: np.random.Generator) -> Iterator[SimulatedRequest]:
+    """One after the other; each phase allows its own longest output."""
+    id_ = 0
+    for workload, count in phases:
+        for input_, output in zip(*sample(workload, count, rng, stratified=False), strict=True):
+            yield SimulatedRequest(id_, int(input_), workload.output.lengths[-1], int(output))
+            id_ += 1
+
+
+class _SimulatedWatch:
+    """What `xrunner.server.watch` does, on the simulated clock."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self.plan = plan
+        self.decided: list[tuple[int, Decision]] = []
+        self._profile = profile
+        self._window = LengthWindow()
+        self._detector = ChangeDetector(plan.workload)
+        self._seen: dict[int, Seen] = {}
+        self._num_ended = 0
+        self._looked_s = 0.0
+        self._due: tuple[float, Plan | None] | None = None
+
+    def note(self, record: StepRecord, engine: SimulatedEngine) -> None:
+        for arrival in record.arrivals:
+            self._seen[arrival.id] = self._window.arrive(
+                arrival.arrival_ns / 1e9, arrival.input_length, arrival.max_output
+            )
+        ended = [id_ for id_, start, n in record.encode if start + n == self._seen[id_].input_length]
+        for id_ in (*ended, *record.decode):
+            self._seen[id_].generated += 1
+        now_s = record.end_ns / 1e9
+        if self._due is not None and now_s >= self._due[0]:
+            plan, self._due = self._due[1], None
+            if plan is not None:
+                assert engine.schedule.apply(policies.build(plan)), "only swaps can be simulated"
+                self.plan = plan
+        for id_ in record.finished:
+            self._seen.pop(id_).has_ended = True
+            self._num_ended += 1
+            due = self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S
+            if due and self._due is None:
+                self._looked_s = now_s
+                if (changed := self._detector.look(self._window)) is not None:
+                    self._judge(now_s, changed)
+
+    def _judge(self, now_s: float, changed: Sample) -> None:
+        self._window.forget_before(len(changed))
+        observation = observe(changed, self.plan.workload)
+        self._detector = ChangeDetector(observation.workload, observation.weight)
+        decision, plan = propose(self.plan, self._profile, observation)
+        self.decided.append((self._num_ended, decision))
+        self._due = now_s + PLANNING_S, plan
+
+
+def simulated(
+    plan: Plan, profile: Profile, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True
+) -> Run:
+    """A closed loop that keeps the engine saturated, on the simulated clock."""
+    schedule = policies.build(plan)
+    requests = requests_of(phases, rng)
+    engine = SimulatedEngine(schedule, clock_of(plan, profile, schedule), [])
+    for request, _ in zip(requests, range(outstanding_requests(plan)), strict=False):
+        engine.submit(request)
+    watch = _SimulatedWatch(plan, profile) if replan else None
+    log = []
+    while (record := engine.step()) is not None:
+        log.append(record)
+        for _ in record.finished:
+            if (further := next(requests, None)) is not None:
+                engine.submit(further._replace(arrival_ns=record.end_ns))
+        if watch is not None:
+            watch.note(record, engine)
+    return Run(log, [] if watch is None else watch.decided)
+
+
+def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True) -> Run:
+    """The same through `xgpt serve` in a process of its own."""
+    import httpx
+
+    requests = [
+        ClientRequest(rng.integers(3, plan.model.vocab_size, r.input_length).tolist(), r.output_length, r.max_output)
+        for r in requests_of(phases, rng)
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        step_log = Path(directory) / "steps.jsonl"
+        with served(plan, Path(directory), step_log, replan=replan) as url:
+            loop = replay(url, requests, concurrency=outstanding_requests(plan), stream=False)
+            results = asyncio.run(loop)
+            history = httpx.get(f"{url}/plan/history", trust_env=False).json()
+            metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        log = read_step_log(step_log)
+    look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
+    lost = sum(_is_lost(result, request) for result, request in zip(results, requests, strict=True))
+    return Run(log, [(0, Decision.model_validate(entry)) for entry in history], lost, max(look, default=0.0))
+
+
+def _is_lost(result: ClientResult, request: ClientRequest) -> bool:
+    return result.error is not None or result.num_tokens != request.output_length
+
+
+def scaled(workload: Workload, factor: float, spec: ModelSpec) -> Workload:
+    """A workload's lengths times a factor, at least 1."""
+    parts = {}
+    for name in ("input", "output"):
+        histogram: Histogram = getattr(workload, name)
+        lengths = np.maximum(1, np.round(np.asarray(histogram.lengths) * factor)).astype(int)
+        unique, index = np.unique(lengths, return_inverse=True)
+        mass = np.bincount(index, histogram.probabilities)
+        parts[name] = Histogram(lengths=tuple(unique.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
+    scaled = Workload(name=f"{workload.name} x {factor:.3g}", **parts)
+    assert scaled.input.lengths[-1] + scaled.output.lengths[-1] <= spec.max_context
+    return scaled
+
+
+def shifted(workload: Workload, *, mean: float = 1.0, sd: float = 1.0, skew: float = 0.0) -> Workload:
+    """ExeGPT's shifts of the output lengths: other mean, other spread, or another skewness at the same two.
+
+    Lengths keep to the workload's longest. Source: ExeGPT sec. 7.6, Figure 11.
+    """
+    from scipy.stats import skewnorm
+
+    lengths = np.asarray(workload.output.lengths, float)
+    mass = np.asarray(workload.output.probabilities)
+    centre = float(lengths @ mass)
+    spread = float(np.sqrt(mass @ (lengths - centre) ** 2))
+    unscaled = skewnorm(skew)
+    scale = sd * spread / float(unscaled.std())
+    location = mean * centre - scale * float(unscaled.mean())
+    grid = np.arange(1, workload.output.lengths[-1] + 1)
+    edges = np.concatenate([grid - 0.5, [grid[-1] + 0.5]])
+    share = np.diff(skewnorm(skew, location, scale).cdf(edges))
+    output = Histogram(lengths=tuple(grid.tolist()), probabilities=tuple((share / share.sum()).tolist()))
+    name = f"mean x{mean:g}, sd x{sd:g}, skew {skew:+g}"
+    return Workload(name=name, input=workload.input, output=output)
