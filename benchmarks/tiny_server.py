@@ -1,6 +1,6 @@
 """A server of its own process over a model of three million parameters: what soak and fuzz measure.
 
-    python -m benchmarks.tiny_server
+    python -m benchmarks.tiny_server [MAX_BATCH NUM_BLOCKS]
 
 Ends on SIGTERM with one line of JSON that says how many K/V blocks are free again.
 """
@@ -57,16 +57,16 @@ def codec() -> TextCodec:
     return TextCodec(tokenizer, ChatTemplate(TEMPLATE))
 
 
-def main() -> None:
-    worker = build_worker(SPEC, "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, threads=1)
+def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
+    worker = build_worker(SPEC, "float32", num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=1)
     warm_up(worker)
-    lane = LaneSettings(mix=True, max_batch=MAX_BATCH, token_budget=TOKEN_BUDGET)
-    engine = Engine(OneLane(lane, Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
+    lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
+    engine = Engine(OneLane(lane, Pool(num_blocks, BLOCK_SIZE)), worker)
     app = create_app(EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass
-    print(json.dumps({"free_blocks": worker.cache.num_free, "num_blocks": NUM_BLOCKS}))
+    print(json.dumps({"free_blocks": worker.cache.num_free, "num_blocks": num_blocks}))
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Running:
 
 
 @contextmanager
-def running() -> Iterator[Running]:
+def running(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Iterator[Running]:
     """The server in a process of its own, until the block ends.
 
     Raises:
@@ -94,7 +94,7 @@ def running() -> Iterator[Running]:
     # What the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
     allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.tiny_server"]
+    command = [sys.executable, "-m", "benchmarks.tiny_server", str(max_batch), str(num_blocks)]
     with (
         tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody empties would stop the server
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
@@ -126,4 +126,4 @@ def _lines(file: IO[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -149,10 +149,8 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
 
 def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> FastAPI:
     """The endpoint of model "fake"; `options` go to create_app."""
-    defaults: dict[str, Any] = {"tokenizer": None, "eos_token_ids": ()}
-    return create_app(
-        EngineThread(engine, watch=watch or Watch(fake_plan())), model_name="fake", spec=SPEC, **defaults | options
-    )
+    defaults: dict[str, Any] = {"model_name": "fake", "tokenizer": None, "eos_token_ids": ()}
+    return create_app(EngineThread(engine, watch=watch or Watch(fake_plan())), spec=SPEC, **defaults | options)
 
 
 @contextmanager

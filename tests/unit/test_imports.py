@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.machine": BASE,
     "xgpt.checkpoint": BASE,
     "xgpt.client": BASE,
+    "xgpt.health": set(),
     "xgpt.observation": BASE,
     "xgpt.pages": {"xgpt.pages"},
     "xgpt.__main__": {"xgpt.cli"},

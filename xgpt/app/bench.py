@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from xgpt.client import ClientRequest
+    from xgpt.schema.step_log import StepRecord
     from xsimulator.measure import Measured
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
@@ -49,6 +50,7 @@ def bench_plan(
     stream: bool = False,
     engine: EngineKind = "native",
     server: Server | None = None,
+    on_log: Callable[[list[StepRecord]], None] | None = None,
 ) -> BenchReport:
     """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
 
@@ -59,6 +61,7 @@ def bench_plan(
     Args:
         stream: have the answers streamed. All figures come from the engine's log in any case; but the client shares
             the machine with the engine, and reading every token apart makes decode steps on two cores a tenth longer.
+        on_log: is given the engine's steps.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -90,6 +93,8 @@ def bench_plan(
                 )
             )
         log = read_step_log(step_log)
+    if on_log is not None:
+        on_log(log)
     calibration.append(calibrate())
     if all(result.error is not None for result in results):
         raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
@@ -179,13 +184,20 @@ def _client_requests(
 
 @contextmanager
 def served(
-    plan: Plan, directory: Path, step_log: Path, *, engine: EngineKind = "native", replan: bool = False
+    plan: Plan,
+    directory: Path,
+    step_log: Path,
+    *,
+    engine: EngineKind = "native",
+    replan: bool = False,
+    options: Sequence[str] = (),
 ) -> Iterator[str]:
     """`xgpt serve` as users run it, on a free port. Yields its URL.
 
     Args:
         directory: where the plan is written.
         replan: let the server go over to other plans.
+        options: further ones of `xgpt serve`.
     """
     from xgpt.io import dump_json
 
@@ -193,7 +205,7 @@ def served(
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
     command += ["--engine", engine, *([] if replan else ["--no-replan"])]
-    command += ["--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
+    command += [*options, "--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
     try:

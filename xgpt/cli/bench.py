@@ -10,6 +10,7 @@ from xgpt.cli.options import engine_option, json_option
 
 if TYPE_CHECKING:
     from xgpt.schema import EngineKind
+    from xgpt.schema.step_log import StepRecord
 
 
 @click.command("bench")
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Outstanding requests (URL only)."
 )
 @click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
+@click.option("--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps; write it.")
+@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
 @engine_option
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
@@ -33,6 +36,8 @@ def command(
     arrival_rate: float | None,
     concurrency: int,
     stream: bool,
+    calibrated_path: str | None,
+    profile_path: str | None,
     engine: EngineKind,
     seed: int,
     as_json: bool,
@@ -42,6 +47,7 @@ def command(
     \b
     Examples:
       xgpt bench plan.json --requests 300
+      xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
       xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
     """
     from pathlib import Path
@@ -49,14 +55,20 @@ def command(
     import numpy as np
 
     from xgpt.app.bench import bench_plan, bench_url
+    from xgpt.app.replanning import find_profile
     from xgpt.cli import render
     from xgpt.errors import InputError
-    from xgpt.io import dump_json, load_json
+    from xgpt.io import dump_json, load_json, write_atomic
     from xgpt.resolve import load_workload
     from xgpt.schema import Plan
+    from xsimulator.calibrate import calibrate
 
     rng = np.random.default_rng(seed)
+    if profile_path is not None and calibrated_path is None:
+        raise InputError("--profile", profile_path, "it goes with --calibrate")
     if target.startswith(("http://", "https://")):
+        if calibrated_path is not None:
+            raise InputError("--calibrate", calibrated_path, "a URL tells no steps; give a plan")
         if arrival_rate is not None:
             raise InputError("--arrival-rate", arrival_rate, "a URL is measured in a closed loop; give --concurrency")
         url_report = bench_url(target, load_workload(workload or "summarization"), num_requests, concurrency, rng)
@@ -67,8 +79,16 @@ def command(
         return
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
-    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream, engine=engine)
+    log: list[StepRecord] = []
+    profile = None if calibrated_path is None else find_profile(plan, profile_path)
+    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream, engine=engine, on_log=log.extend)
+    notes = render.bench_notes(report)
+    if calibrated_path is not None and profile is not None:
+        corrected, calibration = calibrate(plan, profile, log)
+        write_atomic(Path(calibrated_path), dump_json(corrected))
+        report = report.model_copy(update={"calibration": calibration})
+        notes += render.calibration_notes(calibration, calibrated_path)
     if as_json:
         click.echo(dump_json(report), nl=False)
     else:
-        render.show(render.bench_table(report), *render.bench_notes(report))
+        render.show(render.bench_table(report), *notes)

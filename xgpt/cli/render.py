@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from xgpt.app.planning import Progress
-    from xgpt.schema import BenchReport, Decision, Observation, Plan, UrlReport
+    from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 
 
 def show(*parts: object) -> None:
@@ -209,3 +209,14 @@ def decision_notes(decision: Decision, observation: Observation, output: str | N
     if output is not None:
         notes.append(f"wrote {output}")
     return notes
+
+
+def calibration_notes(calibration: Calibration, path: str) -> list[str]:
+    factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
+    return [
+        f"calibrated on {calibration.num_steps_used} steps: {factors}",
+        f"error of a step's time, on {calibration.num_steps_unused} steps of requests that were not used: "
+        f"{100 * calibration.error_before:.1f}% before, {100 * calibration.error_after:.1f}% after; of their sum: "
+        f"{100 * calibration.bias_before:+.1f}% before, {100 * calibration.bias_after:+.1f}% after",
+        f"wrote {path}",
+    ]

@@ -30,7 +30,7 @@ from xgpt.schema.policy import (
 )
 from xgpt.schema.profile import CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
-from xgpt.schema.report import BenchReport, Comparison, UrlReport
+from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
@@ -41,6 +41,7 @@ __all__ = [
     "AdmissionOrder",
     "Arrival",
     "BenchReport",
+    "Calibration",
     "ChunkedSettings",
     "ClusterSpec",
     "Comparison",

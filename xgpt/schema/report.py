@@ -18,6 +18,25 @@ class Comparison(Frozen):
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
+class Calibration(Frozen):
+    """A profile's correction by measured steps.
+
+    Attributes:
+        factors: what each of the profile's tables is multiplied by.
+        error_before, error_after: mean absolute relative error of a step's time, on steps of requests that were not
+            used.
+        bias_before, bias_after: relative error of the time of all those steps together.
+    """
+
+    factors: dict[str, float]
+    num_steps_used: int
+    num_steps_unused: int
+    error_before: float
+    error_after: float
+    bias_before: float
+    bias_after: float
+
+
 class BenchReport(Frozen):
     """A replay of a workload against a plan.
 
@@ -39,6 +58,8 @@ class BenchReport(Frozen):
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+    """Of the profile, where that was asked for."""
 
     def figure(self, metric: str) -> Comparison:
         return next(figure for figure in self.figures if figure.metric == metric)

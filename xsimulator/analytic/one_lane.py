@@ -198,7 +198,7 @@ class OneLaneModel:
         # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
         anywhere = -np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-12)))
         anywhere = np.where(m == 1, running, anywhere)
-        active = m * running / anywhere
+        active = m * running / np.maximum(anywhere, 1e-300)
         rounds = np.maximum(active * slowest, own_way)  # [n, segments]
         times = anywhere * weights
         decoding = (rounds * times).sum(axis=1)

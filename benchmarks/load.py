@@ -1,0 +1,209 @@
+"""A server under load: many streams at once, more requests than it can serve, and a SIGTERM in the middle.
+
+    python -m benchmarks.load [streams] [overload] [sigterm]
+
+streams: 1,400 streams opened at 50 a second, so that 1,000 are open at once, over a model of three million parameters;
+every token is compared with that of the same prompt alone. overload: a plan under a latency bound gets three times the
+requests it can serve. sigterm: the server is told to end while streams run. Client and server are processes of their
+own. Prints tables, writes results/load.json, and ends with 1 where a figure is missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+
+from benchmarks import tiny_server
+from benchmarks.drift import KINDS, SMALL, Lab
+from benchmarks.drifting import shifted
+from xgpt.app.bench import served
+from xgpt.cli.render import show, table
+from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.io import write_atomic
+from xgpt.resolve import load_workload
+from xgpt.workload import sample
+
+RESULTS = Path("results/load.json")
+NUM_OPEN = 1000
+RATE_PER_S = 50.0
+MAX_OVERHEAD_S = 0.05
+PROMPTS = 8
+"""Different prompts: each is asked once alone, for the tokens that are right."""
+OVERLOAD = 3.0
+DRAIN_S = 5.0
+
+
+def streams(num_streams: int, num_tokens: int, max_batch: int, seed: int) -> dict[str, Any]:
+    """Many streams at once, each token right."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, tiny_server.SPEC.vocab_size, 16).tolist() for _ in range(PROMPTS)]
+    blocks = max_batch * -(-(16 + num_tokens) // tiny_server.BLOCK_SIZE)
+    with tiny_server.running(max_batch, blocks) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        alone = [ClientRequest(prompt, num_tokens, num_tokens) for prompt in prompts]
+        right = [result.token_ids for result in asyncio.run(replay(url, alone, concurrency=1))]
+        requests = [
+            ClientRequest(prompts[i % PROMPTS], num_tokens, num_tokens, i / RATE_PER_S) for i in range(num_streams)
+        ]
+        results = asyncio.run(replay(url, requests, concurrency=None))
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    wrong = sum(r.error is None and r.token_ids != right[i % PROMPTS] for i, r in enumerate(results))
+    events = sorted([(r.send_s, 1) for r in results] + [(r.end_s, -1) for r in results])
+    seconds = max(r.end_s for r in results)
+    return {
+        "streams": num_streams,
+        "open_at_once": max(accumulate(change for _, change in events)),
+        "lost": sum(r.error is not None for r in results),
+        "wrong": wrong,
+        "tokens_per_s": sum(r.num_tokens for r in results) / seconds,
+        "handover_p99_s": histogram_quantile(metrics, "xgpt_handover_seconds", 0.99),
+        "delivery_p99_s": histogram_quantile(metrics, "xgpt_delivery_seconds", 0.99),
+        "failures": sorted({r.error for r in results if r.error is not None})[:3],
+    }
+
+
+def histogram_quantile(metrics: str, name: str, q: float) -> float:
+    """Of a Prometheus histogram: linear within the bucket, as its own function of that name has it."""
+    found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)', metrics, re.MULTILINE)
+    edges = [(0.0, 0.0), *((float(edge), float(count)) for edge, count in found)]
+    wanted = q * edges[-1][1]
+    for (low, below), (high, count) in pairwise(edges):
+        if count >= wanted:
+            return high if high == float("inf") else low + (high - low) * (wanted - below) / max(count - below, 1e-9)
+    return float("inf")
+
+
+def overload(seconds: float, seed: int) -> dict[str, Any]:
+    """Three times the requests that a plan can serve: those that are taken in keep the bound, waiting included."""
+    lab = Lab()
+    workload = shifted(load_workload("summarization", SMALL))
+    plan = lab.plan(workload, lab.bound(workload, 2.0))
+    assert plan.policy.kind in KINDS and plan.constraint.latency_bound_s is not None
+    estimate = plan.estimate
+    bound_s = 2 * plan.constraint.latency_bound_s
+    # Who waits behind so many is through in time, were the plan a fifth slower than predicted.
+    max_waiting = max(1, int(0.8 * estimate.throughput_rps * (bound_s - 1.2 * estimate.latency_s)))
+    rate = OVERLOAD * estimate.throughput_rps
+    rng = np.random.default_rng(seed)
+    inputs, outputs = sample(workload, int(rate * seconds), rng)
+    requests = [
+        ClientRequest(rng.integers(3, SMALL.vocab_size, int(n)).tolist(), int(m), workload.output.lengths[-1], i / rate)
+        for i, (n, m) in enumerate(zip(inputs, outputs, strict=True))
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        options = ("--max-waiting", str(max_waiting))
+        with served(plan, Path(directory), Path(directory) / "steps.jsonl", options=options) as url:
+            results = asyncio.run(replay(url, requests, concurrency=None, stream=False))
+    accepted = [r for r in results if r.error is None]
+    total_s = [r.end_s - r.send_s for r in accepted]
+    return {
+        "sent": len(results),
+        "accepted": len(accepted),
+        "refused_429": sum("HTTP 429" in (r.error or "") for r in results),
+        "other_errors": sum(r.error is not None and "HTTP 429" not in r.error for r in results),
+        "planned_rps": estimate.throughput_rps,
+        "accepted_rps": len(accepted) / max(r.end_s for r in accepted),
+        "bound_s": bound_s,
+        "end_to_end_p99_s": float(np.quantile(total_s, 0.99)),
+        "share_within_bound": float(np.mean(np.asarray(total_s) <= bound_s)),
+        "max_waiting": max_waiting,
+    }
+
+
+def sigterm(num_streams: int, seed: int) -> dict[str, Any]:
+    """The server is told to end in mid-run; half of the streams are too long for its patience."""
+    rng = np.random.default_rng(seed)
+    lab = Lab()
+    workload = shifted(load_workload("summarization", SMALL))
+    plan = lab.plan(workload, None)
+    prompts = rng.integers(3, SMALL.vocab_size, (num_streams, 32)).tolist()
+    requests = [
+        ClientRequest(prompt, 1800 if i % 2 else 40, 1800 if i % 2 else 40, 0.01 * i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+    async def run(url: str) -> tuple[list[ClientResult], float]:
+        loop = asyncio.create_task(replay(url, requests, concurrency=None))
+        await asyncio.sleep(0.01 * num_streams + 1)
+        told_s = time.perf_counter()
+        (pid,) = [int(p) for p in os.listdir("/proc") if p.isdecimal() and _serves(int(p), plan_path)]
+        os.kill(pid, signal.SIGTERM)
+        results = await loop
+        while _serves(pid, plan_path) and time.perf_counter() < told_s + 60:
+            await asyncio.sleep(0.05)
+        return results, time.perf_counter() - told_s
+
+    with tempfile.TemporaryDirectory() as directory:
+        plan_path = str(Path(directory) / "plan.json")
+        options = ("--drain-timeout", str(DRAIN_S))
+        try:
+            with served(plan, Path(directory), Path(directory) / "steps.jsonl", options=options) as url:
+                results, ended_s = asyncio.run(run(url))
+        except Exception as error:  # `served` says that the server has ended, as it should have
+            if "died with exit code 0" not in str(error):
+                raise
+    errors = [r.error for r in results if r.error is not None]
+    return {
+        "streams": num_streams,
+        "finished": len(results) - len(errors),
+        "told": sum("the server is shutting down" in error for error in errors),
+        "unclear": [error for error in errors if "the server is shutting down" not in error][:3],
+        "ended_after_s": ended_s,
+        "drain_limit_s": DRAIN_S,
+    }
+
+
+def _serves(pid: int, plan_path: str) -> bool:
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and "serve" in arguments and plan_path in arguments
+
+
+@click.command()
+@click.argument("parts", nargs=-1, type=click.Choice(("streams", "overload", "sigterm")))
+@click.option("--num-streams", default=1400, show_default=True)
+@click.option("--num-tokens", default=400, show_default=True, help="Of each stream.")
+@click.option("--max-batch", default=64, show_default=True, help="Streams in decode at once; the others wait.")
+@click.option("--seconds", default=30.0, show_default=True, help="Of overload.")
+@click.option("--seed", default=0, show_default=True)
+def main(parts: tuple[str, ...], num_streams: int, num_tokens: int, max_batch: int, seconds: float, seed: int) -> None:
+    """Put load on a server."""
+    found: dict[str, dict[str, Any]] = {}
+    missed: list[str] = []
+    if not parts or "streams" in parts:
+        it = found["streams"] = streams(num_streams, num_tokens, max_batch, seed)
+        overhead_s = max(it["handover_p99_s"], it["delivery_p99_s"])
+        if it["lost"] or it["wrong"] or it["open_at_once"] < NUM_OPEN or overhead_s > MAX_OVERHEAD_S:
+            missed.append("streams")
+    if not parts or "overload" in parts:
+        it = found["overload"] = overload(seconds, seed)
+        if it["share_within_bound"] < 0.99 or it["other_errors"] or not it["refused_429"]:
+            missed.append("overload")
+    if not parts or "sigterm" in parts:
+        it = found["sigterm"] = sigterm(40, seed)
+        if it["unclear"] or it["ended_after_s"] > DRAIN_S + 3:
+            missed.append("sigterm")
+    for name, figures in found.items():
+        cells = [[k, f"{v:.4g}" if isinstance(v, float) else str(v)] for k, v in figures.items()]
+        show(table(name, ["figure", "value"], cells))
+    write_atomic(RESULTS, json.dumps(found | {"missed": missed}, indent=1) + "\n")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

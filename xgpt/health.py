@@ -1,0 +1,26 @@
+"""The container's health check: whether the server on this machine answers /health. Standard library only.
+
+python -m xgpt.health     # the port in XGPT_PORT, or 8000; exit code 0 or 1
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+
+
+def main() -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("XGPT_PORT", "8000")), timeout=4)
+    try:
+        connection.request("GET", "/health")
+        return 0 if connection.getresponse().status == http.HTTPStatus.OK else 1
+    except (OSError, http.client.HTTPException) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Fits a profile to steps that a real engine has executed.
+
+A profile's tables are measured part by part; in a served engine the parts run beside each other, and the machine is in
+another state. A factor for each table corrects that:
+
+    measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
+
+Factors that a log says little about stay near 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.schema import Calibration, Curve, Plan, Profile, Surface
+from xgpt.schema.step_log import StepRecord
+from xsimulator.cost import CostModel
+
+Array = npt.NDArray[np.float64]
+
+PARTS = ("tokens", "encode_attention", "decode_attention", "head", "overhead")
+MIN_STEPS = 50
+PRIOR = 0.001
+"""Weight of a factor's distance from 1, beside that of the steps' relative errors."""
+LEAST, MOST = 0.2, 5.0
+OUTLIER = 4.0
+"""Deviations (scaled medians) beyond which a step tells of the machine, not of the model."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Executed steps, by their parts.
+
+    Attributes:
+        parts: predicted seconds of each part. # [steps, PARTS]
+        seconds: measured. # [steps]
+        first_request: the lowest id among a step's requests.
+    """
+
+    parts: Array
+    seconds: Array
+    first_request: npt.NDArray[np.int_]
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Steps:
+        return Steps(self.parts[mask], self.seconds[mask], self.first_request[mask])
+
+
+def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
+    """The steps of a log whose requests are all known, from an engine of one device.
+
+    Raises:
+        InputError: the log is of several devices.
+    """
+    cost = CostModel(plan.model, profile)
+    context: dict[int, int] = {}
+    prompts: dict[int, int] = {}
+    parts, seconds, first = [], [], []
+    for record in log:
+        if record.lane != "both" or record.microbatch:
+            raise InputError("step log", record.lane, "calibration covers plans of one device so far")
+        for arrival in record.arrivals:
+            prompts[arrival.id] = context[arrival.id] = arrival.input_length
+        encode = [(id_, start, start + length, start + length == context[id_]) for id_, start, length in record.encode]
+        decodes = [context[id_] for id_ in record.decode]
+        parts.append(_parts(cost, [(start, end, int(done)) for _, start, end, done in encode], decodes))
+        seconds.append((record.end_ns - record.start_ns) / 1e9)
+        first.append(min([*record.decode, *(id_ for id_, *_ in encode)]))
+        for id_ in [*record.decode, *(id_ for id_, _, _, done in encode if done)]:
+            context[id_] += 1
+    return Steps(np.asarray(parts), np.asarray(seconds), np.asarray(first))
+
+
+def _parts(cost: CostModel, encode: list[tuple[int, int, int]], decodes: list[int]) -> list[float]:
+    tokens = len(decodes) + sum(end - start for start, end, _ in encode)
+    sampled = len(decodes) + sum(done for _, _, done in encode)
+    encode_s = 0.0
+    if encode:
+        line = cost.encode_line(len(encode))
+        encode_s = float((line([end for _, end, _ in encode]) - line([start for start, _, _ in encode])).sum())
+    decode_s = float(cost.decode_attention(len(decodes), sum(decodes) / len(decodes))) if decodes else 0.0
+    rest = float(cost.tokens(tokens)), encode_s, decode_s, float(cost.head(sampled))
+    return [*rest, float(cost.overhead(len(decodes) + len(encode)))]
+
+
+def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
+    """Fit on the steps of the first half of the requests, and judge on those of the second half alone.
+
+    Returns:
+        The profile with its tables corrected, and what that was worth.
+
+    Raises:
+        InputError: the log is too short.
+    """
+    steps = steps_of(plan, profile, log)
+    middle = int(np.quantile(steps.first_request, 0.5))
+    newest = max(arrival.id for record in log for arrival in record.arrivals)
+    # A step of the second half holds nobody of the first: the lowest id tells.
+    used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
+    if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
+        raise InputError("--requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")
+    factors = fit(used)
+    calibration = Calibration(
+        factors=dict(zip(PARTS, (round(float(f), 4) for f in factors), strict=True)),
+        num_steps_used=len(used.seconds),
+        num_steps_unused=len(unused.seconds),
+        error_before=error(unused, np.ones(len(PARTS))),
+        error_after=error(unused, factors),
+        bias_before=bias(unused, np.ones(len(PARTS))),
+        bias_after=bias(unused, factors),
+    )
+    return corrected(profile, calibration), calibration
+
+
+def fit(steps: Steps) -> Array:
+    """A factor a part: least squares of the relative errors, each counting as long as its step took, outliers left
+    out, drawn towards 1."""
+    from scipy.optimize import lsq_linear
+
+    weighted = steps.parts / steps.seconds[:, None]
+    keep = np.ones(len(weighted), bool)
+    factors = np.ones(len(PARTS))
+    for _ in range(3):
+        prior = np.sqrt(PRIOR * keep.sum()) * np.eye(len(PARTS))
+        weight = np.sqrt(steps.seconds[keep] / steps.seconds[keep].mean())
+        rows = np.vstack([weight[:, None] * weighted[keep], prior])
+        targets = np.concatenate([weight, np.diag(prior)])
+        factors = np.asarray(lsq_linear(rows, targets, bounds=(LEAST, MOST)).x)
+        keep = _ordinary(weighted @ factors - 1, steps.parts[:, PARTS.index("encode_attention")] > 0)
+    return factors
+
+
+def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Steps whose error is like that of others of their kind: those that encode are few, and no outliers for that."""
+    keep = np.ones(len(residual), bool)
+    for kind in (encodes, ~encodes):
+        if kind.any():
+            distance = np.abs(residual[kind] - np.median(residual[kind]))
+            keep[kind] = distance <= OUTLIER * max(1.4826 * float(np.median(distance)), 1e-6)
+    return keep
+
+
+def error(steps: Steps, factors: Array) -> float:
+    """Mean absolute error of a step's time, relative to what was measured."""
+    return float(np.mean(np.abs(steps.parts @ factors / steps.seconds - 1)))
+
+
+def bias(steps: Steps, factors: Array) -> float:
+    """(predicted - measured) / measured of all steps together: what throughput is wrong by."""
+    return float((steps.parts @ factors).sum() / steps.seconds.sum() - 1)
+
+
+def corrected(profile: Profile, calibration: Calibration) -> Profile:
+    """The profile with each table times its factor."""
+    by = calibration.factors
+
+    def curve(of: Curve, part: str) -> Curve:
+        return of.model_copy(update={"seconds": tuple(by[part] * s for s in of.seconds)})
+
+    def surface(of: Surface, part: str) -> Surface:
+        rows = tuple(tuple(by[part] * s for s in row) for row in of.seconds)
+        return of.model_copy(update={"seconds": rows})
+
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "rest": curve(layer.rest, "tokens"),
+                "encode_attention": surface(layer.encode_attention, "encode_attention"),
+                "decode_attention": surface(layer.decode_attention, "decode_attention"),
+                "head": None if layer.head is None else curve(layer.head, "head"),
+            }
+        )
+        for layer in profile.layers
+    )
+    text = ", ".join(f"{part} x{factor:g}" for part, factor in by.items())
+    return profile.model_copy(
+        update={
+            "layers": layers,
+            "embedding": curve(profile.embedding, "tokens"),
+            "head": curve(profile.head, "head"),
+            "overhead": curve(profile.overhead, "overhead"),
+            "provenance": profile.provenance | {"calibration": f"{text}; {calibration.num_steps_used} measured steps"},
+        }
+    )
