@@ -42,7 +42,7 @@ SMALL = ModelSpec(
     max_context=2048,
 )
 KINDS = ("rra", "chunked", "orca")
-SCALE = 1 / 8
+SCALE = 1 / 16
 REACTION = 500
 """Ended requests within which re-planning must have made it good."""
 TOLERANCE = 0.05
