@@ -41,7 +41,7 @@ from benchmarks.tcb_systems import (
 )
 from xgpt.io import write_atomic
 from xgpt.policies.admission import make_queue
-from xgpt.policies.packing import RowBatch, concatenated_rows, slotted_rows
+from xgpt.policies.packing import RowBatch, concatenated_rows, even_rows, slotted_rows
 from xgpt.policies.request import Request
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import AdmissionOrder, DType, ModelSpec
@@ -97,7 +97,7 @@ def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[lis
     queue = make_queue("fcfs")
     for one in demand.requests:
         queue.push(one)
-    return [queue.fill_row(row_tokens) for _ in range(num_rows)], demand
+    return even_rows([queue.fill_row(row_tokens) for _ in range(num_rows)], row_tokens), demand
 
 
 class Bench:
@@ -310,7 +310,7 @@ def main(parts: tuple[str, ...], seconds: float, width: int, threads: int, multi
                     rows += serving(f"V100 {dtype}", bench, order, rates, 15 * bench.batch_s)
             write("v100", rows, " ".join(dict.fromkeys(settings)))
         elif part == "slots":
-            write("slots real", slots("real", real(width, threads), 3), here)
+            write("slots real", slots("real", real(width, threads), 1), here)
         elif part == "v100-slots":
             rows = slots("V100 float16", v100("float16"), 1) + slots("V100 float32", v100("float32"), 1)
             write("slots v100", rows, "Simulated.")

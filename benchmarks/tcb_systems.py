@@ -20,6 +20,7 @@ from xgpt.policies.packing import (
     BatchCost,
     RowBatch,
     concatenated_rows,
+    even_rows,
     length_sorted_batches,
     padded_rows,
     slotted_rows,
@@ -195,7 +196,7 @@ def form_ttb(cost: BatchCost) -> Callable[[System, Queue], Iterable[Job]]:
 
 
 def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
-    rows = system.rows(queue)
+    rows = even_rows(system.rows(queue), system.row_tokens)
     yield [one for row in rows for one in row], lambda: system.run(concatenated_rows(rows))
 
 

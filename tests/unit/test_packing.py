@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from xgpt.policies.packing import (
     RowBatch,
     concatenated_rows,
+    even_rows,
     length_sorted_batches,
     padded_rows,
     slotted_rows,
@@ -66,6 +67,22 @@ def test_one_slot_a_row_is_concatenation():
     slotted, left_over = slotted_rows(rows, 40, 40)
     assert slotted == concatenated_rows(rows)
     assert not left_over
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(lengths=LENGTHS)
+def test_even_rows_hold_the_same_requests(lengths):
+    requests = requests_of(lengths)
+    rows = rows_of(requests, 40)
+    even = even_rows(rows, 40)
+    check(concatenated_rows(even), requests)
+    assert even == rows or max(map(len, even)) - min(map(len, even)) <= 1
+
+
+def test_even_rows_do_not_crowd_the_shortest():
+    rows = [requests_of([4] * 10), [Request(10 + i, 20, 5) for i in range(2)]]
+    assert [len(row) for row in even_rows(rows, 41)] == [6, 6]
+    assert even_rows(rows, 39) == rows
 
 
 def cheapest(lengths: list[int], cost, largest: int) -> float:

@@ -91,6 +91,20 @@ def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
     return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, _places(rows))
 
 
+def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
+    """The same requests dealt out, longest first and to and fro, so that all rows have about as many of them.
+
+    A decode step attends in every row as if it had as many requests as the fullest, and DAS fills its first row with
+    the shortest. Rows that would not fit `row_tokens` then stay as they are.
+    """
+    ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
+    dealt: list[list[Request]] = [[] for _ in rows]
+    for index, one in enumerate(ordered):
+        turn, place = divmod(index, len(rows))
+        dealt[len(rows) - 1 - place if turn % 2 else place].append(one)
+    return dealt if all(_tokens(row) <= row_tokens for row in dealt) else [list(row) for row in rows]
+
+
 def slotted_rows(
     rows: Sequence[Sequence[Request]], row_tokens: int, slot_tokens: int
 ) -> tuple[RowBatch, list[Request]]:
