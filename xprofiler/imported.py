@@ -43,18 +43,27 @@ TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <
 
 
 class Loop(NamedTuple):
-    """What a serving loop adds to the tables' kernels, each in seconds."""
+    """What a serving loop makes of the tables' kernels."""
 
     layer_s: float
-    """A layer: small kernels and the gaps between kernels."""
+    """A layer: gaps between kernels, and the smallest of them."""
     step_s: float
     """A step: scheduling, sampling, messages."""
-    request_s: float
-    """A step, for each of its requests."""
+    uncaptured: float
+    """By which factor tokens beyond `captured_tokens` take longer than the tables say: launched one by one, on a chip
+    that has been busy for long."""
+    captured_tokens: int
+    """Tokens up to which steps run as captured graphs."""
     source: str
 
 
-LOOP = Loop(layer_s=10e-6, step_s=1e-3, request_s=0.0, source="assumed")
+LOOP = Loop(
+    layer_s=4e-6,
+    step_s=0.5e-3,
+    uncaptured=1.19,
+    captured_tokens=512,
+    source="fitted to measured Llama-3.1-70B with vLLM (benchmarks.fidelity)",
+)
 
 
 def profile(
@@ -81,7 +90,6 @@ def profile(
     tables = Tables(root, framework, TABLE_DTYPES[dtype])
     kernels = analytic.Kernels(cluster, dtype)
     layers = tuple(_layer(spec, tables, kernels, t, loop) for t in analytic.tp_degrees(spec, cluster))
-    batches = analytic.BATCHES
     return Profile(
         source="imported",
         model=spec.name,
@@ -90,7 +98,7 @@ def profile(
         layers=layers,
         embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, tables, kernels, 1),
-        overhead=analytic.curve(lambda n: loop.step_s + n * loop.request_s, (1, batches[-1])),
+        overhead=analytic.curve(lambda n: loop.step_s, (1, analytic.BATCHES[-1])),
         **analytic.transfers(spec, cluster, dtype),
         provenance={
             **tables.provenance,
@@ -161,15 +169,26 @@ class Tables:
             self._products[dtype] = Grid3(*(rows[name][chosen] for name in ("m", "n", "k", "latency")))
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
-    def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int) -> Surface:
-        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length)."""
+    def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
+        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length).
+
+        Args:
+            slower: factor on the table's latencies.
+        """
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
         rows = self._attention[phase]
-        dims = rows["head_dim"] == head_dim
-        if not dims.any():
+        sized = rows["head_dim"] == head_dim
+        if not sized.any():
             known = sorted(set(rows["head_dim"].tolist()))
             raise InputError("model.head_dim", head_dim, f"the tables hold {', '.join(map(str, known))}")
+        dims = sized & (rows["kv_cache_dtype"] == self.dtype)
+        if not dims.any():
+            dims = sized & (rows["kv_cache_dtype"] == "bfloat16")
+            self.provenance[f"{phase} attention's K/V"] = f"as in bfloat16: no table has it in {self.dtype}"
+        if not dims.any():
+            known = sorted(set(rows["kv_cache_dtype"][sized].tolist()))
+            raise InputError("dtype", self.dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
         if nearest != (heads, kv_heads):
@@ -177,7 +196,7 @@ class Tables:
                 f"scaled from {nearest[0]} heads, {nearest[1]} for K/V"
             )
         # Prompts are bound by products, one for each head; decode by reading K/V.
-        scale = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
+        scale = slower * (heads / nearest[0] if phase == "context" else kv_heads / nearest[1])
         chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
         length = (rows["isl"] + rows["step"])[chosen]
         return _surface(rows["batch_size"][chosen], length, rows["latency"][chosen] * scale / 1e3)
@@ -200,10 +219,7 @@ class Tables:
     def _attention_rows(self, phase: str) -> dict[str, npt.NDArray[Any]]:
         names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype")
         rows = self._read("attention", f"{phase}_attention", (*names, "attn_dtype", "latency"), ("window_size",))
-        chosen = (rows["kv_cache_dtype"] == self.dtype) & (rows["attn_dtype"] != "fp8")
-        if not chosen.any():
-            known = sorted(set(rows["kv_cache_dtype"].tolist()))
-            raise InputError("dtype", self.dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
+        chosen = rows["attn_dtype"] != "fp8"
         if "window_size" in rows:
             chosen &= rows["window_size"] == 0
         rows = {name: column[chosen] for name, column in rows.items()}
@@ -326,11 +342,13 @@ def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, l
     elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + (3 if spec.gated_ffn else 2) * ffn
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.efficiency.kv
-    rest = products + reduced + small + loop.layer_s
+    rest = products + reduced + small
+    captured = np.interp(loop.captured_tokens, tokens, rest)
+    rest = loop.layer_s + np.where(tokens > loop.captured_tokens, captured + loop.uncaptured * (rest - captured), rest)
     return LayerTimes(
         tp_degree=t,
         rest=Curve(points=TOKENS, seconds=tuple(rest.tolist())),
-        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim),
+        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim, loop.uncaptured),
         decode_attention=tables.attention("generation", heads, kv_heads, spec.head_dim),
         head=None if t == 1 else _head(spec, tables, kernels, t),
     )

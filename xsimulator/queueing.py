@@ -57,12 +57,14 @@ class Loaded:
         whole: quantile over requests of the time from arrival to the last token, s; infinite beyond saturation.
         wait: mean wait for admission, s.
         ttft: mean time from arrival to the first token, s.
+        tpot: mean gap between tokens, s.
     """
 
     utilisation: Array
     whole: Array
     wait: Array
     ttft: Array
+    tpot: Array
 
 
 class Queue:
@@ -131,6 +133,7 @@ class Queue:
             whole=np.where(stable, high, np.inf),
             wait=np.where(stable, wait, np.inf),
             ttft=np.where(stable, ttft, np.inf),
+            tpot=(met * self._tpot).sum(axis=1) + queued * self._tpot[:, -1],
         )
 
     def max_rate(self, bound_s: float, quantile: float, cv: float = 1.0) -> Array:

@@ -1,0 +1,73 @@
+"""The papers' set-ups: models on clusters, tasks, and FasterTransformer as the papers ran it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from xgpt.errors import InfeasibleError
+from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.schema import Constraint, Plan, Workload
+from xprofiler import analytic
+from xscheduler.schedule import Problem, Scheduler
+
+SMALL = (("t5-11b", "a40x8"), ("opt-13b", "a40x4"), ("gpt3-39b", "a40x16"), ("gpt3-101b", "a100x16"))
+SMALL_TASKS = ("summarization", "translation", "chat-short")
+LARGE = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48"))
+LARGE_TASKS = ("code-generation", "chat-long")
+BOUND_QUANTILES = (0.1, 0.3, 0.7, None)
+"""Of FasterTransformer's latencies over its batch sizes; None: no bound. Source: ExeGPT sec. 7.1."""
+
+
+@cache
+def workload_of(task: str, model: str) -> Workload:
+    return load_workload(task, load_model(model)[0])
+
+
+def problem(model: str, cluster: str, workload: Workload, bound_s: float | None = None) -> Problem:
+    spec, _ = load_model(model)
+    devices = load_cluster(cluster)
+    profile = analytic.profile(spec, devices, "float16")
+    return Problem(spec, None, devices, workload, profile, Constraint(latency_bound_s=bound_s))
+
+
+def best(of: Problem, kinds: Sequence[str]) -> Plan | None:
+    """None where no schedule keeps the bound."""
+    try:
+        return Scheduler(of).best(kinds)
+    except InfeasibleError:
+        return None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """FasterTransformer over its batch sizes, multiples of four up to its memory.
+
+    Attributes:
+        latency, throughput: one entry a batch size.
+    """
+
+    latency: np.ndarray
+    throughput: np.ndarray
+
+    def bounds(self) -> list[float | None]:
+        return [None if q is None else float(np.quantile(self.latency, q)) for q in BOUND_QUANTILES]
+
+    def at(self, bound_s: float | None) -> float:
+        """Its highest throughput under a bound, requests a second; 0 where it has none."""
+        kept = self.latency <= (np.inf if bound_s is None else bound_s)
+        return float(self.throughput[kept].max(initial=0.0))
+
+
+def faster_transformer(of: Problem) -> Baseline:
+    """Tensor parallelism over each whole machine, a pipeline over the machines. Source: ExeGPT sec. 7.1."""
+    cluster, scheduler = of.cluster, Scheduler(of)
+    placement = scheduler.uniform_placement("static", cluster.devices_per_node, cluster.num_nodes, 1)
+    space = scheduler.space("static", placement)
+    batches = np.arange(4, max(5, int(space.capacity) + 1), 4)
+    evaluation = space.evaluate({"batch": batches})
+    fits = evaluation.fits
+    return Baseline(evaluation.performance.latency[fits], evaluation.throughput[fits])
