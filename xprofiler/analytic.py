@@ -1,9 +1,9 @@
 """A profile from the datasheet: roofline per operator, one set of efficiencies a device kind.
 
-    product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff))
-    attention of prompts                 FLOPs / (FLOP/s eff)
-    attention of decode                  K/V bytes / (bandwidth eff)
-    all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + 2 (t-1) hops
+    product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff)) + fixed
+    attention of prompts of length L     FLOPs (1 + half length / L) / (FLOP/s eff) + fixed
+    attention of decode                  K/V bytes / (bandwidth eff) + fixed
+    all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + fixed, or 2 (t-1) hops
     from one device to another           b / (link eff) + one hop
 
 A group of t devices shares matrices, heads and vocabulary evenly. Source: ExeGPT sec. 3 names what is profiled.
@@ -32,6 +32,8 @@ from xgpt.schema import (
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+NUM_PRODUCTS = 4
+"""Of a layer without cross-attention: to Q, K and V together, from attention, into and out of feed-forward."""
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 A40_EFFICIENCY = Efficiency(
@@ -134,46 +136,53 @@ class Kernels:
         self.size = BYTES_PER_ELEMENT[dtype]
         self._link = cluster.intra_node
 
-    def matrix(self, tokens: float, params: float) -> float:
+    def matrix(self, tokens: float, params: float, num_products: int = 1) -> float:
+        """Products whose weights have so many elements together."""
         compute = 2 * tokens * params / (self._rate * self.efficiency.matrix)
-        return max(compute, params * self.size / (self._bandwidth * self.efficiency.weights))
+        read = params * self.size / (self._bandwidth * self.efficiency.weights)
+        return max(compute, read) + num_products * self.efficiency.product_s
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
         """Scores and values; a causal mask leaves half of the products out."""
-        flops = (2 if causal else 4) * batch * length**2 * heads_dim
-        return flops / (self._rate * self.efficiency.attention)
+        flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
+        return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
-        return 2 * batch * context * kv_heads_dim * self.size / (self._bandwidth * self.efficiency.kv)
+        read = 2 * batch * context * kv_heads_dim * self.size
+        return read / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def copy(self, elements: float) -> float:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """In a ring: 2 (t-1) hops that each carry 1/t of the data."""
-        return 2 * self._around(elements, devices)
+        """Twice around a ring, each hop carrying 1/t of the data, or in one kernel where the links allow for it."""
+        return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
         """`elements` on each device in the end."""
-        return self._around(elements, devices)
+        return self._around(elements, devices, 1)
 
-    def _around(self, elements: float, devices: int) -> float:
+    def _around(self, elements: float, devices: int, times: int) -> float:
         if devices == 1:
             return 0.0
         assert self._link is not None, "tp_degrees offers no group without a link"
         rate = self._link.bandwidth_bytes_per_s * self.efficiency.bus
-        return (devices - 1) * (elements * self.size / devices / rate + self._link.latency_s)
+        num_hops = times * (devices - 1)
+        fixed = self.efficiency.all_reduce_s
+        return num_hops * elements * self.size / devices / rate + (
+            num_hops * self._link.latency_s if fixed is None else fixed
+        )
 
 
 def _layer(spec: ModelSpec, kernels: Kernels, t: int) -> LayerTimes:
     heads_dim = spec.num_heads * spec.head_dim / t
     kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
     # What a copied key/value head costs in weights is left out.
-    params, num_all_reduces = spec.decoder_layer_params / t, 2
+    params, num_products, num_all_reduces = spec.decoder_layer_params / t, NUM_PRODUCTS, 2
     cross = None
     if spec.is_encoder_decoder:
         cross_kv_params = 2 * spec.hidden_size * kv_heads_dim
-        params, num_all_reduces = params - cross_kv_params, 3
+        params, num_products, num_all_reduces = params - cross_kv_params, NUM_PRODUCTS + 2, 3
         cross = CrossTimes(
             keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
             attention=surface(lambda b, length: kernels.decode_attention(b, length, kv_heads_dim)),
@@ -181,7 +190,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int) -> LayerTimes:
 
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
-        return kernels.matrix(tokens, params) + shared + kernels.efficiency.layer_s
+        return kernels.matrix(tokens, params, num_products) + shared + kernels.efficiency.layer_s
 
     return LayerTimes(
         tp_degree=t,
@@ -198,7 +207,8 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
     def rest(tokens: int) -> float:
         shared = 2 * kernels.all_reduce(tokens * spec.hidden_size, t)
-        return kernels.matrix(tokens, spec.encoder_layer_params / t) + shared + kernels.efficiency.layer_s
+        products = kernels.matrix(tokens, spec.encoder_layer_params / t, NUM_PRODUCTS)
+        return products + shared + kernels.efficiency.layer_s
 
     return EncoderLayerTimes(
         tp_degree=t,

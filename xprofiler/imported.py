@@ -326,17 +326,23 @@ def _version_key(text: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])
 
 
-def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, loop: Loop) -> LayerTimes:
-    heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
-    q, kv, ffn = heads * spec.head_dim, kv_heads * spec.head_dim, spec.ffn_size // t
-    shapes = [  # (n, k)
+def product_shapes(spec: ModelSpec, t: int) -> list[tuple[int, int]]:
+    """(n, k) of a layer's matrix products on one of t devices: [m, k] times [k, n]."""
+    q, kv = spec.num_heads // t * spec.head_dim, max(1, spec.num_kv_heads // t) * spec.head_dim
+    ffn = spec.ffn_size // t
+    return [
         (q + 2 * kv, spec.hidden_size),
         (spec.hidden_size, q),
         ((2 if spec.gated_ffn else 1) * ffn, spec.hidden_size),
         (spec.hidden_size, ffn),
     ]
+
+
+def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, loop: Loop) -> LayerTimes:
+    heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
+    q, kv, ffn = heads * spec.head_dim, kv_heads * spec.head_dim, spec.ffn_size // t
     tokens = np.asarray(TOKENS, float)
-    products = sum(tables.product(tokens, n, k) for n, k in shapes)
+    products = sum(tables.product(tokens, n, k) for n, k in product_shapes(spec, t))
     reduced = 2 * tables.all_reduce(tokens * spec.hidden_size, t)
     # Read and written in half precision: two norms with their residuals, rotations with writing K/V, the activation.
     elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + (3 if spec.gated_ffn else 2) * ffn

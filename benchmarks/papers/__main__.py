@@ -3,8 +3,8 @@
     python -m benchmarks.papers [--quick] [--json results/papers.json] [--markdown docs/REPRODUCTION.md]
 
 Profiles are computed from datasheets, with one set of efficiencies a device kind. At the paper's settings where it
-names them; where it does not, the search chooses. Searched rows stand in two columns: over FasterTransformer as the paper ran
-it, and over static batches at their own best placement.
+names them; where it does not, the search chooses. Searched rows stand in two columns: over FasterTransformer as the
+paper ran it, and over static batches at their own best placement.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ def _max_rate(kind: str) -> float:
         rate = (low + high) / 2
         loaded = queue.at(rate, 0.5)
         whole = loaded.ttft[:, None] + loaded.tpot[:, None] * (outputs - 1)
+        if kind == "static":  # nobody of a batch is answered before its longest member
+            whole = np.repeat(whole[:, -1:], len(outputs), axis=1)
         order = np.argsort(whole / outputs, axis=1)
         share = np.cumsum(space.lengths.output_probabilities[order], axis=1)
         middle = (share < 0.5).sum(axis=1)

@@ -28,8 +28,16 @@ class Efficiency(Frozen):
     """Of a link's bandwidth, in all-reduces."""
     links: float = Field(gt=0, le=1)
     """Of a link's bandwidth, in copies from one device or host to another."""
+    attention_half_length: float = Field(default=0.0, ge=0)
+    """Prompt length at which attention reaches half of its rate."""
+    product_s: float = Field(default=0.0, ge=0)
+    """What every matrix product takes, however small."""
+    attention_s: float = Field(default=0.0, ge=0)
+    """What every attention takes, however small."""
+    all_reduce_s: float | None = Field(default=None, ge=0)
+    """What every all-reduce takes, over however many devices; None: the hops of a ring."""
     layer_s: float = Field(ge=0)
-    """Launches and small kernels of one layer."""
+    """Small kernels of one layer, and launches that none of the above counts."""
     step_s: float = Field(ge=0)
     """The serving loop, a step."""
     source: str

@@ -1,0 +1,173 @@
+"""The datasheet's operators against those that others measured, on the devices that both know.
+
+    python -m benchmarks.operators [--fit] [--json results/operators.json]
+
+Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree; the measured latencies are vLLM's
+in the wheel of aiconfigurator-core 0.12, in half precision. `--fit` prints efficiencies for configs/devices: one set a
+device kind that minimises the mean error of each kind of operator, on a logarithmic scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+
+from xgpt.errors import InputError
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import ClusterSpec, Efficiency, ModelSpec
+from xprofiler import imported
+from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
+
+CLUSTERS = ("a100x16", "h100x8", "h200x8")
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b")
+TOKENS = tuple(2**i for i in range(14))
+ELEMENTS = tuple(2**i for i in range(10, 27))
+
+Point = tuple[Callable[[Kernels], float], float]
+"""The datasheet's time of an operator, and the measured one, in seconds."""
+
+PARAMETERS = {
+    "matrix product": ("matrix", "weights", "product_s"),
+    "prompt attention": ("attention", "attention_half_length", "attention_s"),
+    "decode attention": ("kv", "attention_s"),
+    "all-reduce": ("bus", "all_reduce_s"),
+}
+"""What each kind of operator depends on. `attention_s` is fitted to both, on decode."""
+
+LAYER_S = 6e-6
+"""Norms, rotations and activations of a layer: no table holds them. Two or three small kernels in a captured graph."""
+SOURCE = "fitted to vLLM's kernels in aiconfigurator-core 0.12 (benchmarks.operators --fit)"
+
+START = {
+    "matrix": 0.8,
+    "weights": 0.8,
+    "product_s": 4e-6,
+    "attention": 0.6,
+    "attention_half_length": 800.0,
+    "attention_s": 12e-6,
+    "kv": 0.8,
+    "bus": 0.6,
+    "all_reduce_s": 5e-6,
+}
+
+
+def points(cluster: ClusterSpec) -> dict[str, list[Point]]:
+    """Every operator of the models at every degree, by kind."""
+    root = imported.wheel_folder() / "data" / imported.SYSTEMS[cluster.device.name]
+    tables = imported.Tables(root, "vllm", "bfloat16")
+    found: dict[str, list[Point]] = {kind: [] for kind in PARAMETERS}
+    for name in MODELS:
+        spec, _ = load_model(name)
+        for t in tp_degrees(spec, cluster):
+            _of_model(spec, t, tables, found)
+    for t in (2, 4, 8):
+        seconds = tables.all_reduce(ELEMENTS, t)
+        found["all-reduce"] += [
+            (lambda kernels, n=n, t=t: kernels.all_reduce(n, t), float(s))
+            for n, s in zip(ELEMENTS, seconds, strict=True)
+        ]
+    return found
+
+
+def _of_model(spec: ModelSpec, t: int, tables: imported.Tables, found: dict[str, list[Point]]) -> None:
+    heads, kv_heads, dim = spec.num_heads // t, max(1, spec.num_kv_heads // t), spec.head_dim
+    for n, k in imported.product_shapes(spec, t):
+        seconds = tables.product(TOKENS, n, k)
+        found["matrix product"] += [
+            (lambda kernels, m=m, n=n, k=k: kernels.matrix(m, n * k), float(s))
+            for m, s in zip(TOKENS, seconds, strict=True)
+        ]
+    for kind, phase in (("prompt attention", "context"), ("decode attention", "generation")):
+        surface = tables.attention(phase, heads, kv_heads, dim)
+        for batch, row in zip(surface.batches, surface.seconds, strict=True):
+            for length, s in zip(surface.lengths, row, strict=True):
+                if not (16 <= length <= 16384 and batch * length <= (2**16 if phase == "context" else 2**21)):
+                    continue
+                if phase == "context":
+                    point = (lambda k, b=batch, n=length: k.prompt_attention(b, n, heads * dim, causal=True), s)
+                else:
+                    point = (lambda k, b=batch, n=length: k.decode_attention(b, n, kv_heads * dim), s)
+                found[kind].append(point)
+
+
+def errors(kernels: Kernels, of: list[Point]) -> np.ndarray:
+    """Relative errors of the datasheet's times."""
+    return np.asarray([predict(kernels) / measured - 1 for predict, measured in of])
+
+
+def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency) -> Kernels:
+    device = cluster.device.model_copy(update={"efficiency": efficiency})
+    return Kernels(cluster.model_copy(update={"device": device}), "bfloat16")
+
+
+def fit(cluster: ClusterSpec, found: dict[str, list[Point]]) -> Efficiency:
+    """One set for the device kind."""
+    values = A40_EFFICIENCY.model_dump() | START
+    for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce"):
+        names = [n for n in PARAMETERS[kind] if not (kind == "prompt attention" and n == "attention_s")]
+        sample = found[kind][:: max(1, len(found[kind]) // 1000)]
+        values |= _fit_kind(cluster, values, names, sample)
+    return Efficiency.model_validate(values | {"layer_s": LAYER_S, "source": SOURCE})
+
+
+def _fit_kind(cluster: ClusterSpec, values: dict[str, Any], names: list[str], of: list[Point]) -> dict[str, float]:
+    start = np.asarray([values[name] for name in names])
+
+    def tried(scale: np.ndarray) -> dict[str, float]:
+        return {name: float(f"{value:.3g}") for name, value in zip(names, start * np.exp(scale), strict=True)}
+
+    def loss(scale: np.ndarray) -> float:
+        found = tried(scale)
+        if any(found.get(name, 0) > 1 for name in ("matrix", "weights", "attention", "kv", "bus")):
+            return 1e3
+        kernels = with_efficiency(cluster, Efficiency.model_validate(values | found))
+        return float(np.mean(np.abs(np.log1p(errors(kernels, of)))))
+
+    simplex = np.vstack([np.zeros(len(names)), 0.15 * np.eye(len(names))])
+    best = minimize(
+        loss, simplex[0], method="Nelder-Mead", options={"initial_simplex": simplex, "maxfev": 120, "xatol": 0.01}
+    )
+    return tried(best.x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    document = {}
+    for name in CLUSTERS:
+        cluster = load_cluster(name)
+        try:
+            found = points(cluster)
+        except InputError as error:
+            raise SystemExit(str(error)) from None
+        efficiency = fit(cluster, found) if options.fit else cluster.device.efficiency or A40_EFFICIENCY
+        if options.fit:
+            for field, value in efficiency.model_dump().items():
+                print(f"  {field}: {value:.3g}" if isinstance(value, float) else f"  {field}: {value}")
+        kernels = with_efficiency(cluster, efficiency)
+        document[cluster.device.name] = {}
+        for kind, of in found.items():
+            error = errors(kernels, of)
+            median, p90 = (float(100 * np.quantile(np.abs(error), q)) for q in (0.5, 0.9))
+            bias = float(100 * np.median(error))
+            document[cluster.device.name][kind] = {"points": len(of), "median": median, "p90": p90, "bias": bias}
+            print(
+                f"{cluster.device.name:16} {kind:18} {len(of):5} points, error: median {median:5.1f}%,"
+                f" 90% below {p90:5.1f}%, bias {bias:+5.1f}%",
+                flush=True,
+            )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
