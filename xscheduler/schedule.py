@@ -252,6 +252,7 @@ class Scheduler:
                 sha256=sha256(profile),
                 num_threads=profile.num_threads,
                 spread=profile.spread,
+                provenance=profile.provenance,
             ),
         )
 
@@ -265,7 +266,8 @@ class Scheduler:
         for name, layout in zip(lanes, space.placement.layouts, strict=True):
             memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
             step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
-            blocks = int(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1
+            beside = float(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1.0
+            blocks = int(beside) if np.isfinite(beside) else 1  # an encoder keeps no K/V
             memory_bytes += memory.device_bytes(blocks, step_tokens)
             encoded = decoded = 0
             for shape in layout.lane:
