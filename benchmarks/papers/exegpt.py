@@ -235,16 +235,15 @@ def figure_11() -> Iterator[Claim]:
     before = shifted(1.0, 1.0)
     bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
     scheduler = Scheduler(problem("opt-13b", "a40x4", before, bound_s))
-    kinds = {"waa": best(scheduler.problem, ["waa"])}
-    plan = kinds["waa"]
+    plan = best(scheduler.problem, ["waa"])
     if plan is None:
         yield Claim("ExeGPT Fig. 11", "WAA under drift, OPT-13B, T", "10 to 13%", "WAA cannot keep this bound")
         return
     placement = next(
         space.placement
         for space in scheduler.spaces("waa")
-        if space.placement.fixed.items() <= plan.policy.model_dump().items() | space.placement.fixed.items()
-        and space.placement.replicas == plan.replicas
+        if space.placement.replicas == plan.replicas
+        and all(getattr(plan.policy, name) == value for name, value in space.placement.fixed.items())
         and [s.tp for layout in space.placement.layouts for s in layout.lane] == [stage.tp for stage in plan.stages]
     )
     decodes = Lengths(before).decodes_at(0.99)
