@@ -270,7 +270,7 @@ class Bench:
 
     def overhead(self, num_requests: int) -> float:
         """A step of the real engine less its model: rule, pool, batch, settling."""
-        worker = _ModelFree(self.worker)
+        worker = ModelFree(self.worker)
         pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
@@ -306,7 +306,7 @@ class Bench:
         )
 
 
-class _ModelFree(Worker):
+class ModelFree(Worker):
     """Does all of a worker's bookkeeping and none of its arithmetic."""
 
     def __init__(self, worker: Worker) -> None:

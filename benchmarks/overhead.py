@@ -1,0 +1,96 @@
+"""Time of a step outside the model: rule, pool, batch, sampling's bookkeeping, settling; and how it grows.
+
+    python -m benchmarks.overhead [--steps 50]
+
+A worker that does everything but compute stands in for the model, so nothing depends on which model it would be. Each
+table varies one size and keeps the others: requests in decode, tokens of context, requests that wait. The figures are
+medians. Writes results/overhead.json; docs/PERFORMANCE.md keeps the last.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import click
+
+from xgpt.io import write_atomic
+from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import ModelSpec
+from xprofiler.measure import ModelFree
+from xrunner.attention import BACKENDS
+from xrunner.engine import Engine, Generation
+from xrunner.kv_cache import KvCache
+from xrunner.models import family_of
+from xrunner.worker import Worker
+
+BLOCK_SIZE = 16
+DECODES, CONTEXT, WAITING = 256, 256, 0
+SIZES = {
+    "decode": (1, 16, 64, 128, 256, 512),
+    "context": (64, 256, 1024, 4096),
+    "waiting": (0, 1_000, 10_000, 100_000),
+}
+
+
+@click.command()
+@click.option("--steps", default=50, show_default=True)
+def main(steps: int) -> None:
+    """One table for each size that grows."""
+    rows = []
+    for what, sizes in SIZES.items():
+        click.echo(f"| {what} | ms a step | µs a request |\n|---|---|---|")
+        for size in sizes:
+            sized = {"decode": DECODES, "context": CONTEXT, "waiting": WAITING} | {what: size}
+            seconds = step_s(sized["decode"], sized["context"], sized["waiting"], steps)
+            click.echo(f"| {size} | {1e3 * seconds:.3f} | {1e6 * seconds / sized['decode']:.2f} |")
+            rows.append({**sized, "seconds": seconds})
+    write_atomic(Path("results/overhead.json"), json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
+
+
+def step_s(num_decodes: int, context: int, num_waiting: int, steps: int) -> float:
+    """Median seconds of a step in which all decode and nobody enters."""
+    engine = full_engine(num_decodes, context, num_waiting, max_output=steps + 2)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def full_engine(num_decodes: int, context: int, num_waiting: int, max_output: int) -> Engine:
+    """An engine whose lane is full, with others waiting; prompts are encoded."""
+    blocks = num_decodes * -(-(context + max_output) // BLOCK_SIZE)
+    model = family_of(SPEC)(SPEC)
+    cache = KvCache(SPEC, blocks, BLOCK_SIZE, model.token_embedding.weight.dtype, model.token_embedding.weight.device)
+    worker = ModelFree(Worker(model, cache, BACKENDS["reference"]()))
+    rule = OneLane(LaneSettings(mix=True, max_batch=num_decodes), Pool(blocks, BLOCK_SIZE))
+    engine = Engine(rule, worker)
+    prompt = (0,) * context
+    for id_ in range(num_decodes + num_waiting):
+        engine.submit(Generation(id_, prompt, max_output))
+    engine.step()
+    assert len(engine.step() or ()) == num_decodes
+    return engine
+
+
+SPEC = ModelSpec(
+    name="none",
+    family="opt",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_size=8,
+    vocab_size=16,
+    max_context=8192,
+)
+"""Its weights are never used."""
+
+
+if __name__ == "__main__":
+    main()
