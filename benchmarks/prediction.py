@@ -18,7 +18,8 @@ import numpy as np
 
 from xgpt.app.comparing import measure_each
 from xgpt.app.planning import PolicyChoice, Subject, obtain_profile, plan_each, resolve
-from xgpt.cli.render import progress_bar, settings_text
+from xgpt.app.wording import settings_text
+from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, Constraint, Plan, Profile

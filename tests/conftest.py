@@ -1,0 +1,21 @@
+"""What every test may rely on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that serves sends all logs of its process to where its errors go; the next test's are its own."""
+    root = logging.getLogger()
+    names = ("", "uvicorn", "asyncio", "httpx", "numba", "torch")
+    levels = {name: logging.getLogger(name).level for name in names}
+    handlers = root.handlers[:]
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    root.handlers[:] = [h for h in root.handlers if h in handlers]
