@@ -112,19 +112,29 @@ class Lab:
         bound_s = self.bound(before.workload, factor)
         plan, known = self.plan(before.workload, bound_s), self.plan(after.workload, bound_s)
 
+        skip = before.num_requests + REACTION
+        count = after.num_requests - REACTION - 150
+
         def run(plan: Plan, *, replan: bool) -> Run:
             rng = np.random.default_rng(seed)
-            if is_real:
-                return real(plan, phases, rng, replan=replan)
-            return simulated(plan, self.profile, phases, rng, replan=replan)
+            done = (
+                real(plan, phases, rng, replan=replan)
+                if is_real
+                else simulated(plan, self.profile, phases, rng, replan=replan)
+            )
+            tail = done.tail(plan, after.workload, skip, count)
+            decisions = [f"{decision.action} at {ended}" for ended, decision in done.changes]
+            click.echo(
+                f"  {name}: {tail.throughput_rps:.2f} requests/s, {tail.latency_s:.3f} s (bound {bound_s:g}); {decisions}",
+                err=True,
+            )
+            return done
 
         runs = {
             "without": run(plan, replan=False),
             "with": run(plan, replan=True),
             "known": run(known, replan=False),
         }
-        skip = before.num_requests + REACTION
-        count = after.num_requests - REACTION - 150
         figures = {}
         for kind, done in runs.items():
             tail = done.tail(plan, after.workload, skip, count)

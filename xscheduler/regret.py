@@ -196,10 +196,12 @@ def _in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:
-    """The workload with its longest inputs cut, so that any of them goes with the longest output that is allowed.
+    """The workload with its longest outputs and inputs cut, so that any input goes with any output.
 
-    Each request fitted; the longest input came with a shorter output than the longest.
+    Each request fitted; the longest input came with a shorter output than the longest. What outputs were allowed but
+    did not take goes first: a chat without a limit may fill the context.
     """
+    workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
     room = max_context - workload.output.lengths[-1]
     if workload.input.lengths[-1] <= room:
         return workload
@@ -207,6 +209,18 @@ def within_context(workload: Workload, max_context: int) -> Workload:
     rest = 1 - sum(p for _, p in kept)
     lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
     return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
+
+
+def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
+    """Outputs, with what is allowed beyond the longest that came cut to the room that the longest input leaves."""
+    output = workload.output
+    room = max_context - workload.input.lengths[-1]
+    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
+        return output
+    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
+    if room > lengths[-1]:
+        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
+    return Histogram(lengths=lengths, probabilities=probabilities)
 
 
 def under(plan: Plan, profile: Profile, workload: Workload, quantile: float) -> dict[str, float]:

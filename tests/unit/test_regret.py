@@ -43,7 +43,7 @@ def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: fl
     plan = plan_of(kind, 6.0)
     lengths = scaled(plan.workload, input_, output)
     predicted = under(plan, PROFILE, lengths, 0.99)
-    measured, _ = simulate(plan, PROFILE, lengths, 600, np.random.default_rng(0))
+    measured, _ = simulate(plan, PROFILE, lengths, 400, np.random.default_rng(0))
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.06)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
 
@@ -115,8 +115,17 @@ def test_long_inputs_are_cut_to_go_with_the_longest_output() -> None:
     workload = Workload(
         name="w",
         input=Histogram(lengths=(10, 90), probabilities=(0.25, 0.75)),
-        output=Histogram(lengths=(5, 40), probabilities=(1.0, 0.0)),
+        output=Histogram(lengths=(5, 40), probabilities=(0.5, 0.5)),
     )
     cut = within_context(workload, 100)
     assert (cut.input.lengths, cut.input.probabilities) == ((10, 60), (0.25, 0.75))
     assert within_context(workload, 130) == workload
+
+
+def test_outputs_that_were_allowed_but_did_not_come_do_not_cut_inputs() -> None:
+    inputs = Histogram(lengths=(10, 60), probabilities=(0.25, 0.75))
+    for allowed, reach in ((90, (5, 40)), (30, (5, 30)), (3000, (5, 40))):
+        output = Histogram(lengths=(5, allowed), probabilities=(1.0, 0.0))
+        cut = within_context(Workload(name="w", input=inputs, output=output), 100)
+        assert cut.input == inputs
+        assert cut.output.lengths == reach

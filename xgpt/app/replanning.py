@@ -105,7 +105,7 @@ def find_profile(plan: Plan, path: str | None = None) -> Profile:
         candidates = [obtain_profile(plan.model, checkpoint, plan.cluster, dtype=plan.dtype)]
     else:
         candidates = []
-        for file in sorted((cache_dir() / "profiles").glob(f"{plan.model.name}-*.json")):
+        for file in sorted((cache_dir() / "profiles").glob("*.json")):
             try:
                 candidates.append(load_json(file, Profile, "profile"))
             except InputError:
