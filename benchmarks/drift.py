@@ -124,10 +124,8 @@ class Lab:
             )
             tail = done.tail(plan, after.workload, skip, count)
             decisions = [f"{decision.action} at {ended}" for ended, decision in done.changes]
-            click.echo(
-                f"  {name}: {tail.throughput_rps:.2f} requests/s, {tail.latency_s:.3f} s (bound {bound_s:g}); {decisions}",
-                err=True,
-            )
+            figures = f"{tail.throughput_rps:.2f} requests/s, {tail.latency_s:.3f} s (bound {bound_s:g})"
+            click.echo(f"  {name}: {figures}; {decisions}", err=True)
             return done
 
         runs = {
@@ -135,7 +133,7 @@ class Lab:
             "with": run(plan, replan=True),
             "known": run(known, replan=False),
         }
-        figures = {}
+        figures: dict[str, tuple[float, float]] = {}
         for kind, done in runs.items():
             tail = done.tail(plan, after.workload, skip, count)
             figures[kind] = tail.throughput_rps, tail.latency_s
