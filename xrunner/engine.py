@@ -246,6 +246,10 @@ class Engine:
     def pool(self) -> Pool:
         return self._schedule.pool
 
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
     def submit(self, generation: Generation) -> None:
         """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self._inbox.put(generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,16 +92,23 @@ def build_engine(
 
     check_devices(plan, 1 if nodes is None else nodes.count)
 
-    def replica(number: int, on_step: Callable[[StepRecord], None] | None) -> Engine:
-        return Engine(policies.build(plan), _workers(plan, number, nodes), on_step=on_step)
-
     if plan.replicas > 1:
-        return Replicas(replica, plan.replicas, on_step=on_step)
+        return Replicas(partial(build_replica, plan), plan.replicas, on_step=on_step)
     if plan.devices_per_replica > 1:
-        return replica(0, on_step)
+        return build_replica(plan, 0, on_step, nodes)
     schedule = policies.build(plan)
     worker = _one_worker(plan, schedule)
     return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
+
+
+def build_replica(
+    plan: Plan, number: int, on_step: Callable[[StepRecord], None] | None = None, nodes: Nodes | None = None
+) -> Engine:
+    """The engine of one replica, with a process for each of its devices."""
+    from xgpt import policies
+    from xrunner.engine import Engine
+
+    return Engine(policies.build(plan), _workers(plan, number, nodes), on_step=on_step)
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:

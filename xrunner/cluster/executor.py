@@ -12,7 +12,7 @@ from xgpt.errors import XgptError
 from xgpt.policies import Step
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.fleet import Fleet, Member
 from xrunner.cluster.sockets import Sockets
 from xrunner.engine import Generation, Logprobs, WorkerLost
 
@@ -83,6 +83,11 @@ class RemoteExecutor:
             except WorkerLost:
                 continue
             return
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """What is known of the workers."""
+        return self._fleet.members
 
     def close(self) -> None:
         """End the workers."""

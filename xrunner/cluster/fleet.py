@@ -46,12 +46,13 @@ class DeploymentRefused(XgptError):
 
 @dataclass(slots=True)
 class Member:
-    """What is known of a worker; bytes are those that it has sent since it was started."""
+    """What is known of a worker: bytes that it has sent, seconds that it has executed steps, since it was started."""
 
     hello: m.Hello
     heard_s: float
     control_bytes: int = 0
     tensor_bytes: int = 0
+    busy_s: float = 0.0
 
     @property
     def is_here(self) -> bool:
@@ -100,6 +101,7 @@ class Fleet:
         self._shared = _Shared()
         self._orders: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self._closing = False
+        self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
         port = None if rendezvous is None else int(rendezvous.rpartition(":")[2]) + 1
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port)
@@ -258,10 +260,15 @@ class Fleet:
                 if member is not None and message.incarnation == member.hello.incarnation:
                     member.heard_s = time.monotonic()
                     member.control_bytes, member.tensor_bytes = message.control_bytes, message.tensor_bytes
+                    member.busy_s = message.busy_s
 
     def _look(self) -> None:
         """Notice who has died (on this machine: at once) or fallen silent."""
         now = time.monotonic()
+        if now - self._looked_s > SILENCE_S / 4:  # it was we who did not run: nobody could be heard
+            for member in self._shared.members.values():
+                member.heard_s = now
+        self._looked_s = now
         for worker, member in self._shared.members.items():
             if member.is_here and not _is_running(member.hello.pid):
                 self._lose(f"worker {worker} has died")

@@ -109,12 +109,13 @@ class Loaded(_Message):
 
 
 class Alive(_Message):
-    """Sent now and then, with the bytes that the worker has sent so far."""
+    """Sent now and then: bytes that the worker has sent so far, and seconds that it has executed steps."""
 
     worker: int
     incarnation: int
     control_bytes: int
     tensor_bytes: int
+    busy_s: float
 
 
 class Done(_Message):

@@ -120,7 +120,8 @@ class ControlPlane(threading.Thread):
         while True:
             if (now := time.monotonic()) >= next_alive:
                 sent = self._traffic
-                engine.send(m.encode(m.Alive(self._worker, self._incarnation, sent.control_bytes, sent.tensor_bytes)))
+                counts = sent.control_bytes, sent.tensor_bytes, sent.busy_s
+                engine.send(m.encode(m.Alive(self._worker, self._incarnation, *counts)))
                 next_alive = now + ALIVE_S
             ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
             if inbox in ready:
@@ -235,7 +236,9 @@ class Executing:
             worker.start(beginning.generation())
         worker.tell(work.decode, work.tokens)
         step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode))
+        started = time.perf_counter()
         tokens = worker.execute(step)
+        self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
             done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs)
             self._answer(m.encode(done))

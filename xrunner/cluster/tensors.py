@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,10 +18,11 @@ MAX_UNDER_WAY = 8
 
 @dataclass
 class Traffic:
-    """Bytes that this worker has sent."""
+    """Bytes that this worker has sent, and how long it has executed steps, waits for other stages left out."""
 
     tensor_bytes: int = 0
     control_bytes: int = 0
+    busy_s: float = 0.0
 
     def count(self, tensor: Tensor, copies: int = 1) -> None:
         self.tensor_bytes += copies * tensor.numel() * tensor.element_size()
@@ -75,7 +77,9 @@ class RankPipe:
 
     def _receive(self, worker: int, num_rows: int) -> Tensor:
         received = torch.empty(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        started = time.perf_counter()
         dist.recv(received, worker)
+        self.traffic.busy_s -= time.perf_counter() - started
         return received
 
     def _send(self, tensor: Tensor, workers: tuple[int, ...]) -> None:
