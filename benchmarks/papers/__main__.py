@@ -67,8 +67,12 @@ def main() -> None:
         document = {"claims": [asdict(claim) for claim in claims], "scenarios": [COLUMNS, *rows]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if options.markdown:
-        table = "\n".join(f"| {' | '.join(row)} |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows])
-        text = PAGE + markdown(claims) + "\n## Figures 6 and 8: requests a second\n\n" + table + "\n"
+        text = PAGE + markdown(claims)
+        if rows:
+            table = "\n".join(f"| {' | '.join(row)} |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows])
+            text += "\n## Figures 6 and 8: requests a second\n\n" + table + "\n"
+        else:
+            text += "\nWithout `--quick` the same command adds the figures that need a search.\n"
         options.markdown.write_text(text, encoding="utf-8")
 
 

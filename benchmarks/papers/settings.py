@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import Constraint, Plan, Workload
+from xgpt.schema import Constraint, Histogram, Plan, Workload
 from xprofiler import analytic
 from xscheduler.schedule import Problem, Scheduler
 
@@ -25,6 +25,20 @@ BOUND_QUANTILES = (0.1, 0.3, 0.7, None)
 @cache
 def workload_of(task: str, model: str) -> Workload:
     return load_workload(task, load_model(model)[0])
+
+
+def cut(histogram: Histogram, longest: int) -> Histogram:
+    """Without what a model has no context for."""
+    kept = [(n, p) for n, p in zip(histogram.lengths, histogram.probabilities, strict=True) if n <= longest]
+    total = sum(p for _, p in kept)
+    return Histogram(lengths=tuple(n for n, _ in kept), probabilities=tuple(p / total for _, p in kept))
+
+
+def trace_of(task: str, longest_input: int, longest_output: int) -> Workload:
+    """A trace's requests that the paper's models, with contexts of 2,048 tokens, can take."""
+    whole = load_workload(task)
+    lengths = {"input": cut(whole.input, longest_input), "output": cut(whole.output, longest_output)}
+    return whole.model_copy(update=lengths)
 
 
 def problem(model: str, cluster: str, workload: Workload, bound_s: float | None = None) -> Problem:
