@@ -33,6 +33,7 @@ class Table:
         self.values: Array = np.ascontiguousarray(values, float)
         self._rises = np.diff(self.values, axis=-1)
         self._inverse = 1 / np.diff(self.points)
+        self._inner = self.points[1:-1]
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Table:
@@ -51,9 +52,17 @@ class Table:
         return self.values[..., own, index] + share * self._rises[..., own, index]
 
     def _locate(self, x: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        index = np.searchsorted(self.points, x, side="right") - 1
-        np.clip(index, 0, len(self.points) - 2, out=index)
+        # The inner points alone: what lies outside belongs to the first or the last stretch.
+        index = self._inner.searchsorted(x, side="right")
         return index, (x - self.points[index]) * self._inverse[index]
+
+    def beside(self, other: Table) -> Table:
+        """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""
+        points = np.union1d(self.points, other.points)
+        mine, theirs = self(points), other(points)
+        if theirs.ndim < mine.ndim:
+            theirs = np.broadcast_to(theirs[:, None], (len(theirs), *mine.shape[1:]))
+        return Table(points, np.concatenate([mine, theirs]))
 
 
 class _Degree:

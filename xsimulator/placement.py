@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from xgpt.errors import InputError
 from xgpt.schema import ClusterSpec, ModelSpec, Stage
 
 
@@ -44,8 +45,14 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
     Args:
         layer_s: seconds of a layer on each stage.
         fixed_s: seconds of whatever else the stage does (embedding, head).
+
+    Raises:
+        InputError: there are more stages than layers.
     """
-    assert len(layer_s) <= num_layers, "a stage without a layer"
+    if len(layer_s) > num_layers:
+        raise InputError(
+            "stages", len(layer_s), f"the model has {num_layers} layers, and each stage holds at least one"
+        )
     fixed = fixed_s or [0.0] * len(layer_s)
     counts = [1] * len(layer_s)
     queue = [(fixed[i] + 2 * seconds, i) for i, seconds in enumerate(layer_s)]

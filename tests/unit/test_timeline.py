@@ -2,8 +2,10 @@
 
 import json
 
+from xgpt.policies import Chunk, Step
 from xgpt.schema.step_log import StepRecord
-from xsimulator.timeline import chrome_trace
+from xsimulator.clock import Span
+from xsimulator.timeline import chrome_trace, idle_shares
 
 
 def test_spans_follow_the_steps():
@@ -21,3 +23,15 @@ def test_spans_follow_the_steps():
 
 def test_an_empty_log_is_an_empty_trace():
     assert json.loads(chrome_trace([], "nothing"))["traceEvents"][0]["ph"] == "M"
+
+
+def test_each_stage_has_a_row_of_its_own():
+    step = Step((Chunk(0, 0, 10),), (), microbatch=1)
+    spans = [Span("both", 0, 0, 4000, step), Span("both", 1, 4000, 8000, step), Span("both", 0, 4000, 8000, step)]
+    log = [StepRecord(0, 8000, ((0, 0, 10),), (), (), (), ())]
+    events = json.loads(chrome_trace(log, "rra", spans))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["stage 0", "stage 1"]
+    drawn = [(e["tid"], e["ts"], e["dur"], e["args"]["micro-batch"]) for e in events if e["ph"] == "X"]
+    assert drawn == [(0, 0.0, 4.0, 1), (1, 4.0, 4.0, 1), (0, 4.0, 4.0, 1)]
+    # Between 2 and 6 us the first stage is busy throughout, the second from 4 us on.
+    assert idle_shares(spans) == {("both", 0): 0.0, ("both", 1): 0.5}

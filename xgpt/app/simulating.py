@@ -107,7 +107,12 @@ def simulate(
 
 
 def replay_trace(
-    plan: Plan, profile: Profile, workload: Workload, trace: Lengths, num_requests: int
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    trace: Lengths,
+    num_requests: int,
+    on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay a trace's first requests as they were: at their own times, each input with its own output.
 
@@ -124,7 +129,7 @@ def replay_trace(
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
     columns = (trace.input[:total], trace.output[:total], trace.timestamp_s[:total])
-    log = _run(plan, profile, *columns, workload.output.lengths[-1])
+    log = _run(plan, profile, *columns, workload.output.lengths[-1], on_span)
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 

@@ -56,24 +56,29 @@ def command(
     from xgpt.resolve import load_workload
     from xgpt.schema import Plan
     from xgpt.workload import read_lengths
+    from xsimulator.clock import Span
     from xsimulator.queueing import whole_times
-    from xsimulator.timeline import chrome_trace
+    from xsimulator.timeline import chrome_trace, idle_shares
 
     plan = load_json(Path(plan_path), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     profile = profile_of(plan, profile_path)
     if burstiness is not None and arrival_rate is None:
         raise InputError("burstiness", burstiness, "it goes with --arrival-rate")
+    spans: list[Span] = []
     if own_times:
         if workload is None or not Path(workload).is_file() or arrival_rate is not None:
             raise InputError("own-times", workload, "it goes with a trace as --workload, and without --arrival-rate")
-        result, log = replay_trace(plan, profile, lengths, read_lengths(Path(workload)), num_requests)
+        joint = read_lengths(Path(workload))
+        result, log = replay_trace(plan, profile, lengths, joint, num_requests, spans.append)
     else:
         rng = np.random.default_rng(seed)
-        result, log = simulate(plan, profile, lengths, num_requests, rng, arrival_rate, burstiness or 1.0)
+        result, log = simulate(plan, profile, lengths, num_requests, rng, arrival_rate, burstiness or 1.0, spans.append)
     if trace is not None:
-        write_atomic(Path(trace), chrome_trace(log, f"{plan.policy.kind}, simulated"))
+        write_atomic(Path(trace), chrome_trace(log, f"{plan.policy.kind}, simulated", spans))
     figures = {name: value for name, value in asdict(result).items() if name != "latencies_s"}
+    idle = idle_shares(spans)
+    figures["idle_share"] = sum(idle.values()) / len(idle)
     if own_times or arrival_rate is not None:
         figures["whole_time_s"] = float(np.quantile(whole_times(log), plan.constraint.quantile))
     if as_json:

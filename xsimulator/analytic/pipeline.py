@@ -17,6 +17,9 @@ from scipy.special import ndtri
 from xsimulator.cost import Array
 from xsimulator.lane import LaneCost
 
+Steps = tuple[Array, Array]
+"""Seconds on each kind of stage, and of the hop to it. # [kinds, n] each"""
+
 
 def expected_max_deviate(count: npt.ArrayLike) -> Array:
     """Expected largest of so many standard normal deviates (Blom's approximation), 0 for one."""
@@ -40,13 +43,17 @@ class Pipeline:
         self.before: Array = np.cumsum(member, axis=0)[ends]
         """Stages of each kind up to and with an end. # [ends, kinds]"""
         self.after: Array = np.cumsum(member[::-1], axis=0)[::-1][ends]
-        self._before = [np.flatnonzero(row) for row in self.before]
-        self._after = [np.flatnonzero(row) for row in self.after]
+        self._is_before = (self.before > 0).astype(float)
+        self._is_after = (self.after > 0).astype(float)
         self.num_stages = len(kinds)
 
     def through(self, cost: Array, hop: Array) -> Array:
         """Seconds that a step needs through all stages. # [kinds, n] -> [n]"""
         return self.counts @ (cost + hop)
+
+    def all_stages(self, cost: Array) -> Array:
+        """The sum over all stages. # [kinds, ...] -> [...]"""
+        return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
 
     def round(self, cost: Array, hop: Array, microbatches: Array) -> Array:
         """Seconds from one step of a micro-batch to its next, where all steps are alike. # [kinds, n] -> [n]"""
@@ -59,18 +66,18 @@ class Pipeline:
             For each end of a run. # [ends, n]
         """
         down = self.before @ (first + first_hop) + self.after @ (then + then_hop)
-        slowest = np.stack(
-            [
-                np.maximum(first[b].max(axis=0), then[a].max(axis=0))
-                for b, a in zip(self._before, self._after, strict=True)
-            ]
-        )
+        slowest = np.maximum(self.slowest_until(first), self.slowest_from(then))
         return down + (microbatches - 1) * slowest
 
     def slowest_until(self, cost: Array) -> Array:
         """The slowest stage up to each end of a run. # [kinds, ...] -> [ends, ...]"""
-        return np.stack([cost[b].max(axis=0) for b in self._before])
+        return _masked_max(self._is_before, cost)
 
     def slowest_from(self, cost: Array) -> Array:
         """The slowest stage from each end of a run on. # [kinds, ...] -> [ends, ...]"""
-        return np.stack([cost[a].max(axis=0) for a in self._after])
+        return _masked_max(self._is_after, cost)
+
+
+def _masked_max(mask: Array, cost: Array) -> Array:
+    """The largest cost under each row of a mask. # [ends, kinds], [kinds, ...], none negative -> [ends, ...]"""
+    return (mask.reshape(*mask.shape, *(1,) * (cost.ndim - 1)) * cost).max(axis=1)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema import WaaSettings
-from xsimulator.analytic.one_lane import Performance
+from xsimulator.analytic.performance import Performance
 from xsimulator.analytic.pipeline import Pipeline, expected_max_deviate
 from xsimulator.cost import Array, Line
 from xsimulator.lane import LaneCost, Table

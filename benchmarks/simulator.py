@@ -1,0 +1,138 @@
+"""How fast the simulator is: one closed-form estimate, a sweep of them, and a run request by request.
+
+    python -m benchmarks.simulator [--json FILE]
+
+GPT-3 175B on 32 A40 for the closed forms; OPT-13B on four A40, summarisation, for the run. CPU seconds of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+
+from xgpt.policies import OneLane, Pool, lane_settings
+from xgpt.resolve import load_cluster, load_model, load_workload
+from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
+from xgpt.workload import sample
+from xprofiler import analytic
+from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.clock import LaneClock
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.lane import LaneCost
+from xsimulator.lengths import Lengths
+from xsimulator.placement import degrees, lane, spread
+
+NUM_REQUESTS = 10_000
+SWEEP = 20_000
+Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings
+
+
+def closed_forms() -> list[dict[str, object]]:
+    """Microseconds of one warm estimate, and configurations a second of a sweep, for each policy."""
+    spec, _ = load_model("gpt3-175b")
+    cluster = load_cluster("a40x32")
+    profile = analytic.profile(spec, cluster, spec.default_dtype)
+    lengths = Lengths(load_workload("summarization", spec))
+
+    def cost(of: tuple[int, ...], first: int = 0) -> LaneCost:
+        layers = spread(spec.num_layers, [profile.layer(degree).rest.seconds[5] for degree in of])
+        return LaneCost(spec, profile, lane(of, layers, first_device=first, cluster=cluster))
+
+    one_lane = OneLaneModel(cost(degrees(32, 2, 16)), lengths)
+    two_lanes = TwoLaneModel(cost((1,) * 12), cost((1,) * 20, 12), lengths)
+    m = one_lane.lane.num_stages
+    single: tuple[Settings, ...] = (
+        RraSettings(encode_batch=64, decode_iterations=13, microbatches=m),
+        OrcaSettings(max_batch=96, microbatches=m),
+        ChunkedSettings(token_budget=512 * m, max_batch=96, microbatches=m),
+        StaticSettings(batch=96, encode_microbatches=m, decode_microbatches=m),
+    )
+    rng = np.random.default_rng(0)
+    count = rng.integers(m, 512, SWEEP)
+    parts = np.full(SWEEP, m)
+    sweeps: dict[str, dict[str, np.ndarray]] = {
+        "rra": {"encode_batch": count, "decode_iterations": rng.integers(1, 80, SWEEP), "microbatches": parts},
+        "orca": {"max_batch": count, "microbatches": parts},
+        "chunked": {"token_budget": m * rng.integers(32, 2048, SWEEP), "max_batch": count, "microbatches": parts},
+        "static": {"batch": count, "encode_microbatches": parts, "decode_microbatches": parts},
+    }
+    rows: list[dict[str, object]] = []
+    for settings in single:
+        kind = settings.kind
+        rows.append(
+            _row(kind, lambda s=settings: one_lane.estimate(s), lambda k=kind: one_lane.evaluate(k, **sweeps[k]))  # type: ignore[misc]
+        )
+    waa = WaaSettings(encode_batch=10, max_decode_batch=200, decode_microbatches=20)
+    columns = {
+        "encode_batch": rng.integers(1, 64, SWEEP),
+        "max_decode_batch": rng.integers(64, 512, SWEEP),
+        "decode_microbatches": np.full(SWEEP, 20),
+    }
+    rows.append(_row("waa", lambda: two_lanes.estimate(waa), lambda: two_lanes.evaluate(**columns)))
+    return rows
+
+
+def request_level() -> list[dict[str, object]]:
+    """Seconds of 10,000 requests on one stage of four devices, and on four stages."""
+    spec, _ = load_model("opt-13b")
+    cluster = load_cluster("a40x4")
+    profile = analytic.profile(spec, cluster, spec.default_dtype)
+    workload = load_workload("summarization", spec)
+    lengths = Lengths(workload)
+    rows: list[dict[str, object]] = []
+    for of, m in (((4,), 1), ((1, 1, 1, 1), 4)):
+        layers = spread(spec.num_layers, [1.0] * len(of))
+        cost = LaneCost(spec, profile, lane(of, layers, cluster=cluster))
+        settings = RraSettings(encode_batch=52, decode_iterations=13, microbatches=m)
+        predicted = OneLaneModel(cost, lengths).estimate(settings)
+        inputs, outputs = sample(workload, NUM_REQUESTS, np.random.default_rng(0))
+        columns = zip(inputs.tolist(), outputs.tolist(), strict=True)
+        requests = [SimulatedRequest(i, n, lengths.max_output, out) for i, (n, out) in enumerate(columns)]
+        rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"])
+        started = time.process_time()
+        schedule = OneLane(rule, Pool(10**7, 16))
+        log = SimulatedEngine(schedule, LaneClock(cost, schedule), requests).run()
+        seconds = time.process_time() - started
+        rows.append({"stages": len(of), "requests": NUM_REQUESTS, "steps": len(log), "seconds": seconds})
+    return rows
+
+
+def _row(kind: str, one: Callable[[], object], sweep: Callable[[], object]) -> dict[str, object]:
+    return {"policy": kind, "one_us": 1e6 * _seconds(one, 50), "sweep_per_s": SWEEP / _seconds(sweep, 1)}
+
+
+def _seconds(run: Callable[[], object], times: int, repeats: int = 5) -> float:
+    """CPU seconds of a call: the least of a few repeats, after one to warm up."""
+    run()
+    found = []
+    for _ in range(repeats):
+        started = time.process_time()
+        for _ in range(times):
+            run()
+        found.append((time.process_time() - started) / times)
+    return min(found)
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path))
+def main(json_path: Path | None) -> None:
+    """Measure, and print beside what was asked for."""
+    forms, runs = closed_forms(), request_level()
+    click.echo(f"{'policy':10}{'one estimate, us':>18}{'configurations a second':>26}")
+    for row in forms:
+        click.echo(f"{row['policy']:10}{row['one_us']:18.0f}{row['sweep_per_s']:26.0f}")
+    click.echo("asked for          200 or less            20000 or more\n")
+    for run in runs:
+        click.echo(f"{run['requests']} requests, {run['stages']} stages: {run['steps']} steps, {run['seconds']:.2f} s")
+    click.echo("asked for: 3 s or less")
+    if json_path is not None:
+        json_path.write_text(json.dumps({"closed_forms": forms, "request_level": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the closed forms predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtri
+
+from xsimulator.cost import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """Predictions for a vector of candidates, one entry each.
+
+    Attributes:
+        throughput: requests a second.
+        latency: from admission to the last token of a request whose output has the quantile's length, s.
+        ttft: from admission to the first token, s.
+        tpot: mean gap between that request's tokens, s.
+        itl_p99: 99th percentile of all gaps between tokens, s.
+        encode_batch: mean requests in a step that encodes.
+        encode_tokens: mean prompt tokens in a step that encodes.
+        decode_batch: requests in decode (rra, static: at a phase's start).
+        peak_requests: requests that hold K/V at once.
+        peak_tokens: tokens of the largest step.
+        cycle: from one encode step to the next, s.
+    """
+
+    throughput: Array
+    latency: Array
+    ttft: Array
+    tpot: Array
+    itl_p99: Array
+    encode_batch: Array
+    encode_tokens: Array
+    decode_batch: Array
+    peak_requests: Array
+    peak_tokens: Array
+    cycle: Array
+
+    def at(self, index: int) -> dict[str, float]:
+        return {field.name: float(getattr(self, field.name)[index]) for field in fields(self)}
+
+
+def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
+    columns = {}
+    for field in fields(Performance):
+        column = np.empty(size)
+        for where, part in parts:
+            column[where] = getattr(part, field.name)
+        columns[field.name] = column
+    return Performance(**columns)
+
+
+def upper_deviate(share: Array) -> Array:
+    """Standard normal deviate of the 99th percentile of all gaps within the longest `share` of them, at most 2.33."""
+    return ndtri(np.clip(1 - 0.01 / np.maximum(share, 1e-9), 0.02, 0.99))
