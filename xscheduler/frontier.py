@@ -30,7 +30,7 @@ def frontier(spaces: Sequence[Space]) -> list[Point]:
     lie (the search, not the frontier, is what finds and proves the best).
     """
     points = [
-        point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in _of_space(space)
+        point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
     ]
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.latency_s, -point.throughput_rps)):
@@ -39,7 +39,8 @@ def frontier(spaces: Sequence[Space]) -> list[Point]:
     return best
 
 
-def _of_space(space: Space) -> list[Point]:
+def of_space(space: Space) -> list[Point]:
+    """The frontier of one placement."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
     latency, throughput = evaluation.performance.latency, evaluation.throughput

@@ -31,7 +31,8 @@ from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
-from xscheduler.space import POLICIES, Limits, Models, Settings, Space
+from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
+from xscheduler.sustain import best_sustained, max_arrival_rate
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
@@ -50,6 +51,7 @@ class Problem:
     Attributes:
         max_devices: take no more than so many of the cluster's.
         uniform: only placements that are replicas of equal stages.
+        wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
     """
 
     model: ModelSpec
@@ -61,6 +63,7 @@ class Problem:
     kv: KvPromise = "reserve"
     max_devices: int | None = None
     uniform: bool = False
+    wish: Wish | None = None
 
 
 class Scheduler:
@@ -72,7 +75,7 @@ class Scheduler:
 
     def __init__(self, problem: Problem, method: Method = "branch-and-bound") -> None:
         self.problem = problem
-        self.method = method
+        self.method: Method = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
         self.lengths = Lengths(problem.workload)
         _check_context(problem, self.lengths)
         self._floor = minorant(problem.profile)
@@ -80,6 +83,8 @@ class Scheduler:
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        self._found: dict[str, Space] = {}
+        """Where each policy's best plan lies."""
         self._models = cache(self._make_models)
         self._memory = cache(self._make_memory)
 
@@ -95,7 +100,7 @@ class Scheduler:
             limits = self._limits(placement)
             if limits is not None:
                 models = partial(self._models, *(layout.lane for layout in placement.layouts))
-                space = Space(kind, placement, self.lengths, models, constraint, limits)
+                space = Space(kind, placement, self.lengths, models, constraint, limits, wish=problem.wish)
                 if space.capacity >= space.least_requests:
                     found.append(space)
         quantile_decodes = self.lengths.decodes_at(constraint.quantile)
@@ -166,8 +171,52 @@ class Scheduler:
                     bound=found.bound,
                 )
                 plans[kind] = self._plan(found.space, found.values, found.settings, certificate)
+                self._found[kind] = found.space
         if not plans:
             raise self._infeasible(kinds)
+        return plans
+
+    def with_max_arrival_rate(self, plan: Plan) -> Plan:
+        """A plan that this scheduler found, with the highest arrival rate at which it keeps its latency bound."""
+        rate = max_arrival_rate(self._found[plan.policy.kind], plan.policy, plan.constraint)
+        return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"max_arrival_rate_per_s": rate})})
+
+    def sustaining(self, kinds: Sequence[str], rate: float) -> dict[str, Plan]:
+        """Each policy's schedule with the most room above an arrival rate at which it keeps the constraint.
+
+        The latency bound holds for the whole time, waiting included.
+
+        Raises:
+            InfeasibleError: none keeps it.
+        """
+        constraint = self.problem.constraint
+        relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None})
+        plans = {}
+        for kind in kinds:
+            started = time.perf_counter()
+            spaces = self.spaces(kind, relaxed)
+            found = best_sustained(spaces, constraint, rate)
+            if found is None:
+                continue
+            certificate = SearchCertificate(
+                method="grid",
+                evaluations=found.evaluations,
+                space_size=sum(space.num_points for space in spaces),
+                seconds=round(time.perf_counter() - started, 4),
+                gap=None,
+                bound="none: schedules along the frontiers of the most promising placements",
+            )
+            self._found[kind] = found.space
+            plans[kind] = self.with_max_arrival_rate(self._plan(found.space, found.values, found.settings, certificate))
+        if not plans:
+            bound = constraint.latency_bound_s
+            kept = "their memory" if bound is None else f"{bound:g} s with waiting"
+            raise InfeasibleError(
+                f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {self._placements.num_devices} devices of "
+                f"{self.problem.cluster.name} keeps {kept} at {rate:g} requests/s; take more devices or a lower rate",
+                nearest_bound_s=None,
+                binding="arrival_rate_per_s",
+            )
         return plans
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:

@@ -77,6 +77,19 @@ class Models:
     floor: OneLaneModel | TwoLaneModel
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What a user asks for beyond throughput and the constraint.
+
+    Attributes:
+        objective: what is to be as high as can be, for each point; None: throughput.
+        accepts: which points are allowed; None: all.
+    """
+
+    objective: Callable[[Performance], Array] | None = None
+    accepts: Callable[[Performance], npt.NDArray[np.bool_]] | None = None
+
+
 class Space:
     """All settings of one policy on one placement, candidates of a search.
 
@@ -85,6 +98,7 @@ class Space:
     Args:
         models: called when the first point is predicted.
         bound: throughput, all replicas together, that no point exceeds.
+        wish: a user's own objective and constraint, of which no bound and no direction is known.
     """
 
     def __init__(
@@ -96,6 +110,7 @@ class Space:
         constraint: Constraint,
         limits: Limits,
         bound: float = np.inf,
+        wish: Wish | None = None,
     ) -> None:
         self.kind = kind
         self.placement = placement
@@ -103,6 +118,7 @@ class Space:
         self.constraint = constraint
         self.limits = limits
         self.bound = bound
+        self.wish = wish
         self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
         self.evaluations = 0
         self._make_models = models
@@ -244,6 +260,12 @@ class Evaluation:
         """Requests a second, all replicas together."""
         return self._space.placement.replicas * self.performance.throughput
 
+    @cached_property
+    def score(self) -> Array:
+        """What is to be as high as can be: throughput, or a user's own objective."""
+        wish = self._space.wish
+        return self.throughput if wish is None or wish.objective is None else wish.objective(self.performance)
+
     def at(self, index: int) -> dict[str, float]:
         """One point's predictions, by name; the throughput is that of all replicas."""
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
@@ -279,4 +301,6 @@ class Evaluation:
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:
-        return self.fits & (self.excess <= 0)
+        wish = self._space.wish
+        feasible = self.fits & (self.excess <= 0)
+        return feasible if wish is None or wish.accepts is None else feasible & wish.accepts(self.performance)

@@ -217,6 +217,17 @@ def test_what_runs_now_is_scored(xgpt: Xgpt) -> None:
     assert "16 devices" in xgpt.fails(2, *command, "vllm serve m -tp 4 -pp 4")
 
 
+def test_devices_and_arrival_rates(xgpt: Xgpt) -> None:
+    plan = ("plan", "--latency-bound", "4", *PROBLEM)
+    assert "--arrival-rate" in xgpt.fails(2, *plan, "--devices", "auto")
+    assert "from 1 to 1" in xgpt.fails(2, *plan, "--devices", "9")
+    assert "infeasible: arrival_rate_per_s" in xgpt.fails(1, *plan, "--arrival-rate", "1e6", "--policy", "orca")
+    ran = xgpt(*plan, "--arrival-rate", "5", "--devices", "auto", "--policy", "orca", "--json")
+    document = json.loads(ran.out)
+    assert document["constraint"]["arrival_rate_per_s"] == 5
+    assert document["estimate"]["max_arrival_rate_per_s"] >= 5
+
+
 def test_compare_measures_only_here(xgpt: Xgpt) -> None:
     assert "--measure" in xgpt.fails(2, "compare", "--latency-bound", "4", *PROBLEM, "--measure")
 

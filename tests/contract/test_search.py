@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from xscheduler.schedule import Problem, Scheduler
 from xscheduler.screen import Screen
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xscheduler.space import POLICIES, Limits, Models, Space
+from xscheduler.space import POLICIES, Limits, Models, Space, Wish
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
@@ -206,6 +207,26 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
     best = [branch_and_bound.search(spaces.spaces(bound)).throughput for bound in spaces.bounds()]
     for looser, tighter in pairwise(best):
         assert tighter <= looser * (1 + THROUGHPUT_TOLERANCE)
+
+
+def test_a_wish_of_the_users_own_is_searched_by_optuna() -> None:
+    """Least time to first token, at no less than 10 requests a second: neither has a bound."""
+    of = problem("llama-3.1-8b", "h200x1", "orca", 4.0)
+    wish = Wish(objective=lambda p: -p.ttft, accepts=lambda p: p.throughput >= 10)
+    plan = Scheduler(replace(of, wish=wish)).best(("orca",))
+    assert plan.search.method == "optuna"
+    assert plan.search.gap is None
+    assert plan.estimate.throughput_rps >= 10
+    assert plan.estimate.ttft_s < Scheduler(of).best(("orca",)).estimate.ttft_s
+
+
+@EVERY_KIND
+def test_one_more_device_never_gives_less(kind: str) -> None:
+    of = problem("opt-13b", "a40x4", "summarization", 6.0)
+    sizes = range(2 if kind == "waa" else 1, 5)
+    best = [Scheduler(replace(of, max_devices=n)).best((kind,)).estimate.throughput_rps for n in sizes]
+    for fewer, more in pairwise(best):
+        assert more >= fewer / (1 + THROUGHPUT_TOLERANCE)
 
 
 @EVERY_KIND

@@ -217,9 +217,37 @@ def plan_each(
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
-    plans = scheduler(subject, constraint, search, kv, max_devices).best_of_each(groups.get(policy, (policy,)))
-    ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
-    return {kind: _admitting(plan, order) for kind, plan in ordered}
+    kinds = groups.get(policy, (policy,))
+    of = scheduler(subject, constraint, search, kv, max_devices)
+    rate = constraint.arrival_rate_per_s
+    plans = of.best_of_each(kinds) if rate is None else of.sustaining(kinds, rate)
+    ordered = dict(sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps))
+    if rate is None and constraint.latency_bound_s is not None:
+        first = next(iter(ordered))
+        ordered[first] = of.with_max_arrival_rate(ordered[first])
+    return {kind: _admitting(plan, order) for kind, plan in ordered.items()}
+
+
+def fewest_devices(
+    subject: Subject, constraint: Constraint, policy: PolicyChoice = "auto", kv: KvPromise = "reserve"
+) -> int:
+    """The smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+
+    Raises:
+        InfeasibleError: all of them together do not.
+    """
+    from xgpt.errors import InfeasibleError
+
+    low, high = 1, subject.cluster.num_devices
+    plan_each(subject, constraint, policy, kv=kv, max_devices=high)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_each(subject, constraint, policy, kv=kv, max_devices=middle)
+            high = middle
+        except InfeasibleError:
+            low = middle + 1
+    return high
 
 
 def plan_uniform(

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from xgpt.pages.charts import Chart
-    from xgpt.schema.step_log import StepRecord
+    from xsimulator.clock import Span as StageSpan
     from xsimulator.measure import Measured
 
 NUM_REQUESTS = 400
 """Requests of the simulated run whose figures stand beside the prediction."""
 TIMELINE_CYCLES = 4
-MIN_SPANS, MAX_SPANS = 20, 120
+MIN_STEPS, MAX_STEPS = 20, 120
 HISTOGRAM_BINS = 40
 
 
@@ -33,7 +33,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     from xgpt.io import sha256
     from xgpt.pages import render
 
-    measured, log = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng)
+    spans: list[StageSpan] = []
+    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
     bound = (
         "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
@@ -54,7 +55,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
             f"{100 * constraint.headroom:.1f}% is kept under the bounds."
         ),
-        charts=_charts(plan, profile, log),
+        charts=_charts(plan, profile, spans),
         stages=[
             {
                 "lane": stage.lane,
@@ -111,9 +112,9 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     ]
 
 
-def _charts(plan: Plan, profile: Profile, log: list[StepRecord]) -> dict[str, Chart]:
+def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:
     return {
-        "timeline": _timeline(plan, log),
+        "timeline": _timeline(plan, spans),
         "frontier": _frontier(plan, profile),
         "memory": _memory(plan),
         "input": _histogram(plan.workload.input, "input tokens"),
@@ -121,33 +122,46 @@ def _charts(plan: Plan, profile: Profile, log: list[StepRecord]) -> dict[str, Ch
     }
 
 
-def _timeline(plan: Plan, log: list[StepRecord]) -> Chart:
-    """Some cycles of the simulated run, from the middle, where it has settled."""
+def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
+    """Some encode phases of the simulated run, from the middle, where it has settled: a row a stage."""
     from xgpt.pages import charts
 
-    encodes = [i for i, record in enumerate(log) if record.encode]
+    spans = sorted(spans, key=lambda span: span.start_ns)
+    encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
     middle = len(encodes) // 2
-    first = encodes[middle]
-    last = encodes[min(middle + TIMELINE_CYCLES, len(encodes) - 1)]
-    window = log[first : min(max(last, first + MIN_SPANS), first + MAX_SPANS, len(log))]
-    origin = window[0].start_ns
-    spans: list[charts.Span] = []
-    x: list[float] = []
-    y: list[float] = []
-    for record in window:
-        kinds = [kind for kind, part in (("encode", record.encode), ("decode", record.decode)) if part]
-        start_s, end_s = (record.start_ns - origin) / 1e9, (record.end_ns - origin) / 1e9
-        spans.append(charts.Span(0, start_s, end_s, " and ".join(kinds)))
-        if record.decode:
-            x.append(start_s)
-            y.append(len(record.decode))
-    decoding = charts.Series("in decode", x, y)
+    origin = encodes[middle]
+    end = encodes[min(middle + TIMELINE_CYCLES * getattr(plan.policy, "microbatches", 1), len(encodes) - 1)]
+    seen = [span for span in spans if span.start_ns >= origin]
+    least = MIN_STEPS * len(plan.stages)
+    shown = [span for i, span in enumerate(seen) if span.start_ns < end or i < least][: MAX_STEPS * len(plan.stages)]
+
+    rows: dict[tuple[str, int], int] = {}
+    for stage in plan.stages:
+        rows[stage.lane, sum(lane == stage.lane for lane, _ in rows)] = len(rows)
+    bars = [
+        charts.Span(
+            rows[span.lane, span.stage],
+            (span.start_ns - origin) / 1e9,
+            (span.end_ns - origin) / 1e9,
+            " and ".join(name for name, part in (("encode", span.step.encode), ("decode", span.step.decode)) if part),
+        )
+        for span in shown
+    ]
+    decodes = [span for span in shown if span.step.decode and span.stage == 0]
+    decoding = charts.Series(
+        "in decode",
+        [(span.start_ns - origin) / 1e9 for span in decodes],
+        [float(len(span.step.decode)) for span in decodes],
+    )
     return charts.timeline(
-        spans,
-        ["steps"],
+        bars,
+        [("stage" if lane == "both" else lane) + f" {number + 1}" for lane, number in rows],
         decoding,
-        alt=f"timeline of {len(spans)} simulated steps",
-        caption=f"{len(spans)} steps from the middle of the simulated run, and the requests that each decodes.",
+        alt=f"timeline of {len(plan.stages)} stages",
+        caption=(
+            "What each stage of a replica does, from the middle of the simulated run; below, how many requests a step "
+            "decodes."
+        ),
     )
 
 

@@ -32,6 +32,14 @@ def placement_in_words(plan: Plan) -> str:
     return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
 
 
+def arrivals_in_words(plan: Plan) -> list[str]:
+    """Up to which arrival rate the plan keeps its bound, where that is known."""
+    most = plan.estimate.max_arrival_rate_per_s
+    if most is None:
+        return []
+    return [f"arrivals: with waiting counted, the bound is kept up to {most:.3g} requests/s (Poisson)"]
+
+
 def _shape(plan: Plan) -> str:
     """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]"."""
     lanes = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
+
+if TYPE_CHECKING:
+    from xgpt.app.planning import Subject
+    from xgpt.schema import Constraint, KvPromise, Plan
 
 
 @click.command("plan")
@@ -20,6 +24,17 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
     help="auto: the best of all; exegpt: of rra and waa.",
 )
 @search_options
+@click.option(
+    "--arrival-rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="R",
+    help="Sustain so many requests a second; the latency bound then holds for the whole time, waiting included.",
+)
+@click.option(
+    "--devices",
+    metavar="auto|N",
+    help="Take at most N devices of the cluster; auto: the fewest that sustain --arrival-rate.",
+)
 @click.option(
     "--order",
     type=click.Choice(["fcfs", "sjf", "edf", "das"]),
@@ -44,6 +59,8 @@ def command(
     policy: Any,
     search: str,
     kv: Any,
+    arrival_rate: float | None,
+    devices: str | None,
     order: Any,
     output: str,
     as_json: bool,
@@ -54,19 +71,37 @@ def command(
     Examples:
       xgpt plan --latency-bound 9.8
       xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
     """
     from pathlib import Path
 
-    from xgpt.app.planning import plan_each, resolve
-    from xgpt.app.wording import placement_in_words, proof_in_words, schedule_in_words
+    from xgpt.app.planning import fewest_devices, plan_each, resolve
+    from xgpt.app.wording import arrivals_in_words, placement_in_words, proof_in_words, schedule_in_words
     from xgpt.cli import render
+    from xgpt.errors import InputError
     from xgpt.io import dump_json, write_atomic
     from xgpt.schema import Constraint
 
-    constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
+    constraint = Constraint(
+        latency_bound_s=latency_bound,
+        quantile=quantile,
+        sla=sla,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        arrival_rate_per_s=arrival_rate,
+    )
     with render.progress_bar() as progress:
         subject = resolve(model, cluster, workload, profile_path, progress, price)
-    plans = plan_each(subject, constraint, policy, search, kv, order)
+    if devices == "auto" and arrival_rate is None:
+        raise InputError("--devices", devices, "auto goes with --arrival-rate; or give a number")
+    if arrival_rate is not None and search != "branch-and-bound":
+        raise InputError(
+            "--search", search, "with --arrival-rate schedules along the frontier are judged; leave it out"
+        )
+    max_devices = None if devices == "auto" else _count(devices, subject.cluster.num_devices)
+    if devices == "auto":
+        max_devices = fewest_devices(subject, constraint, policy, kv)
+    plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
     best = next(iter(plans.values()))
     text = dump_json(best)
     write_atomic(Path(output), text)
@@ -81,7 +116,36 @@ def command(
         f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
         *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
         f"proof: {proof_in_words(best)}",
+        *arrivals_in_words(best),
+        *_beside_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),
         f"wrote {output}; next: xgpt serve {output}",
     )
+
+
+def _count(devices: str | None, most: int) -> int | None:
+    from xgpt.errors import InputError
+
+    if devices is None:
+        return None
+    if not devices.isdecimal() or not 1 <= int(devices) <= most:
+        raise InputError("--devices", devices, f"give auto, or a number from 1 to {most}")
+    return int(devices)
+
+
+def _beside_uniform(
+    best: Plan, subject: Subject, constraint: Constraint, search: str, kv: KvPromise, max_devices: int | None
+) -> list[str]:
+    """What the best uniform plan gives, where the chosen one need not be uniform."""
+    from xgpt.app.planning import plan_uniform
+    from xgpt.app.wording import settings_text
+
+    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None:
+        return []
+    uniform = plan_uniform(subject, constraint, search, kv, max_devices)
+    if uniform is None:
+        return ["no uniform plan (equal stages, no rra, no waa) keeps the bound"]
+    gain = best.estimate.throughput_rps / uniform.estimate.throughput_rps - 1
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {uniform.estimate.throughput_rps:.3f} req/s"
+    return [f"best uniform plan: {what}; the chosen one gains {100 * gain:.1f}%"]

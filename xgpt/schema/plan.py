@@ -94,16 +94,19 @@ class Estimate(Frozen):
     bubble_fraction: float = 0.0
     memory_bytes: tuple[int, ...]
     cost_per_million_tokens: float | None = None
+    max_arrival_rate_per_s: float | None = None
+    """The highest Poisson rate at which the quantile of the whole time, waiting included, keeps the latency bound."""
     warnings: tuple[str, ...] = ()
 
 
 class SearchCertificate(Frozen):
     """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`.
 
-    Method "given": somebody's own settings, scored and not searched for.
+    Method "given": somebody's own settings, scored and not searched for. Method "grid": schedules along the frontier,
+    judged under an arrival rate.
     """
 
-    method: Literal["branch-and-bound", "exhaustive", "optuna", "given"]
+    method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     evaluations: int
     space_size: int
     seconds: float

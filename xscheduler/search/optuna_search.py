@@ -1,4 +1,4 @@
-"""Optuna's TPE sampler: for spaces in which no direction and no bound holds."""
+"""Optuna's TPE sampler: where no direction and no bound holds: a user's own objective or constraint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     best: Found | None = None
+    highest = -np.inf
 
     def objective(trial: optuna.Trial) -> float:
-        nonlocal best
+        nonlocal best, highest
         space = spaces[trial.suggest_categorical("space", range(len(spaces)))]
         columns = {
             axis.variable.name: np.asarray(
@@ -33,10 +34,11 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
         overfull = float(evaluation.performance.peak_requests[0] / space.capacity - 1)
         trial.set_constraint("memory", overfull)
         trial.set_constraint("latency", float(evaluation.excess[0]))
-        throughput = float(evaluation.throughput[0])
-        if evaluation.feasible[0] and (best is None or throughput > best.throughput):
-            best = Found(space, space.settings(columns, 0), evaluation.at(0), 0, None, "")
-        return throughput
+        trial.set_constraint("allowed", 0.0 if evaluation.feasible[0] else 1.0)
+        score = float(evaluation.score[0])
+        if evaluation.feasible[0] and score > highest:
+            best, highest = Found(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), score
+        return score
 
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)

@@ -1,0 +1,101 @@
+"""How often the declared directions hold (ExeGPT Table 5), over all policies, tasks and a spread of placements.
+
+    python -m benchmarks.monotonicity [--only gpt3-39b]
+
+Each variable is swept on a logarithmic grid with all others fixed, on points that fit in memory. A step counts as
+broken where throughput, or latency, goes against its declared direction by more than the tolerance: a share of the best
+throughput reached, and of the bottom 70% of the policy's latencies, as in the paper. Variables without a direction are
+enumerated by the search and not counted. Predicted, from the datasheets. Writes results/monotonicity.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import numpy as np
+
+from benchmarks.scheduler import LARGE, SMALL, problem
+from xgpt.io import write_atomic
+from xscheduler.schedule import Scheduler
+from xscheduler.space import POLICIES, Space
+
+RESULTS = Path("results/monotonicity.json")
+MODELS = (
+    ("t5-11b", "a40x8", SMALL),
+    ("opt-13b", "a40x4", SMALL),
+    ("gpt3-39b", "a40x16", SMALL),
+    ("gpt3-101b", "a100x16", LARGE),
+)
+TOLERANCES = (0.02, 0.05, 0.10)
+NUM_PLACEMENTS = 8
+NUM_POINTS = 400
+
+
+class Counts:
+    """Steps along one variable: how many there are, and how many go against its direction, by tolerance."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.broken = np.zeros((2, len(TOLERANCES)), int)  # [throughput, latency]
+
+
+def count(space: Space, counts: dict[str, Counts]) -> None:
+    """Add a placement's grid to the counts of its policy's variables."""
+    columns = space.grid_points(NUM_POINTS)
+    shape = [len(np.unique(columns[axis.variable.name])) for axis in space.axes]
+    evaluation = space.evaluate(columns)
+    if not evaluation.fits.any():
+        return
+    fits = evaluation.fits.reshape(shape)
+    latency, throughput = evaluation.performance.latency.reshape(shape), evaluation.throughput.reshape(shape)
+    scales = (float(throughput[fits].max()), float(np.quantile(latency[fits], 0.7)))
+    for i, axis in enumerate(space.axes):
+        directions = (axis.variable.throughput, axis.variable.latency)
+        both_fit = np.moveaxis(fits, i, -1)
+        both_fit = both_fit[..., 1:] & both_fit[..., :-1]
+        of = counts.setdefault(f"{space.kind}.{axis.variable.name}", Counts())
+        of.steps += int(both_fit.sum())
+        for j, (values, scale, direction) in enumerate(zip((throughput, latency), scales, directions, strict=True)):
+            if direction == "none":
+                continue
+            steps = np.diff(np.moveaxis(values, i, -1), axis=-1)[both_fit]
+            against = -steps if direction == "rises" else steps
+            of.broken[j] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
+
+
+@click.command()
+@click.option("--only", help="One model.")
+def main(only: str | None) -> None:
+    rows = []
+    total = Counts()
+    for model, cluster, workloads in MODELS:
+        if only not in (None, model):
+            continue
+        for workload in workloads:
+            scheduler = Scheduler(problem(model, cluster, workload, None))
+            counts: dict[str, Counts] = {}
+            for kind in POLICIES:
+                spaces = scheduler.spaces(kind)
+                picked = np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)) if spaces else []
+                for i in picked:
+                    count(spaces[i], counts)
+            for name, of in counts.items():
+                total.steps += of.steps
+                total.broken += of.broken
+                shares = 100 * of.broken / max(of.steps, 1)
+                cells = "  ".join(
+                    f"{t:.0%}: ({shares[1, k]:.1f}, {shares[0, k]:.1f})" for k, t in enumerate(TOLERANCES)
+                )
+                click.echo(f"{model:10} {workload:15} {name:26} {of.steps:7d} steps  {cells}")
+                rows.append({"model": model, "workload": workload, "variable": name, "steps": of.steps})
+                rows[-1] |= {"broken_throughput": of.broken[0].tolist(), "broken_latency": of.broken[1].tolist()}
+    monotone = 100 * (1 - total.broken / max(total.steps, 1))
+    click.echo("each cell: (latency, throughput) that break their direction, in percent of the steps")
+    click.echo(f"monotone at 5%: {monotone[0, 1]:.2f}% in throughput, {monotone[1, 1]:.2f}% in latency (paper: 97, 96)")
+    write_atomic(RESULTS, json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
