@@ -12,7 +12,9 @@ import pytest
 if TYPE_CHECKING:
     from tests.vllm.offline import Requests
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+_found = find_spec("vllm")
+# This folder itself can be found by that name; only an installed package has an origin.
+collect_ignore_glob = [] if _found and _found.origin else ["test_*.py"]
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
