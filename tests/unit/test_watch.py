@@ -117,7 +117,7 @@ def test_the_page_escapes_and_loads_nothing(url: str) -> None:
 
 
 def test_planning_runs_in_a_process_of_its_own() -> None:
-    of = problem("opt-13b", "h200x1", "summarization", 6.0)
+    of = problem("opt-13b", "h200x1", "summarization", 1.5)
     plan = Scheduler(of).best(("rra",))
     lengths = plan.workload.output.lengths
     longer = observe_lengths([500] * 400, list(lengths[len(lengths) // 2 :]) * 4, plan.workload)

