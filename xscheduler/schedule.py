@@ -10,25 +10,11 @@ from functools import cache, partial
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.io import sha256
-from xgpt.schema import (
-    Admission,
-    ClusterSpec,
-    Constraint,
-    Estimate,
-    KvPromise,
-    ModelSpec,
-    Plan,
-    Profile,
-    ProfileRef,
-    SearchCertificate,
-    Stage,
-    StageLane,
-    Workload,
-)
+from xgpt.schema import ClusterSpec, Constraint, KvPromise, ModelSpec, Plan, Profile, SearchCertificate, Workload
 from xscheduler.frontier import Point, frontier
 from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
+from xscheduler.plan import plan_of
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
@@ -40,8 +26,6 @@ from xsimulator.memory import LaneMemory
 from xsimulator.placement import Lane
 
 BLOCK_SIZE = 16
-NEAREST_LOOKED_AT = 60
-"""Placements, the most promising first, in which the nearest feasible bound is looked for."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +69,7 @@ class Scheduler:
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         self._found: dict[str, Space] = {}
         """Where each policy's best plan lies."""
+        self._plan_of = partial(plan_of, problem, self.lengths)
         self._models = cache(self._make_models)
         self._memory = cache(self._make_memory)
 
@@ -99,8 +84,7 @@ class Scheduler:
                 continue
             limits = self._limits(placement)
             if limits is not None:
-                models = partial(self._models, *(layout.lane for layout in placement.layouts))
-                space = Space(kind, placement, self.lengths, models, constraint, limits, wish=problem.wish)
+                space = self._space(kind, placement, constraint, limits)
                 if space.capacity >= space.least_requests:
                     found.append(space)
         quantile_decodes = self.lengths.decodes_at(constraint.quantile)
@@ -109,6 +93,10 @@ class Scheduler:
         for space, bound in zip(found, bounds, strict=True):
             space.bound = float(bound)
         return found
+
+    def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
+        models = partial(self._models, *(layout.lane for layout in placement.layouts))
+        return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
 
     def _limits(self, placement: Placement) -> Limits | None:
         """None where the weights do not fit."""
@@ -170,7 +158,9 @@ class Scheduler:
                     gap=found.gap,
                     bound=found.bound,
                 )
-                plans[kind] = self._plan(found.space, found.values, found.settings, certificate)
+                plans[kind] = plan_of(
+                    self.problem, self.lengths, found.space, found.values, found.settings, certificate
+                )
                 self._found[kind] = found.space
         if not plans:
             raise self._infeasible(kinds)
@@ -207,7 +197,9 @@ class Scheduler:
                 bound="none: schedules along the frontiers of the most promising placements",
             )
             self._found[kind] = found.space
-            plans[kind] = self.with_max_arrival_rate(self._plan(found.space, found.values, found.settings, certificate))
+            plans[kind] = self.with_max_arrival_rate(
+                self._plan_of(found.space, found.values, found.settings, certificate)
+            )
         if not plans:
             bound = constraint.latency_bound_s
             kept = "their memory" if bound is None else f"{bound:g} s with waiting"
@@ -242,7 +234,7 @@ class Scheduler:
         given = SearchCertificate(
             method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
         )
-        return self._plan(space, evaluation.at(0), settings, given)
+        return self._plan_of(space, evaluation.at(0), settings, given)
 
     def space(self, kind: str, placement: Placement) -> Space:
         """One placement's space.
@@ -256,8 +248,7 @@ class Scheduler:
                 raise memory
         limits = self._limits(placement)
         assert limits is not None
-        models = partial(self._models, *(layout.lane for layout in placement.layouts))
-        return Space(kind, placement, self.lengths, models, self.problem.constraint, limits)
+        return self._space(kind, placement, self.problem.constraint, limits)
 
     def uniform_placement(self, kind: str, tp_degree: int, num_stages: int, replicas: int) -> Placement:
         """Replicas of a pipeline of equal stages, a micro-batch for each.
@@ -277,99 +268,7 @@ class Scheduler:
             f"{self.problem.profile.tp_degrees}",
         )
 
-    # Plans -----------------------------------------------------------------------------------------------------
-
-    def _plan(self, space: Space, values: dict[str, float], settings: Settings, certificate: SearchCertificate) -> Plan:
-        problem, profile = self.problem, self.problem.profile
-        stages, memory_bytes = self._stages(space, values)
-        return Plan(
-            model=problem.model,
-            checkpoint=problem.checkpoint,
-            dtype=profile.dtype,
-            cluster=problem.cluster,
-            workload=problem.workload,
-            constraint=problem.constraint,
-            policy=settings,
-            admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
-            replicas=space.placement.replicas,
-            block_size=BLOCK_SIZE,
-            stages=stages,
-            estimate=self._estimate(space, values, memory_bytes),
-            search=certificate,
-            profile=ProfileRef(
-                source=profile.source,
-                sha256=sha256(profile),
-                num_threads=profile.num_threads,
-                spread=profile.spread,
-                provenance=profile.provenance,
-            ),
-        )
-
-    def _stages(self, space: Space, values: dict[str, float]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-        """The stages of one replica on its devices, and each device's bytes."""
-        stages: list[Stage] = []
-        memory_bytes: list[int] = []
-        device, limits = 0, space.limits
-        split = limits.encode_memory is not None
-        lanes: tuple[StageLane, ...] = ("encode", "decode") if split else ("both",)
-        for name, layout in zip(lanes, space.placement.layouts, strict=True):
-            memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
-            step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
-            beside = float(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1.0
-            blocks = int(beside) if np.isfinite(beside) else 1  # an encoder keeps no K/V
-            memory_bytes += memory.device_bytes(blocks, step_tokens)
-            encoded = decoded = 0
-            for shape in layout.lane:
-                encoder = (encoded, encoded + shape.encoder_layers)
-                stages.append(
-                    Stage(
-                        lane=name,
-                        devices=tuple(range(device, device + shape.tp)),
-                        encode_layers=encoder if self.problem.model.is_encoder_decoder else None,
-                        decode_layers=(decoded, decoded + shape.decoder_layers),
-                        tp=shape.tp,
-                        kv_blocks=blocks,
-                    )
-                )
-                encoded, decoded, device = encoder[1], decoded + shape.decoder_layers, device + shape.tp
-        return tuple(stages), tuple(memory_bytes)
-
-    def _estimate(self, space: Space, values: dict[str, float], memory_bytes: tuple[int, ...]) -> Estimate:
-        lengths, placement = self.lengths, space.placement
-        rps = values["throughput"]
-        output_tokens_per_s = rps * lengths.mean_output
-        price = self.problem.cluster.price_per_device_hour
-        hourly = None if price is None else price * placement.num_devices * placement.replicas
-        return Estimate(
-            throughput_rps=rps,
-            output_tokens_per_s=output_tokens_per_s,
-            latency_s=values["latency"],
-            ttft_s=values["ttft"],
-            tpot_s=values["tpot"],
-            itl_p99_s=values["itl_p99"],
-            encode_batch=values["encode_batch"],
-            decode_batch=values["decode_batch"],
-            encode_tokens=values["encode_tokens"],
-            cycle_s=values["cycle"],
-            memory_bytes=memory_bytes,
-            cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
-            warnings=self._beyond_profile(placement, values),
-        )
-
-    def _beyond_profile(self, placement: Placement, values: dict[str, float]) -> tuple[str, ...]:
-        """Warnings where steps lie outside what was measured."""
-        layer, lengths = self.problem.profile.layers[0], self.lengths
-        decode_batch = values["decode_batch"] / placement.microbatches
-        encode_tokens = values["encode_tokens"] / placement.microbatches
-        warnings = []
-        for name, value, last in (
-            ("tokens a step", decode_batch + encode_tokens, layer.rest.points[-1]),
-            ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
-            ("context", lengths.max_input + lengths.max_output, layer.decode_attention.lengths[-1]),
-        ):
-            if value > last:
-                warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")
-        return tuple(warnings)
+    # Why not ---------------------------------------------------------------------------------------------------
 
     def _infeasible(self, kinds: Sequence[str]) -> InfeasibleError:
         """The least constrained spaces' points of lowest excess say what binds and what would be met."""

@@ -1,0 +1,129 @@
+"""From a point that a search found to a plan: every number that the run needs, resolved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xgpt.io import sha256
+from xgpt.schema import Admission, Estimate, Plan, ProfileRef, SearchCertificate, Stage, StageLane
+from xscheduler.placement import Placement
+from xscheduler.space import Settings, Space
+from xsimulator.lengths import Lengths
+
+if TYPE_CHECKING:
+    from xscheduler.schedule import Problem
+
+
+def plan_of(
+    problem: Problem,
+    lengths: Lengths,
+    space: Space,
+    values: dict[str, float],
+    settings: Settings,
+    certificate: SearchCertificate,
+) -> Plan:
+    """The plan of one point of a space.
+
+    Args:
+        values: the point's predictions, by name; the throughput is that of all replicas.
+    """
+    profile, limits = problem.profile, space.limits
+    stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
+    return Plan(
+        model=problem.model,
+        checkpoint=problem.checkpoint,
+        dtype=profile.dtype,
+        cluster=problem.cluster,
+        workload=problem.workload,
+        constraint=problem.constraint,
+        policy=settings,
+        admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
+        replicas=space.placement.replicas,
+        block_size=limits.block_size,
+        stages=stages,
+        estimate=_estimate(problem, lengths, space.placement, values, memory_bytes),
+        search=certificate,
+        profile=ProfileRef(
+            source=profile.source,
+            sha256=sha256(profile),
+            num_threads=profile.num_threads,
+            spread=profile.spread,
+            provenance=profile.provenance,
+        ),
+    )
+
+
+def _stages(
+    space: Space, values: dict[str, float], is_encoder_decoder: bool
+) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """The stages of one replica on its devices, and each device's bytes."""
+    stages: list[Stage] = []
+    memory_bytes: list[int] = []
+    device, limits = 0, space.limits
+    split = limits.encode_memory is not None
+    lanes: tuple[StageLane, ...] = ("encode", "decode") if split else ("both",)
+    for name, layout in zip(lanes, space.placement.layouts, strict=True):
+        memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
+        step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
+        beside = float(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1.0
+        blocks = int(beside) if np.isfinite(beside) else 1  # an encoder keeps no K/V
+        memory_bytes += memory.device_bytes(blocks, step_tokens)
+        encoded = decoded = 0
+        for shape in layout.lane:
+            encoder = (encoded, encoded + shape.encoder_layers)
+            stages.append(
+                Stage(
+                    lane=name,
+                    devices=tuple(range(device, device + shape.tp)),
+                    encode_layers=encoder if is_encoder_decoder else None,
+                    decode_layers=(decoded, decoded + shape.decoder_layers),
+                    tp=shape.tp,
+                    kv_blocks=blocks,
+                )
+            )
+            encoded, decoded, device = encoder[1], decoded + shape.decoder_layers, device + shape.tp
+    return tuple(stages), tuple(memory_bytes)
+
+
+def _estimate(
+    problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float], memory_bytes: tuple[int, ...]
+) -> Estimate:
+    rps = values["throughput"]
+    output_tokens_per_s = rps * lengths.mean_output
+    price = problem.cluster.price_per_device_hour
+    hourly = None if price is None else price * placement.num_devices * placement.replicas
+    return Estimate(
+        throughput_rps=rps,
+        output_tokens_per_s=output_tokens_per_s,
+        latency_s=values["latency"],
+        ttft_s=values["ttft"],
+        tpot_s=values["tpot"],
+        itl_p99_s=values["itl_p99"],
+        encode_batch=values["encode_batch"],
+        decode_batch=values["decode_batch"],
+        encode_tokens=values["encode_tokens"],
+        cycle_s=values["cycle"],
+        memory_bytes=memory_bytes,
+        cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
+        warnings=_beyond_profile(problem, lengths, placement, values),
+    )
+
+
+def _beyond_profile(
+    problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float]
+) -> tuple[str, ...]:
+    """Warnings where steps lie outside what was measured."""
+    layer = problem.profile.layers[0]
+    decode_batch = values["decode_batch"] / placement.microbatches
+    encode_tokens = values["encode_tokens"] / placement.microbatches
+    warnings = []
+    for name, value, last in (
+        ("tokens a step", decode_batch + encode_tokens, layer.rest.points[-1]),
+        ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
+        ("context", lengths.max_input + lengths.max_output, layer.decode_attention.lengths[-1]),
+    ):
+        if value > last:
+            warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")
+    return tuple(warnings)
