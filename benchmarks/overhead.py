@@ -21,7 +21,8 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
 from xprofiler.measure import ModelFree
 from xrunner.attention import BACKENDS
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import family_of
 from xrunner.worker import Worker

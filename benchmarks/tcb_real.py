@@ -13,7 +13,8 @@ from xgpt.policies.packing import RowBatch
 from xgpt.policies.request import Request
 from xgpt.schema import ModelSpec
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.rows import run_rows
 from xrunner.worker import build_worker, warm_up
 

@@ -22,7 +22,8 @@ from xgpt.app.simulating import outstanding_requests, profile_of, read_log, requ
 from xgpt.schema import Constraint, Histogram, Plan, StepRecord, Workload
 from xgpt.workload import sample
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.replicas import Replicas
 from xsimulator.timeline import chrome_trace
 

@@ -28,7 +28,9 @@ from xgpt.schema import (
     Stage,
     Workload,
 )
-from xrunner.engine import Engine, Generation, Logprobs, OneAtATime
+from xrunner.engine import Engine
+from xrunner.executor import OneAtATime
+from xrunner.generation import Generation, Logprobs
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
 
 VOCAB_SIZE = 1000

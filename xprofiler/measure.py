@@ -30,7 +30,8 @@ from xgpt.machine import num_cores
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xrunner.attention import Batch, make_batch
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 

@@ -5,183 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
-from xgpt.errors import MachineError, XgptError
+from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
+from xrunner.executor import Deploy, Executor, WorkerLost
+from xrunner.generation import FinishReason, Generation, Token
 
 logger = logging.getLogger(__name__)
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a request's tokens are chosen; the default is the highest logit.
-
-    Attributes:
-        temperature: 0: the highest logit.
-        top_k: only the so many most probable tokens; 0: all.
-        top_p: of these only the most probable that together have this probability.
-        min_p: of these only those at least so probable, relative to the most probable.
-        seed: the same seed gives the same tokens, whatever else is in the batch.
-        presence_penalty: taken off the logit of every token that the output holds.
-        frequency_penalty: taken off it once for each time that the output holds it.
-        logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
-
-    @property
-    def has_penalty(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the highest logit is all that is asked for."""
-        return not self.temperature and self.logprobs is None and not self.has_penalty
-
-
-GREEDY = SamplingParams()
-
-
-class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value)."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A request as the server hands it in.
-
-    Attributes:
-        prompt: token ids.
-        max_output: output tokens at most; the schedule knows no more than this.
-        stop_token_ids: tokens that end the output.
-        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come then.
-            Hidden from the schedule.
-        sampling: how its tokens are chosen.
-        num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
-        deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
-            without a token.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    max_output: int
-    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    output_length: int | None = None
-    sampling: SamplingParams = GREEDY
-    num_resumed: int = 0
-    deadline_ns: int | None = None
-
-
-class Token(NamedTuple):
-    """One output token of one request; the last carries why it is the last."""
-
-    id: int
-    token: int
-    finish: FinishReason | None
-    logprobs: Logprobs | None = None
-
-
-class WorkerLost(XgptError):
-    """A worker has died or is silent; what all of them were doing is lost."""
-
-
-class Executor(Protocol):
-    """The workers behind the engine: they hold weights and K/V, and execute steps.
-
-    Attributes:
-        logprobs: of the last step's tokens, for the requests that ask for them.
-        resumes: whether what a request has generated can be encoded with its prompt.
-    """
-
-    logprobs: dict[int, Logprobs]
-    resumes: bool
-
-    def start(self, generation: Generation) -> None:
-        """Set aside the K/V blocks of a request that is about to be encoded."""
-
-    def begin(self, step: Step) -> None:
-        """Send a step on its way, behind those of its lane that are under way. Does not wait for it."""
-
-    def collect(self) -> tuple[Step, dict[int, int]]:
-        """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.
-
-        Steps of one lane end in the order in which they began.
-
-        Raises:
-            WorkerLost: the steps under way will not end, and no request has K/V any more.
-        """
-
-    def check(self) -> None:
-        """While nothing is under way: see whether all workers are well.
-
-        Raises:
-            WorkerLost: one is not.
-        """
-
-    def restart(self) -> None:
-        """After `WorkerLost`: bring the workers back, with nobody in them.
-
-        Raises:
-            MachineError: they do not come back.
-        """
-
-    def close(self) -> None:
-        """Give everything back; nothing may be asked of it afterwards."""
-
-    def release(self, ids: Collection[int]) -> None:
-        """Free the K/V blocks of these requests; no step under way touches them."""
-
-
-class OneAtATime(ABC):
-    """An executor in the engine's own process: each step is executed while it is waited for."""
-
-    resumes = True
-
-    def __init__(self) -> None:
-        self._begun: deque[Step] = deque()
-
-    @abstractmethod
-    def execute(self, step: Step) -> dict[int, int]:
-        """Run one step; returns the next token of each request that decoded or whose prompt ended."""
-
-    def begin(self, step: Step) -> None:
-        self._begun.append(step)
-
-    def collect(self) -> tuple[Step, dict[int, int]]:
-        step = self._begun.popleft()
-        return step, self.execute(step)
-
-    def check(self) -> None:  # noqa: B027
-        """This process is well."""
-
-    def restart(self) -> None:
-        raise AssertionError("this process cannot be lost but with the engine")
-
-    def close(self) -> None:  # noqa: B027
-        """Nothing outlives this process."""
-
-
-Deploy = Callable[[Schedule], Executor]
-"""Makes the executor of another plan's schedule, once the one before has been given up."""
 
 
 class _Begun(NamedTuple):

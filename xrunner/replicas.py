@@ -10,7 +10,8 @@ from queue import Empty, SimpleQueue
 from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation, Token
+from xrunner.engine import Engine
+from xrunner.generation import Generation, Token
 
 IDLE_S = 0.1
 """How long an idle replica sleeps at most before it looks whether it shall end."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xrunner.engine import Logprobs, SamplingParams
+from xrunner.generation import Logprobs, SamplingParams
 
 MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""

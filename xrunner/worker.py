@@ -15,7 +15,8 @@ from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
 from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
-from xrunner.engine import Generation, Logprobs, OneAtATime
+from xrunner.executor import OneAtATime
+from xrunner.generation import Generation, Logprobs
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Group, Part, Vocabulary, join

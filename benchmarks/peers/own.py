@@ -7,7 +7,8 @@ from answer import Request, answer
 
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.worker import build_worker
 
 NUM_BLOCKS, BLOCK_SIZE, TOKEN_BUDGET = 2048, 16, 512

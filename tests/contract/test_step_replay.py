@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
 from xgpt.schema import AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation, Logprobs
+from xrunner.engine import Engine
+from xrunner.generation import Generation, Logprobs
 from xsimulator.events import replay
 
 BLOCK_SIZE = 4

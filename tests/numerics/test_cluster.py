@@ -17,7 +17,8 @@ from xgpt.schema import Stage
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
-from xrunner.engine import Engine, Generation, SamplingParams
+from xrunner.engine import Engine
+from xrunner.generation import Generation, SamplingParams
 from xrunner.worker import build_worker
 from xsimulator.events import replay
 

@@ -9,7 +9,8 @@ from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
 from xgpt.checkpoint import read_spec
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Rotary
 from xrunner.weights import load_checkpoint

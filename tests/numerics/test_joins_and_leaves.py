@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker, build_worker
 from xsimulator.events import replay

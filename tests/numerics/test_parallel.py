@@ -11,7 +11,7 @@ from tests.numerics.ranks import groups_of, in_parallel, pipes_of
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import Chunk, Step
-from xrunner.engine import Generation, SamplingParams
+from xrunner.generation import Generation, SamplingParams
 from xrunner.parallel import Part
 from xrunner.weights import Checkpoint, SeededWeights, load_model
 from xrunner.worker import build_worker

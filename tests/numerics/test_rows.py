@@ -11,7 +11,8 @@ from tests.numerics.test_families import FIRST_SHAPES, make_worker
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.policies.packing import concatenated_rows, padded_rows, slotted_rows
 from xgpt.policies.request import Request
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.rows import run_rows
 
 rng = np.random.default_rng(3)

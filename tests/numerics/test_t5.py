@@ -21,7 +21,8 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.resolve import load_cluster
 from xgpt.schema import Admission
 from xprofiler import measure
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.layers import RelativeBias
 from xrunner.weights import load_checkpoint
 from xrunner.worker import build_worker, slices, warm_up

@@ -7,7 +7,8 @@ import torch
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.worker import build_worker
 
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from tests.fakes import FakeExecutor, expected_tokens
 from xgpt.errors import MachineError
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule
-from xrunner.engine import Engine, Executor, Generation, Token
+from xrunner.engine import Engine
+from xrunner.executor import Executor
+from xrunner.generation import Generation, Token
 
 ORCA = LaneSettings(mix=True, max_batch=4)
 CHUNKED = LaneSettings(mix=True, token_budget=6, max_batch=5)

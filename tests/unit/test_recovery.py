@@ -10,7 +10,9 @@ import pytest
 from xgpt.errors import MachineError
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation, OneAtATime, WorkerLost
+from xrunner.engine import Engine
+from xrunner.executor import OneAtATime, WorkerLost
+from xrunner.generation import Generation
 from xsimulator.events import replay
 
 BLOCKS, BLOCK_SIZE = 40, 4

@@ -9,7 +9,8 @@ import pytest
 from tests.fakes import FakeExecutor, fake_engine
 from xgpt.errors import MachineError
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation
+from xrunner.engine import Engine
+from xrunner.generation import Generation
 from xrunner.replicas import Replicas
 
 

@@ -10,7 +10,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
-from xrunner.engine import Engine, Generation, SamplingParams
+from xrunner.engine import Engine
+from xrunner.generation import Generation, SamplingParams
 from xrunner.sampling import Sampler, uniform
 from xrunner.worker import build_worker
 

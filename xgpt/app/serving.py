@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
     from xrunner.cluster.executor import RemoteExecutor
-    from xrunner.engine import Deploy, Engine, Executor
+    from xrunner.engine import Engine
+    from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
     from xrunner.server import ApiKeys
     from xrunner.worker import Worker

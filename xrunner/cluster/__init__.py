@@ -5,5 +5,5 @@ them over ZeroMQ, and each worker hands them on before its device has done anyth
 
 - `deployment`: who holds what; `messages`, `sockets`: the control plane; `tensors`: the tensor plane
 - `process`: what a worker runs; `agent`: what starts the workers of a machine, and starts them anew
-- `fleet`: the workers seen from the engine's process; `executor`: the same as one `xrunner.engine.Executor`
+- `fleet`: the workers seen from the engine's process; `executor`: the same as one `xrunner.executor.Executor`
 """

@@ -14,7 +14,8 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.fleet import Fleet, Member
 from xrunner.cluster.sockets import Sockets
-from xrunner.engine import Generation, Logprobs, WorkerLost
+from xrunner.executor import WorkerLost
+from xrunner.generation import Generation, Logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.agent_settings import AgentSettings, start_agent
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.sockets import Secret, Sockets, free_port
-from xrunner.engine import WorkerLost
+from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
 """A worker that has said nothing for so long is taken for dead."""

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from xrunner.engine import Generation, Logprobs, SamplingParams
+from xrunner.generation import Generation, Logprobs, SamplingParams
 
 T = TypeVar("T")
 

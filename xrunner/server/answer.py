@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from xrunner.engine import Token
+from xrunner.generation import Token
 from xrunner.server.engine_thread import EngineThread, Inbox, Stream
 from xrunner.server.info import RequestInfo
 from xrunner.server.protocol import ApiError, GenerationRequest, parse_deadline

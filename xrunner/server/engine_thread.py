@@ -15,7 +15,8 @@ from xgpt.errors import MachineError
 from xgpt.observation import Seen
 from xgpt.policies import Pool
 from xgpt.schema.step_log import StepRecord
-from xrunner.engine import Engine, Generation, SamplingParams, Token
+from xrunner.engine import Engine
+from xrunner.generation import Generation, SamplingParams, Token
 from xrunner.replicas import Pools, Replicas
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import ApiError

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from xgpt.schema import ModelSpec
-from xrunner.engine import SamplingParams
+from xrunner.generation import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it; a chat's answer may fill the context."""

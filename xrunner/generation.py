@@ -1,0 +1,87 @@
+"""A request as the engine takes it, and the tokens it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen; the default is the highest logit.
+
+    Attributes:
+        temperature: 0: the highest logit.
+        top_k: only the so many most probable tokens; 0: all.
+        top_p: of these only the most probable that together have this probability.
+        min_p: of these only those at least so probable, relative to the most probable.
+        seed: the same seed gives the same tokens, whatever else is in the batch.
+        presence_penalty: taken off the logit of every token that the output holds.
+        frequency_penalty: taken off it once for each time that the output holds it.
+        logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+
+    @property
+    def has_penalty(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the highest logit is all that is asked for."""
+        return not self.temperature and self.logprobs is None and not self.has_penalty
+
+
+GREEDY = SamplingParams()
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request as the server hands it in.
+
+    Attributes:
+        prompt: token ids.
+        max_output: output tokens at most; the schedule knows no more than this.
+        stop_token_ids: tokens that end the output.
+        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come then.
+            Hidden from the schedule.
+        sampling: how its tokens are chosen.
+        num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
+        deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
+            without a token.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_output: int
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    output_length: int | None = None
+    sampling: SamplingParams = GREEDY
+    num_resumed: int = 0
+    deadline_ns: int | None = None
+
+
+class Token(NamedTuple):
+    """One output token of one request; the last carries why it is the last."""
+
+    id: int
+    token: int
+    finish: FinishReason | None
+    logprobs: Logprobs | None = None
