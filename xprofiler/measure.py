@@ -1,8 +1,10 @@
 """Step times measured on this machine, through the very layers and backends that xrunner runs.
 
-Points are measured in several passes over all of them, and each point's time is the median of its passes, so that
-a change of the machine's clock in mid-run touches every point alike. Layers are run one after the other, as in a
-step, so that weights and K/V come from memory and not from a cache that only a benchmark would have warm.
+Points are measured in several passes over all of them, once a pass, and each point's time is their mean: what a run
+pays on average. The clock of a shared machine moves between two or three rates every second or so; a median of few
+takes one of them for the whole, and which one it takes differs from point to point. Layers are run one after the
+other, as in a step, so that weights and K/V come from memory and not from a cache that only a benchmark would have
+warm.
 
 The parts of a step run faster alone than in their places: together they take up to a tenth less than the whole. So
 whole steps are measured, and the rest of the layer is what such a step takes beyond attention, embedding and head.
@@ -35,7 +37,10 @@ from xrunner.generation import Generation
 from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 
-PASSES = 3
+PASSES = 7
+"""The first is to warm up."""
+LONG_TOKENS, LONG_EVERY = 1024, 3
+"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every third pass only."""
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,9 +55,6 @@ MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384
 """K/V tokens of a measured decode batch: larger ones cost proportionally."""
-
-BUDGET_S = 0.2
-"""Time for one point in one pass; a call that takes longer is made once."""
 
 NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
@@ -203,18 +205,18 @@ class Bench:
     """Measures the points of a profile on one worker, which may be one of several that compute together.
 
     Args:
-        timer: how long a call takes, in seconds.
+        seconds: how long a call takes.
     """
 
-    def __init__(self, worker: Worker, progress: Progress, timer: Timer | None = None) -> None:
+    def __init__(self, worker: Worker, progress: Progress, seconds: Timer | None = None) -> None:
         assert isinstance(worker.model, DecoderModel)
         self.worker = worker
         self.model = worker.model
         self.progress = progress
-        self.seconds = timer or _seconds
+        self.seconds = seconds or _seconds
 
     def measure(self) -> Measured:
-        """The median of each point, and by how much whole steps vary."""
+        """The mean of each point, and by how much a slow step exceeds the mean one."""
         points = Points.of(self.model.spec)
         jobs: dict[tuple[str | int, ...], Callable[[], float]] = {}
         for n, sequences in points.steps.items():
@@ -230,15 +232,14 @@ class Bench:
 
         times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
         steps: list[float] = []
-        keys = list(jobs)
-        for done in range(PASSES * len(jobs)):
-            key = keys[done % len(keys)]
-            self.progress(done, PASSES * len(jobs), f"profiling: {key[0]}")
+        calls = [key for number in range(PASSES) for key in jobs if number % LONG_EVERY == 0 or not _is_long(key)]
+        for done, key in enumerate(calls):
+            self.progress(done, len(calls), f"profiling: {key[0]}")
             if done % JOBS_A_STEP == 0:
                 steps.append(self.step(TYPICAL_STEP))
             times[key].append(jobs[key]())
-        spread = float(np.quantile(steps, 0.9)) / statistics.median(steps) - 1
-        return {key: statistics.median(values) for key, values in times.items()} | {("spread", 0): spread}
+        spread = max(0.0, float(np.quantile(steps, 0.9)) / statistics.mean(steps) - 1)
+        return {key: statistics.mean(values[1:]) for key, values in times.items()} | {("spread", 0): spread}
 
     # Points, each in seconds ---------------------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class Bench:
             engine.step()
             seconds.append(time.perf_counter() - started)
         worker.release(range(num_requests))
-        return statistics.median(seconds)
+        return statistics.mean(seconds)
 
     def step(self, sequences: list[tuple[int, int]]) -> float:
         """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
@@ -317,16 +318,17 @@ class ModelFree(Worker):
         return np.zeros(len(batch.logit_rows), np.int64)
 
 
+def _is_long(key: tuple[str | int, ...]) -> bool:
+    name, *sizes = key
+    return name in ("step", "encode attention") and math.prod(map(int, sizes)) >= LONG_TOKENS
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    """Median time of a call: up to three times or `BUDGET_S`, after one to warm up where calls are short."""
-    seconds: list[float] = []
-    while len(seconds) < 4 and sum(seconds) < BUDGET_S:
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:] or seconds)
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _fastest_num_threads(bench: Bench) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, DType, ModelSpec
-from xprofiler.measure import BLOCK_SIZE, BUDGET_S, NUM_BLOCKS, Bench, Measured, Progress
+from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress
 from xrunner.cluster.sockets import free_port
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
@@ -155,17 +155,7 @@ def _device(task: Task, rank: int) -> str:
 
 
 def _seconds_together(run: Callable[[], object]) -> float:
-    """Median time of a call that all ranks make at once: three times, after one to warm up, where calls are short.
-
-    The first rank decides, since all must make as many calls.
-    """
-    first = _once(run)
-    is_short = torch.tensor(first < BUDGET_S)
-    dist.broadcast(is_short, 0)
-    return statistics.median(_once(run) for _ in range(3)) if is_short else first
-
-
-def _once(run: Callable[[], object]) -> float:
+    """A call that all ranks make at once."""
     dist.barrier()
     started = time.perf_counter()
     run()
