@@ -14,7 +14,7 @@ from typing import NamedTuple
 from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
-from xrunner.executor import Deploy, Executor, WorkerLost
+from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import FinishReason, Generation, Token
 
 logger = logging.getLogger(__name__)
@@ -88,20 +88,22 @@ class Engine:
 
     def submit(self, generation: Generation) -> None:
         """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
-        self._inbox.put(generation)
-        self._wake.set()
+        self._hand_in(generation)
 
     def cancel(self, id_: int) -> None:
         """Take a request out before the next step; one that has ended already is ignored."""
-        self._inbox.put(id_)
-        self._wake.set()
+        self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
         """Go over to another plan's schedule before the next step: at once where the placement stays, else when all
         that run have ended; who comes meanwhile waits.
         """
-        self._inbox.put(schedule)
+        self._hand_in(schedule)
+
+    def _hand_in(self, what: Generation | int | Schedule) -> None:
+        self._inbox.put(what)
         self._wake.set()
+        self._executor.interrupt()
 
     @property
     def is_emptying(self) -> bool:
@@ -113,7 +115,7 @@ class Engine:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Send every step on its way that can be, then wait for one to end.
+        """Send every step on its way that can be, then wait for one to end; who comes meanwhile may begin one more.
 
         Returns:
             That step's tokens, or None where nothing could run.
@@ -121,16 +123,19 @@ class Engine:
         Raises:
             MachineError: workers that were lost do not come back.
         """
-        self._take_in(self._clock())
-        try:
-            self._begin_all()
-            if self._num_begun == self._num_settled:
-                self._executor.check()
-                return None
-            step, sampled = self._executor.collect()
-        except WorkerLost as lost:
-            self._recover(lost)
-            return []
+        ended = None
+        while ended is None:
+            self._take_in(self._clock())
+            try:
+                self._begin_all()
+                if self._num_begun == self._num_settled:
+                    self._executor.check()
+                    return None
+                ended = self._executor.collect()
+            except WorkerLost as lost:
+                self._recover(lost)
+                return []
+        step, sampled = ended
         tokens = self._settle(step, sampled)
         self._record(step, tokens)
         return tokens
@@ -179,7 +184,7 @@ class Engine:
     def _redeploy(self, schedule: Schedule) -> None:
         """Give the workers up, and let in who waited, in the order of their coming."""
         assert self._deploy is not None
-        del self._executor
+        self._executor = Vacant()  # what was there frees its memory before the next takes its own
         self._executor = self._deploy(schedule)
         self._schedule, self._next = schedule, None
         parked, self._parked = self._parked, {}
@@ -311,6 +316,10 @@ class Engine:
             self._generated.pop(id_, None)
             self._known.pop(id_, None)
         self._executor.release(freed)
+
+    def uses(self) -> list[Use]:
+        """Of the processes that run it, if others than this one do."""
+        return self._executor.uses()
 
     def close(self) -> None:
         """Give up the workers."""

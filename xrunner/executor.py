@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from xgpt.errors import XgptError
 from xgpt.policies import Schedule, Step
@@ -14,6 +14,15 @@ from xrunner.generation import Generation, Logprobs
 
 class WorkerLost(XgptError):
     """A worker has died or is silent; what all of them were doing is lost."""
+
+
+class Use(NamedTuple):
+    """What a process of a replica has done since its start: bytes that it has sent, seconds that it has computed."""
+
+    process: str
+    control_bytes: int
+    tensor_bytes: int
+    busy_s: float
 
 
 class Executor(Protocol):
@@ -33,13 +42,19 @@ class Executor(Protocol):
     def begin(self, step: Step) -> None:
         """Send a step on its way, behind those of its lane that are under way. Does not wait for it."""
 
-    def collect(self) -> tuple[Step, dict[int, int]]:
+    def collect(self) -> tuple[Step, dict[int, int]] | None:
         """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.
 
-        Steps of one lane end in the order in which they began.
+        Steps of one lane end in the order in which they began. None: `interrupt` came first.
 
         Raises:
             WorkerLost: the steps under way will not end, and no request has K/V any more.
+        """
+
+    def interrupt(self) -> None:
+        """Have `collect` return at once, this time or, if it is not waiting, the next. Callable from any thread.
+
+        Where steps are executed while they are waited for, nothing could begin earlier for it: nothing happens.
         """
 
     def check(self) -> None:
@@ -56,6 +71,9 @@ class Executor(Protocol):
             MachineError: they do not come back.
         """
 
+    def uses(self) -> list[Use]:
+        """Of each of its processes, the engine's first; none where that is the only one. May be asked by any thread."""
+
     def close(self) -> None:
         """Give everything back; nothing may be asked of it afterwards."""
 
@@ -69,6 +87,7 @@ class OneAtATime(ABC):
     resumes = True
 
     def __init__(self) -> None:
+        self.logprobs: dict[int, Logprobs] = {}
         self._begun: deque[Step] = deque()
 
     @abstractmethod
@@ -82,14 +101,33 @@ class OneAtATime(ABC):
         step = self._begun.popleft()
         return step, self.execute(step)
 
+    def interrupt(self) -> None:  # noqa: B027
+        """The step that is executed blocks its thread."""
+
     def check(self) -> None:  # noqa: B027
         """This process is well."""
 
     def restart(self) -> None:
         raise AssertionError("this process cannot be lost but with the engine")
 
+    def uses(self) -> list[Use]:
+        return []
+
     def close(self) -> None:  # noqa: B027
         """Nothing outlives this process."""
+
+
+class Vacant(OneAtATime):
+    """Between two deployments, when requests may be handed in but nothing runs."""
+
+    def start(self, generation: Generation) -> None:
+        raise AssertionError("nothing is deployed")
+
+    def release(self, ids: Collection[int]) -> None:
+        assert not ids
+
+    def execute(self, step: Step) -> dict[int, int]:
+        raise AssertionError("nothing is deployed")
 
 
 Deploy = Callable[[Schedule], Executor]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 
-from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
+from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 IDLE_S = 0.1
@@ -72,8 +72,6 @@ class Replicas:
         build: makes the engine of a replica, in the thread that is to step it; given what to tell of its steps.
     """
 
-    is_emptying = False
-
     def __init__(
         self,
         build: Callable[[int, Callable[[StepRecord], None]], Engine],
@@ -110,7 +108,13 @@ class Replicas:
         self._listeners.append(on_step)
 
     def apply(self, schedule: Schedule) -> None:
-        raise MachineError("replicas cannot go over to another plan; start the server with that plan")
+        """See `Engine.apply`: each goes over by itself. The number of replicas stays."""
+        for engine in self._engines:
+            engine.apply(schedule.fresh())
+
+    @property
+    def is_emptying(self) -> bool:
+        return any(engine.is_emptying for engine in self._engines)
 
     def submit(self, generation: Generation) -> None:
         with self._lock:
@@ -146,6 +150,13 @@ class Replicas:
                         if token.finish is not None:
                             self._forget(token.id)
                     return tokens
+
+    def uses(self) -> list[Use]:
+        return [
+            use._replace(process=f"replica {number}, {use.process}")
+            for number, engine in enumerate(self._engines)
+            for use in engine.uses()
+        ]
 
     def close(self) -> None:
         self._stopping.set()

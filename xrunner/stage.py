@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from torch import Tensor
@@ -31,18 +32,38 @@ class Stage:
     """A model's part between its neighbours, called like the whole model.
 
     An encoder-decoder's prompts run through the encoder layers of all stages before the first decoder layer can look
-    at what has been read; the last stage therefore hands it to every other.
+    at what has been read; the last stage therefore hands it to every other. So a step with prompts passes twice: first
+    it is `read`, then called, both in the order of the steps.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
+        self._memories: deque[Tensor] = deque()
+        """What the last stage has read, and not been called with."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether prompts pass twice."""
+        return isinstance(self.model, EncoderDecoderModel)
+
+    def read(self, batch: Batch) -> None:
+        """Run a batch's prompts through the encoder layers. It holds nothing else."""
+        model = self.model
+        assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
+        hidden = model.encode(batch, self._received(_num_prompt_tokens(batch)))
+        assert hidden is not None
+        if model.has_head:
+            self._pipe.send_to_all(hidden)
+            self._memories.append(hidden)
+        else:
+            self._pipe.send(hidden)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
         """Logits of the last stage, where there is a decoder. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
-            memory = self._encode(model, batch)
+            memory = self._memory(batch)
             if not model.runs_decoder:
                 assert memory is not None, "a step of an encoder has prompts"
                 model.keep(batch, memory, cache)
@@ -55,17 +76,17 @@ class Stage:
         self._pipe.send(out)
         return None
 
-    def _encode(self, model: EncoderDecoderModel, batch: Batch) -> Tensor | None:
-        num_rows = len(batch.token_ids) - len(batch.context_len)
+    def _memory(self, batch: Batch) -> Tensor | None:
+        """What has been read of the batch's prompts."""
+        num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None
-        hidden = model.encode(batch, self._received(num_rows))
-        assert hidden is not None
-        if model.has_head:
-            self._pipe.send_to_all(hidden)
-            return hidden
-        self._pipe.send(hidden)
-        return self._pipe.receive_from_last(num_rows)
+        return self._memories.popleft() if self.model.has_head else self._pipe.receive_from_last(num_rows)
 
     def _received(self, num_rows: int) -> Tensor | None:
         return None if self.model.has_embedding else self._pipe.receive(num_rows)
+
+
+def _num_prompt_tokens(batch: Batch) -> int:
+    """Each sequence has one token more, the decoder's."""
+    return len(batch.token_ids) - len(batch.context_len)

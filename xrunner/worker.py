@@ -16,7 +16,7 @@ from xgpt.policies import Chunk, Step
 from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
 from xrunner.executor import OneAtATime
-from xrunner.generation import Generation, Logprobs
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Group, Part, Vocabulary, join
@@ -53,6 +53,7 @@ class Worker(OneAtATime):
         self.cache = cache
         self.backend = backend
         self._run = stage or model
+        self._stage = stage
         self._vocabulary = vocabulary
         self._device = cache.device
         self._row: dict[int, int] = {}
@@ -64,7 +65,6 @@ class Worker(OneAtATime):
         self._prompt_len = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device)
-        self.logprobs: dict[int, Logprobs] = {}
 
     def start(self, generation: Generation) -> None:
         """Set aside a row and the blocks of the prompt; the pool has made sure that there is room.
@@ -119,19 +119,39 @@ class Worker(OneAtATime):
         """What these requests generated last, where another stage has picked it."""
         self._last_token[self._rows(ids)] = list(tokens)
 
-    def execute(self, step: Step) -> dict[int, int]:
+    def read(self, step: Step) -> None:
+        """Where prompts pass a pipeline twice, the first of these: run them through the encoder's layers."""
+        if self._stage is None or not self._stage.reads:
+            return
+        for part in self._parts(step):
+            if part.encode:
+                prompts = Step(part.encode, ())
+                rows = self._rows([chunk.id for chunk in part.encode])
+                with torch.inference_mode():
+                    self._stage.read(self._batch(prompts, rows, np.ones(len(rows), dtype=bool)))
+
+    def execute(self, step: Step, *, has_read: bool = False) -> dict[int, int]:
         """Run one step; returns the next token of each request that decoded or whose prompt ended.
 
         A step with more tokens than a slice runs slice by slice, so that its activations keep to their memory.
+
+        Args:
+            has_read: `read` has come before.
         """
         self.logprobs = {}
         tokens: dict[int, int] = {}
-        for part in slices(step):
-            if self.model.decoder_start:
-                part = self._uncut(part)
-            if part.encode or part.decode:
-                tokens |= self._execute(part)
+        if not has_read:
+            self.read(step)
+        for part in self._parts(step):
+            tokens |= self._execute(part)
         return tokens
+
+    def _parts(self, step: Step) -> Iterator[Step]:
+        """What is run at once."""
+        for part in slices(step):
+            whole = self._uncut(part) if self.model.decoder_start else part
+            if whole.encode or whole.decode:
+                yield whole
 
     def _uncut(self, step: Step) -> Step:
         """The step of a model that cannot cut prompts: each runs whole when its last piece comes."""

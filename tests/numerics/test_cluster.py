@@ -168,6 +168,73 @@ def check(fleet, directory, placed, schedule, expected, sampling=None, after_ste
     return len(begins)
 
 
+def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkpoint):
+    directory, _ = checkpoint(NAMES["opt"])
+    spec = read_spec(directory)
+    placed = tuple(stages(spec, PLACEMENTS["pp2"]))
+    deployment = Deployment(
+        model=spec, dtype="float32", checkpoint=str(directory), block_size=BLOCK_SIZE, stages=placed
+    )
+    executor = RemoteExecutor(fleet, deployment)
+    executor.deploy()
+    log, later = [], [Generation(1, PROMPTS[1], 8)]
+    engine = Engine(one_lane("orca", 2)(), executor, on_step=log.append)
+    collect = executor.collect
+
+    def collect_while_somebody_comes():
+        if later:
+            engine.submit(later.pop())
+        return collect()
+
+    executor.collect = collect_while_somebody_comes
+    try:
+        engine.submit(Generation(0, PROMPTS[0], 8))
+        while engine.step() is not None:
+            pass
+    finally:
+        executor.disconnect()
+    first, second = (next(record for record in log if record.encode and record.encode[0].id == id_) for id_ in (0, 1))
+    assert (second.number, second.settled) == (1, 0)
+    assert second.start_ns < first.end_ns
+
+
+@pytest.mark.parametrize(("before", "then"), [("pp2", "tp2"), ("tp2", "tp2+1")])
+def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before, then):
+    directory, _ = checkpoint(NAMES["opt"])
+    spec = read_spec(directory)
+    placed = [tuple(stages(spec, PLACEMENTS[name])) for name in (before, then)]
+    deployment = Deployment(
+        model=spec, dtype="float32", checkpoint=str(directory), block_size=BLOCK_SIZE, stages=placed[0]
+    )
+    executor = RemoteExecutor(fleet, deployment)
+    executor.deploy()
+    schedules = [OneLane(LaneSettings(**ONE_LANE["orca"], microbatches=2), pool(), where) for where in placed]
+    now = [executor]
+
+    def deploy(schedule):
+        now.append(now[-1].redeployed(schedule.stages))
+        return now[-1]
+
+    engine = Engine(schedules[0], executor, deploy=deploy)
+    tokens = {id_: [] for id_ in range(NUM_REQUESTS)}
+    try:
+        for id_ in range(NUM_REQUESTS):
+            engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+        steps = 0
+        while (made := engine.step()) is not None:
+            for token in made:
+                tokens[token.id].append(token.token)
+            steps += 1
+            if steps == 20:
+                engine.apply(schedules[1])
+    finally:
+        now[-1].disconnect()
+    assert len(now) == 2
+    expected = alone("opt")
+    for id_ in set(tokens) - CANCELLED:
+        assert tokens[id_] == expected[id_], id_
+
+
 SINGLE = [
     pytest.param(family, placement, kind, microbatches, id=f"{family}-{placement}-{kind}-{microbatches}", marks=marks)
     for family in NAMES
@@ -231,7 +298,7 @@ def test_drawn_tokens(fleet, checkpoint, alone, lanes):
         ("llama", "1+tp2", "KILL", 0),
         *(
             pytest.param(family, lanes, how, worker, marks=pytest.mark.long)
-            for family, lanes in (("llama", "1+tp2"), ("t5", "1+1"), ("opt", None))
+            for family, lanes in (("llama", "1+tp2"), ("t5", "2+1"), ("opt", None))
             for how in ("KILL", "STOP")
             for worker in range(3)
         ),
@@ -242,7 +309,9 @@ def test_a_worker_that_dies_or_hangs_loses_no_token(fleet, checkpoint, alone, fa
     spec = read_spec(directory)
     placed, schedule = stages(spec, PLACEMENTS["tp2+1"]), one_lane("rra", 2)
     if lanes is not None:
-        placed = stages(spec, LANES[lanes][0], "encode") + stages(spec, LANES[lanes][1], "decode", 1)
+        encode, decode = LANES[lanes]
+        num_encode = sum(devices for devices, _ in encode)
+        placed = stages(spec, encode, "encode") + stages(spec, decode, "decode", num_encode)
         schedule = two_lanes(spec, LANES[lanes])
 
     def strike(step):

@@ -1,12 +1,15 @@
 """Going over to another plan in mid-run: no token is lost or wrong, whoever is inside stays or is waited for."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeExecutor, expected_tokens
 from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule
+from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, TwoLane, TwoLaneSettings
+from xgpt.schema import Stage
 from xrunner.engine import Engine
 from xrunner.executor import Executor
 from xrunner.generation import Generation, Token
@@ -15,10 +18,15 @@ ORCA = LaneSettings(mix=True, max_batch=4)
 CHUNKED = LaneSettings(mix=True, token_budget=6, max_batch=5)
 RRA = LaneSettings(mix=False, encode_every=3, encode_tokens=12, carried_batch=2, decode_batch=4)
 STATIC = LaneSettings(mix=False, max_batch=3, refill_when_empty=True)
+WAA = TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=20, max_decode_batch=5, decode_batch=3.0)
 
 
 def schedule(settings: LaneSettings, blocks: int = 60) -> OneLane:
     return OneLane(settings, Pool(blocks, 4, hold_finished=settings.refill_when_empty))
+
+
+def two_lanes(settings: TwoLaneSettings) -> TwoLane:
+    return TwoLane(settings, Pool(60, 4))
 
 
 def prompt(id_: int) -> tuple[int, ...]:
@@ -88,6 +96,45 @@ def test_a_swap_takes_effect_with_the_next_step() -> None:
     run.engine.apply(schedule(LaneSettings(mix=True, max_batch=8)))
     run.step()
     assert run.engine.pool.num_running == 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 8), st.integers(0, 8))
+def test_both_lanes_go_over_between_two_steps(num_before: int, num_between: int) -> None:
+    run = Run(two_lanes(WAA))
+    run.submit(*range(8))
+    run.steps(num_before)
+    run.engine.apply(two_lanes(replace(WAA, encode_tokens=30.0, max_decode_batch=9)))
+    run.submit(*range(8, 16))
+    run.steps(num_between)
+    run.engine.apply(two_lanes(WAA))
+    run.drain()
+    run.check(range(16))
+    assert run.deployed == []
+
+
+def test_lanes_with_other_micro_batches_wait_for_who_runs() -> None:
+    run = Run(two_lanes(WAA))
+    run.submit(*range(8))
+    run.steps(3)
+    run.engine.apply(two_lanes(replace(WAA, decode_microbatches=2)))
+    run.drain()
+    run.check(range(8))
+    assert len(run.deployed) == 1
+
+
+def test_the_same_settings_on_other_stages_are_another_placement() -> None:
+    first, second = (Stage(devices=(n,), decode_layers=(0, 1), kv_blocks=60) for n in range(2))
+    run = Run(OneLane(ORCA, Pool(60, 4), (first,)))
+    run.submit(*range(5))
+    run.steps(2)
+    run.engine.apply(OneLane(CHUNKED, Pool(60, 4), (first,)))
+    run.steps(2)
+    assert not run.engine.is_emptying
+    run.engine.apply(OneLane(CHUNKED, Pool(60, 4), (second,)))
+    run.drain()
+    run.check(range(5))
+    assert [schedule.stages for schedule in run.deployed] == [(second,)]
 
 
 @settings(max_examples=30, deadline=None)

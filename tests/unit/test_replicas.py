@@ -60,6 +60,23 @@ def test_one_that_is_cancelled_makes_room_where_it_was() -> None:
     replicas.close()
 
 
+def test_each_goes_over_to_other_settings() -> None:
+    engines: list[Engine] = []
+
+    def build(number: int, on_step: object) -> Engine:
+        engines.append(fake_engine(FakeExecutor(step_s=0.001), max_batch=1))
+        return engines[-1]
+
+    replicas = Replicas(build, 2)
+    for id_ in range(8):
+        replicas.submit(Generation(id_, (id_,), 6))
+    replicas.apply(fake_engine(FakeExecutor(), max_batch=3)._schedule)
+    assert tokens_of(replicas, 8) == {id_: [id_ + i for i in range(6)] for id_ in range(8)}
+    assert not replicas.is_emptying
+    assert [engine._schedule.settings.max_batch for engine in engines] == [3, 3]  # type: ignore[attr-defined]
+    replicas.close()
+
+
 def test_an_error_in_one_is_everybodys() -> None:
     replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(fail_at=3 if number else None)), 2)
     for id_ in range(4):

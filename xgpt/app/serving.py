@@ -109,7 +109,8 @@ def build_replica(
     from xgpt import policies
     from xrunner.engine import Engine
 
-    return Engine(policies.build(plan), _workers(plan, number, nodes), on_step=on_step)
+    workers = _workers(plan, number, nodes)
+    return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers))
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
@@ -145,6 +146,17 @@ def _redeployer(worker: Worker) -> Deploy:
         worker = Worker(model, KvCache(model.spec, pool.kv_blocks, pool.block_size, dtype, device), backend)
         warm_up(worker)
         return worker
+
+    return deploy
+
+
+def _redeployer_of(workers: RemoteExecutor) -> Deploy:
+    """Has the same workers take another plan's stages: each reads its new part, which is in the page cache by now."""
+
+    def deploy(schedule: Schedule) -> Executor:
+        nonlocal workers
+        workers = workers.redeployed(schedule.stages)
+        return workers
 
     return deploy
 

@@ -37,9 +37,9 @@ def build(plan: Plan) -> Schedule:
             decode_microbatches=plan.policy.decode_microbatches,
             encoder_only=plan.model.is_encoder_decoder,
         )
-        return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")))
+        return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
     lane = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
-    return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty))
+    return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty), plan.stages)
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:

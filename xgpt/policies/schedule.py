@@ -19,7 +19,7 @@ from collections.abc import Collection
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import LaneSettings, OneLaneRule
-from xgpt.schema import Lane
+from xgpt.schema import Lane, Stage
 
 
 class Schedule(ABC):
@@ -29,12 +29,14 @@ class Schedule(ABC):
 
     Attributes:
         lanes: the worker groups that ask for steps, in the order in which an engine asks.
+        stages: where a plan has placed them; none where there is no plan.
     """
 
     lanes: tuple[Lane, ...]
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         self.pool = pool
+        self.stages = stages
 
     @abstractmethod
     def fresh(self) -> Schedule:
@@ -63,9 +65,13 @@ class Schedule(ABC):
             other: that plan's schedule, with nobody in it.
 
         Returns:
-            False, and nothing has changed, where this takes an empty engine: other lanes, micro-batches or memory.
+            False, and nothing has changed, where this takes an empty engine: other lanes, stages, micro-batches or
+            memory.
         """
         return False
+
+    def _is_placed_like(self, other: Schedule) -> bool:
+        return self.stages == other.stages and self.pool.is_shaped_like(other.pool)
 
     @abstractmethod
     def next_step(self, lane: Lane) -> Step | None:
@@ -101,15 +107,15 @@ class OneLane(Schedule):
 
     lanes: tuple[Lane, ...] = ("both",)
 
-    def __init__(self, settings: LaneSettings, pool: Pool) -> None:
-        super().__init__(pool)
+    def __init__(self, settings: LaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+        super().__init__(pool, stages)
         self.settings = settings
         self._batches = pool.add_batches(settings.microbatches)
         self._rules = [OneLaneRule(settings.of_microbatch(i)) for i in range(settings.microbatches)]
         self._turn = 0
 
     def apply(self, other: Schedule) -> bool:
-        if not isinstance(other, OneLane) or not self.pool.is_shaped_like(other.pool):
+        if not isinstance(other, OneLane) or not self._is_placed_like(other):
             return False
         now, then = self.settings, other.settings
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
@@ -121,7 +127,7 @@ class OneLane(Schedule):
         return True
 
     def fresh(self) -> OneLane:
-        return OneLane(self.settings, self.pool.fresh())
+        return OneLane(self.settings, self.pool.fresh(), self.stages)
 
     def next_step(self, lane: Lane = "both") -> Step | None:
         if self.settings.refill_when_empty and not self.pool.running:

@@ -16,7 +16,10 @@ from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import PromptBudget, next_chunk
 from xgpt.policies.schedule import Schedule
-from xgpt.schema import Lane
+from xgpt.schema import Lane, Stage
+
+FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
+"""Settings that stay as they are while anybody runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class TwoLane(Schedule):
 
     lanes: tuple[Lane, ...] = ("decode", "transfer", "encode")
 
-    def __init__(self, settings: TwoLaneSettings, pool: Pool) -> None:
-        super().__init__(pool)
+    def __init__(self, settings: TwoLaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+        super().__init__(pool, stages)
         pool.encode_emits = not settings.encoder_only
         pool.prompt_blocks = settings.encode_blocks
         self.settings = settings
@@ -61,8 +64,19 @@ class TwoLane(Schedule):
         self._encode_turn = self._decode_turn = 0
         self._budget = PromptBudget(settings.encode_tokens, settings.decode_batch)
 
+    def apply(self, other: Schedule) -> bool:
+        if not isinstance(other, TwoLane) or not self._is_placed_like(other):
+            return False
+        now, then = self.settings, other.settings
+        if any(getattr(now, name) != getattr(then, name) for name in FIXED):
+            return False
+        self.settings = then
+        self.pool.max_running = other.pool.max_running
+        self._budget = PromptBudget(then.encode_tokens, then.decode_batch)
+        return True
+
     def fresh(self) -> TwoLane:
-        return TwoLane(self.settings, self.pool.fresh())
+        return TwoLane(self.settings, self.pool.fresh(), self.stages)
 
     def next_step(self, lane: Lane) -> Step | None:
         match lane:

@@ -8,7 +8,6 @@ Workers are forked off a server that has imported all they need, so that startin
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ from multiprocessing import forkserver, resource_tracker
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from xrunner.cluster.agent_settings import AgentSettings
@@ -51,12 +51,17 @@ def run() -> None:
         shutdown_timeout=SHUTDOWN_S,
     )
     told = Settings(settings.engine, settings.secret, settings.host, settings.first_device)
-    with contextlib.suppress(SignalException):
+    try:
         elastic_launch(config, main)(told)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all there is to do now is to end
-    # Not before its children: nobody would wait for them. At their ends these close by themselves, but later.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    except SignalException:
+        pass
+    except RendezvousError:
+        sys.exit(f"the machine at {settings.rendezvous} cannot be reached any more")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all there is to do now is to end
+        # Not before its children: nobody would wait for them. At their ends these close by themselves, but later.
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def _end_with_input() -> None:

@@ -39,6 +39,8 @@ def start_agent(settings: AgentSettings) -> subprocess.Popen[bytes]:
     interface = interface_of(settings.host)
     # Workers that are killed leave a semaphore behind, which the launcher's tracker removes, but complains of.
     environment = os.environ | {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+    if not os.environ.get("XGPT_DEBUG"):
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would tell of every peer that has gone, at length
     if interface is not None:
         environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     command = [sys.executable, "-m", "xrunner.cluster.agent"]

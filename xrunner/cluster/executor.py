@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import msgspec
 import zmq
 
-from xgpt.errors import XgptError
+from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Step
+from xgpt.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.fleet import Fleet, Member
+from xrunner.cluster.fleet import Fleet
 from xrunner.cluster.sockets import Sockets
-from xrunner.executor import WorkerLost
+from xrunner.executor import Use, WorkerLost
 from xrunner.generation import Generation, Logprobs
 
 logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
 """How often it looks, while it waits, whether a worker is lost."""
+RINGS = 4096
+"""Interruptions that are taken for one."""
 
 
 @dataclass(slots=True)
@@ -43,8 +50,15 @@ class RemoteExecutor:
         spec = deployment.model
         self._decoder_start = (spec.bos_token_id or 0) if spec.is_encoder_decoder else None
         self.resumes = not spec.is_encoder_decoder
+        self._reading_lanes = {
+            lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
+        } - {"decode"}
+        """Where prompts pass all stages once to be read by the encoder, and again: other steps pass in between."""
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
+        self._control_bytes = 0
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+        """What is written into the second can be read from the first, for which `collect` waits, too."""
 
     def deploy(self) -> dict[int, float]:
         """Have the workers build their parts, with nobody in them. Returns seconds by worker."""
@@ -53,6 +67,12 @@ class RemoteExecutor:
         try:
             self._answers, endpoint = sockets.bind(zmq.PULL)
             seconds = self._fleet.deploy(self._deployment, endpoint)
+            self._poller = zmq.Poller()
+            self._poller.register(self._answers, zmq.POLLIN)
+            self._bell = socket.socketpair()
+            for end in self._bell:
+                end.setblocking(False)
+            self._poller.register(self._bell[0], zmq.POLLIN)
         except XgptError:
             self.disconnect()
             raise
@@ -66,12 +86,35 @@ class RemoteExecutor:
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
         """Transfers by how many workers have received theirs."""
+        self._unread: dict[int, m.Work] = {}
+        """The second pass of steps that are on their first."""
+        self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
+        """Steps under way, as they began."""
+        self._done: dict[int, m.Done] = {}
+        """Steps that have ended before one that began earlier: they need not wait for its prompts to be read."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._last: dict[int, int] = {}
         """The token that each request generated last."""
-        self.control_bytes = 0
         return seconds
+
+    def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
+        """Another executor in place of this one: other stages on the same workers.
+
+        Raises:
+            MachineError: there are fewer workers than that takes, or they do not come back.
+        """
+        self.disconnect()
+        deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
+        if deployment.num_workers > self._fleet.num_workers:
+            here = self._fleet.num_workers
+            raise MachineError(f"the other plan runs on {deployment.num_workers} devices, this server has {here}")
+        then = RemoteExecutor(self._fleet, deployment)
+        try:
+            then.deploy()
+        except WorkerLost:
+            then.restart()
+        return then
 
     def check(self) -> None:
         self._fleet.check()
@@ -85,10 +128,12 @@ class RemoteExecutor:
                 continue
             return
 
-    @property
-    def members(self) -> dict[int, Member]:
-        """What is known of the workers."""
-        return self._fleet.members
+    def uses(self) -> list[Use]:
+        members = sorted(self._fleet.members.items())
+        return [Use("engine", self._control_bytes, 0, 0.0)] + [
+            Use(f"worker {worker}", member.control_bytes, member.tensor_bytes, member.busy_s)
+            for worker, member in members
+        ]
 
     def close(self) -> None:
         """End the workers."""
@@ -100,6 +145,10 @@ class RemoteExecutor:
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
+        if self._bell is not None:
+            for end in self._bell:
+                end.close()
+            self._bell = None
 
     def start(self, generation: Generation) -> None:
         self._generations[generation.id] = generation
@@ -118,18 +167,40 @@ class RemoteExecutor:
         if step.lane == "transfer":
             self._begin_transfer(step)
             return
-        pending = self._take(step.lane)
+        self._in_order[step.lane].append(self._number)
+        release, begin = self._take(step.lane)
         tokens = [self._last[id_] for id_ in step.decode]
-        self._send(step.lane, m.Work(self._number, *pending, list(step.encode), list(step.decode), tokens))
+        work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens)
+        if step.encode and step.lane in self._reading_lanes:
+            self._unread[self._number] = msgspec.structs.replace(work, release=[], begin=[], has_read=True)
+            self._send(step.lane, m.Read(self._number, release, begin, work.encode))
+        else:
+            self._send(step.lane, work)
 
-    def collect(self) -> tuple[Step, dict[int, int]]:
+    def interrupt(self) -> None:
+        if bell := self._bell:
+            with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits any more
+                bell[1].send(b"\0")
+
+    def collect(self) -> tuple[Step, dict[int, int]] | None:
+        assert self._bell is not None
+        bell = self._bell[0]
         while True:
+            for numbers in self._in_order.values():
+                if numbers and numbers[0] in self._done:
+                    return self._end(self._done.pop(numbers.popleft()))
             self.check()
-            if not self._answers.poll(CHECK_MS):
+            ready = dict(self._poller.poll(CHECK_MS))
+            if bell.fileno() in ready:
+                bell.recv(RINGS)
+                return None
+            if self._answers not in ready:
                 continue
             match m.decode_answer(self._answers.recv()):
                 case m.Done() as done:
-                    return self._end(done)
+                    self._done[done.number] = done
+                case m.HasRead(number):
+                    self._send(self._under_way[number].lane, self._unread.pop(number))
                 case m.Moved(number):
                     self._moved[number] = self._moved.get(number, 0) + 1
                     if self._moved[number] == self._num_decode_workers:
@@ -174,7 +245,7 @@ class RemoteExecutor:
             pending.begin = []
         return taken
 
-    def _send(self, lane: str, message: m.Work | m.Transfer) -> None:
+    def _send(self, lane: str, message: m.Work | m.Read | m.Transfer) -> None:
         content = m.encode(message)
-        self.control_bytes += len(content)
+        self._control_bytes += len(content)
         self._first[lane].send(content)

@@ -34,6 +34,8 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than so many restarts in so short a time are no accident."""
 POLL_MS = 50
+FAREWELL_S = 0.5
+"""For the last words to other machines to arrive."""
 
 
 class DeploymentRefused(XgptError):
@@ -200,9 +202,14 @@ class Fleet:
         self._restarts.clear()
 
     def close(self) -> None:
-        """End all workers of this machine, and their agent."""
+        """End all workers of this machine, and their agent; tell those elsewhere to end."""
         if self._closing:
             return
+        elsewhere = [worker for worker, member in self.members.items() if not member.is_here]
+        for worker in elsewhere:
+            self._orders.put((worker, m.encode(m.Stop())))
+        if elsewhere:
+            time.sleep(FAREWELL_S)
         self._closing = True
         assert self._agent.stdin is not None
         self._agent.stdin.close()

@@ -64,7 +64,10 @@ class Beginning(_Message):
 
 
 class Work(_Message):
-    """Release, begin, then execute a step (`policies.Step`); `tokens` are what the decoding ones generated last."""
+    """Release, begin, then execute a step (`policies.Step`); `tokens` are what the decoding ones generated last.
+
+    `has_read`: its prompts have been run through the encoder's layers.
+    """
 
     number: int
     release: list[int]
@@ -72,6 +75,16 @@ class Work(_Message):
     encode: list[tuple[int, int, int]]
     decode: list[int]
     tokens: list[int]
+    has_read: bool = False
+
+
+class Read(_Message):
+    """Release, begin, then run prompts through the encoder's layers; `Work` of the same number comes later."""
+
+    number: int
+    release: list[int]
+    begin: list[Beginning]
+    encode: list[tuple[int, int, int]]
 
 
 class Transfer(_Message):
@@ -127,6 +140,12 @@ class Done(_Message):
     logprobs: dict[int, Logprobs]
 
 
+class HasRead(_Message):
+    """The last stage has run a step's prompts through the encoder's layers."""
+
+    number: int
+
+
 class Moved(_Message):
     """A decode worker has received what a transfer brings it."""
 
@@ -134,9 +153,9 @@ class Moved(_Message):
     worker: int
 
 
-ToWorker = Deploy | Work | Transfer | Stop
+ToWorker = Deploy | Work | Read | Transfer | Stop
 ToEngine = Hello | Loaded | Alive
-Answer = Done | Moved
+Answer = Done | HasRead | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -161,6 +161,8 @@ class Executing:
             match self._orders.get():
                 case m.Work() as work:
                     self._execute(work)
+                case m.Read() as read:
+                    self._read(read)
                 case m.Transfer() as transfer:
                     self._transfer(transfer)
                 case m.Deploy() as order:
@@ -213,6 +215,7 @@ class Executing:
             self._mover = Mover(self._worker.cache, deployment, self._number, transfers, self._traffic, moved)
             self._mover.start()
         warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
+        self._traffic.busy_s = 0.0  # only waits have been counted so far
 
     def _clear(self) -> None:
         """Give up what was deployed before: its memory is needed."""
@@ -228,20 +231,34 @@ class Executing:
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
+    def _read(self, read: m.Read) -> None:
+        """The first pass of a step whose prompts pass a pipeline twice."""
+        worker = self._worker_of(read.release, read.begin)
+        started = time.perf_counter()
+        worker.read(Step(tuple(Chunk(*chunk) for chunk in read.encode), ()))
+        self._traffic.busy_s += time.perf_counter() - started
+        if self._is_answering:
+            self._answer(m.encode(m.HasRead(read.number)))
+
     def _execute(self, work: m.Work) -> None:
-        worker = self._worker
-        assert worker is not None
-        worker.release(work.release)
-        for beginning in work.begin:
-            worker.start(beginning.generation())
+        worker = self._worker_of(work.release, work.begin)
         worker.tell(work.decode, work.tokens)
         step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode))
         started = time.perf_counter()
-        tokens = worker.execute(step)
+        tokens = worker.execute(step, has_read=work.has_read)
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
             done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs)
             self._answer(m.encode(done))
+
+    def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
+        """The worker, with these requests gone and those begun."""
+        worker = self._worker
+        assert worker is not None
+        worker.release(release)
+        for beginning in begin:
+            worker.start(beginning.generation())
+        return worker
 
     def _transfer(self, transfer: m.Transfer) -> None:
         worker, mover = self._worker, self._mover

@@ -14,6 +14,8 @@ from xrunner.cluster.deployment import Deployment, Seat
 
 MAX_UNDER_WAY = 8
 """Tensors that are sent before the oldest must have arrived: more than the micro-batches of a pipeline use."""
+MAX_MEMORIES = 64
+"""The same of what an encoder has read, which is taken only when the step's second pass comes: a step's slices."""
 
 
 @dataclass
@@ -60,17 +62,19 @@ class RankPipe:
     traffic: Traffic
     _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     """What must stay as it is until it has arrived."""
+    _memories: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def receive(self, num_rows: int) -> Tensor:
         assert self.seat.receives_from is not None
         return self._receive(self.seat.receives_from, num_rows)
 
     def send(self, hidden: Tensor) -> None:
-        self._send(hidden, self.seat.sends_to)
+        self._send(hidden, self.seat.sends_to, self._under_way, MAX_UNDER_WAY)
 
     def send_to_all(self, memory: Tensor) -> None:
         if self.seat.part.rank == 0:
-            self._send(memory, self.seat.recallers)
+            workers = self.seat.recallers
+            self._send(memory, workers, self._memories, MAX_MEMORIES * len(workers))
 
     def receive_from_last(self, num_rows: int) -> Tensor:
         return self._receive(self.seat.last, num_rows)
@@ -82,15 +86,17 @@ class RankPipe:
         self.traffic.busy_s -= time.perf_counter() - started
         return received
 
-    def _send(self, tensor: Tensor, workers: tuple[int, ...]) -> None:
+    def _send(
+        self, tensor: Tensor, workers: tuple[int, ...], under_way: deque[tuple[dist.Work, Tensor]], most: int
+    ) -> None:
         tensor = tensor.contiguous()
         self.traffic.count(tensor, len(workers))
         for worker in workers:
             work = dist.isend(tensor, worker)
             assert work is not None
-            self._under_way.append((work, tensor))
-        while len(self._under_way) > MAX_UNDER_WAY:
-            self._under_way.popleft()[0].wait()
+            under_way.append((work, tensor))
+        while len(under_way) > most:
+            under_way.popleft()[0].wait()
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from xgpt.schema import Decision
 from xgpt.workload import mean
@@ -76,6 +78,7 @@ class Metrics:
         self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
+        registry.register(_Processes(engine))
         self._watch = watch
         if watch is not None:
             self._observe(watch)
@@ -127,3 +130,20 @@ class Metrics:
                 gauge.set(value)
             self._arrivals.set(observation.arrival_rate_per_s or NAN)
         return generate_latest(self._registry)
+
+
+class _Processes(Collector):
+    """What each process of a plan for several devices has sent and computed since it was started."""
+
+    def __init__(self, engine: Engine | Replicas) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        control = CounterMetricFamily("xgpt_control_bytes", "Control messages sent.", labels=["process"])
+        tensors = CounterMetricFamily("xgpt_tensor_bytes", "Tensors sent, K/V included.", labels=["process"])
+        busy_s = CounterMetricFamily("xgpt_busy_seconds", "Executing steps.", labels=["process"])
+        for use in self._engine.uses():
+            control.add_metric([use.process], use.control_bytes)
+            tensors.add_metric([use.process], use.tensor_bytes)
+            busy_s.add_metric([use.process], use.busy_s)
+        yield from (control, tensors, busy_s)
