@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults [--requests 500] [--json faults.json]
 
-`xgpt serve` runs a small model on three devices in two ways: a stage of two devices and one of one, and WAA with one
-device that encodes and two that decode. Clients stream answers; meanwhile each worker in turn gets SIGKILL, then
+`xgpt serve` runs a small model on two cores as two devices, in three ways: a stage of both, a stage on each, and WAA
+with one that encodes and one that decodes. Clients stream answers; meanwhile each worker in turn gets SIGKILL, then
 SIGSTOP. Requests are sent again and again until all blows have been dealt; whoever is under way then is counted, too.
 """
 
@@ -17,21 +17,27 @@ import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.placed import SPEC, Served, left_over, one_lane, plan, served, two_lanes
+from benchmarks.placed import SPEC, Served, left_over, listening, one_lane, plan, served, two_lanes
+from xgpt.app.serving import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.schema import Plan
+from xrunner.cluster.fleet import PERIOD_S, RESTARTS
+from xrunner.generation import Generation
 
 PLANS = {
-    "stages of 2 and 1": lambda: plan(one_lane([2, 1])),
-    "WAA 1 + 2": lambda: plan(two_lanes([1], [2])),
+    "TP 2": lambda: plan(one_lane([2])),
+    "PP 2": lambda: plan(one_lane([1, 1])),
+    "WAA 1+1": lambda: plan(two_lanes([1], [1])),
 }
+NUM_WORKERS = 2
 CONCURRENCY = 16
-BETWEEN_S = 21.0
-"""Between two blows: three in a minute are forgiven."""
+BETWEEN_S = 3.0
+"""From workers that are ready again to the next blow."""
 
 
 @dataclass
@@ -40,8 +46,9 @@ class Row:
 
     Attributes:
         back_s: from each blow until workers were ready again.
-        changed: requests whose tokens differ from the undisturbed run's.
-        left_over: processes of the server's after its end.
+        changed: requests whose tokens differ from those of one process that nobody disturbs.
+        left_over: processes and sockets of the server's after its end.
+        seconds: the whole took, the server's start included.
     """
 
     plan: str
@@ -53,6 +60,7 @@ class Row:
     longest_gap_s: float
     exit_code: int | None
     left_over: list[str]
+    seconds: float
 
 
 def requests(count: int) -> list[ClientRequest]:
@@ -65,14 +73,19 @@ def requests(count: int) -> list[ClientRequest]:
 async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
     """One blow after another while requests run; returns seconds until workers were ready again."""
     back: list[float] = []
+    dealt: list[float] = []
     for worker, number in blows:
-        await asyncio.sleep(BETWEEN_S if back else 1.0)
+        # A fourth within the period would be one too many, and end the server.
+        forgiven_s = dealt[-RESTARTS] + PERIOD_S + 1 - time.monotonic() if len(dealt) >= RESTARTS else 0.0
+        await asyncio.sleep(max(BETWEEN_S, forgiven_s))
         count = len(server.starts)
         os.kill(server.pids[worker], number)
-        began = time.monotonic()
+        dealt.append(time.monotonic())
         while len(server.starts) == count:
-            await asyncio.sleep(0.05)
-        back.append(round(time.monotonic() - began, 2))
+            if server.process.poll() is not None:
+                raise RuntimeError("the server has ended: " + " / ".join(server.lines[-3:]))
+            await asyncio.sleep(0.02)
+        back.append(round(time.monotonic() - dealt[-1], 2))
     return back
 
 
@@ -81,31 +94,44 @@ async def under_load(
 ) -> tuple[list[list[ClientResult]], list[float]]:
     """The same requests, round after round, until the last blow has been dealt."""
     striking = asyncio.create_task(strike(server, blows))
-    rounds = []
+    rounds: list[list[ClientResult]] = []
     while not rounds or not striking.done():
         rounds.append(await replay(server.url, requests(count), concurrency=CONCURRENCY))
     return rounds, await striking
 
 
-def measure(name: str, what: Plan, count: int, numbers: list[int]) -> Row:
-    blows = [(worker, number) for number in numbers for worker in range(3)]
-    with tempfile.TemporaryDirectory() as directory:
-        with served(what, Path(directory)) as server:
-            (undisturbed,), _ = asyncio.run(under_load(server, count, []))
-        with served(what, Path(directory)) as server:
-            rounds, back = asyncio.run(under_load(server, count, blows))
+def undisturbed(count: int) -> list[list[int]]:
+    """The tokens of one process, by request."""
+    engine = build_engine(plan(one_lane([1])))
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    for id_, request in enumerate(requests(count)):
+        engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
+    while (made := engine.step()) is not None:
+        for token in made:
+            tokens[token.id].append(token.token)
+    engine.close()
+    return tokens
+
+
+def measure(name: str, what: Plan, count: int, numbers: list[int], expected: list[list[int]]) -> Row:
+    began = time.monotonic()
+    blows = [(worker, number) for number in numbers for worker in range(NUM_WORKERS)]
+    with tempfile.TemporaryDirectory() as directory, served(what, Path(directory)) as server:
+        rounds, back = asyncio.run(under_load(server, count, blows))
+        sockets = listening(server.process.pid)
     disturbed = [result for results in rounds for result in results]
-    gaps = [b - a for result in disturbed for a, b in zip(result.token_s, result.token_s[1:], strict=False)]
+    gaps = [b - a for result in disturbed for a, b in pairwise(result.token_s)]
     return Row(
         name,
         len(disturbed),
         len(blows),
         sum(result.error is not None for result in disturbed),
-        sum(a.token_ids != b.token_ids for a, b in zip(undisturbed * len(rounds), disturbed, strict=True)),
+        sum(result.token_ids != tokens for result, tokens in zip(disturbed, expected * len(rounds), strict=True)),
         back,
         round(max(gaps), 2),
         server.process.returncode,
-        left_over(server.process.pid),
+        left_over(server.process.pid, sockets),
+        round(time.monotonic() - began, 1),
     )
 
 
@@ -116,15 +142,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
+    expected = undisturbed(options.requests)
     for name in [options.plan] if options.plan else PLANS:
-        row = measure(name, PLANS[name](), options.requests, [signal.SIGKILL, signal.SIGSTOP])
+        row = measure(name, PLANS[name](), options.requests, [signal.SIGKILL, signal.SIGSTOP], expected)
         rows.append(row)
         print(
             f"{row.plan}: {row.blows} blows, {row.lost} of {row.requests} requests lost, {row.changed} changed, back "
-            f"after {min(row.back_s)} to {max(row.back_s)} s, exit code {row.exit_code}, left over: {row.left_over}"
+            f"after {row.back_s} s, longest gap between tokens {row.longest_gap_s} s, exit code {row.exit_code}, "
+            f"left over: {row.left_over}; {row.seconds} s",
+            flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

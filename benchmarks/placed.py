@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from xgpt.schema import (
     WaaSettings,
     Workload,
 )
+from xrunner.cluster.process import die_with_parent
 
 SPEC = ModelSpec(
     name="small",
@@ -44,6 +46,8 @@ SPEC = ModelSpec(
     tie_embeddings=False,  # a tied head would repeat the last token for ever
 )
 BLOCKS = 512
+TCP_LISTEN = "0A"
+"""State of a socket in /proc/net/tcp."""
 
 
 def one_lane(degrees: Sequence[int], layers: int = SPEC.num_layers) -> tuple[Stage, ...]:
@@ -140,8 +144,14 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
     path = directory / "plan.json"
     path.write_text(dump_json(what))
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # its session is its own, so nothing else would end it with us
     )
     running = Served(process)
     reader = threading.Thread(target=running._read, daemon=True)
@@ -161,15 +171,35 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
             process.stderr.close()
 
 
-def left_over(session: int) -> list[str]:
-    """Processes, zombies included, and listening sockets that a server's session has left behind."""
+def listening(session: int) -> set[str]:
+    """Inodes of the sockets on which the processes of a server's session listen for connections."""
+    held = set()
+    for process in _session(session):
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+    return held & _listening_here()
+
+
+def left_over(session: int, sockets: set[str]) -> list[str]:
+    """Processes, zombies included, and of these listening sockets those that a server's session has left behind."""
+    processes = [f"process {process.name}" for process in _session(session)]
+    return processes + [f"socket {inode}" for inode in sockets & _listening_here()]
+
+
+def _session(session: int) -> list[Path]:
+    """Its processes' entries in /proc."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:
-                continue
-            if int(its_session) == session:
-                found.append(f"{entry.name} {state}")
+            with contextlib.suppress(OSError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                    found.append(entry)
     return found
+
+
+def _listening_here() -> set[str]:
+    """Inodes of all TCP sockets of this machine that listen."""
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return {fields[9] for fields in lines[1:] if fields[3] == TCP_LISTEN}

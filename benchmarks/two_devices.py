@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from xgpt.app.bench import calibrate
-from xgpt.app.planning import plan_each, resolve
+from xgpt.app.planning import Subject, obtain_profile, plan_each
 from xgpt.app.serving import build_replica
 from xgpt.app.simulating import outstanding_requests, profile_of, read_log, requests_to_send, simulate
-from xgpt.schema import Constraint, Histogram, Plan, StepRecord, Workload
+from xgpt.io import load_json
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload
 from xgpt.workload import sample
-from xrunner.cluster.executor import RemoteExecutor
-from xrunner.engine import Engine
+from xrunner.cluster.process import ALIVE_S
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
 from xsimulator.timeline import chrome_trace
+
+MAX_CONTEXT = 256
+"""Tokens: the next power of two above the workload's longest request."""
 
 
 @dataclass
@@ -58,6 +63,20 @@ def workload() -> Workload:
     return Workload(name="short", input=histogram(64, 20, 128), output=histogram(16, 6, 40))
 
 
+def resolve(model: str, profile_path: str | None) -> Subject:
+    """What is planned for. A measured profile goes no further than the workload does: that halves its time."""
+    spec, checkpoint = load_model(model)
+    spec = spec.model_copy(update={"max_context": MAX_CONTEXT})
+    cluster = load_cluster("local:2")
+    if profile_path is not None:
+        profile = load_json(Path(profile_path), Profile, "profile")
+    else:
+        started = time.perf_counter()
+        profile = obtain_profile(spec, checkpoint, cluster)
+        print(f"profile: {time.perf_counter() - started:.0f} s, spread {profile.spread:.1%}", flush=True)
+    return Subject(spec, checkpoint, cluster, workload(), profile)
+
+
 def placement(plan: Plan) -> str:
     """Layers x devices of each stage."""
     stages = [
@@ -70,13 +89,7 @@ def placement(plan: Plan) -> str:
 def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[list[StepRecord]], list[float]]:
     """The step log of each replica, and each device's idle share from the first step to the last."""
     logs: list[list[StepRecord]] = [[] for _ in range(plan.replicas)]
-    engines: list[Engine] = []
-
-    def build(number: int, on_step: object) -> Engine:
-        engines.append(build_replica(plan, number, logs[number].append))
-        return engines[-1]
-
-    engine = Replicas(build, plan.replicas)
+    engine = Replicas(lambda number, _: build_replica(plan, number, logs[number].append), plan.replicas)
     try:
         total = plan.replicas * requests_to_send(plan, num_requests // plan.replicas, saturated=True)
         inputs, outputs = sample(plan.workload, total, rng)
@@ -96,9 +109,8 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
                 if token.finish is not None and waiting:
                     engine.submit(waiting.pop())
             engine.wait(0.05)
-        executors = [each.executor for each in engines]
-        members = [list(each.members.values()) for each in executors if isinstance(each, RemoteExecutor)]
-        busy = [member.busy_s for replica in members for member in replica]
+        time.sleep(2 * ALIVE_S)  # for the workers' last word
+        busy = [use.busy_s for use in engine.uses() if "worker" in use.process]
     finally:
         engine.close()
     seconds = max(log[-1].end_ns for log in logs) - min(log[0].start_ns for log in logs)
@@ -138,8 +150,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    subject = resolve(options.model, "local:2", "summarization", options.profile)
-    subject = replace(subject, workload=workload())
+    subject = resolve(options.model, options.profile)
     plans = plan_each(subject, Constraint(latency_bound_s=options.bound))
     rows = []
     calibration = [calibrate()]
