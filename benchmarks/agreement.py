@@ -1,6 +1,6 @@
 """Closed form beside request-level simulation on random models, clusters, placements, policies and lengths.
 
-    python -m benchmarks.agreement [--cases 300] [--seed 0] [--json FILE]
+    python -m benchmarks.agreement [--cases 300] [--seed 0] [--jsonl FILE]
 
 Throughput, and the latency of a request whose output has the 99th percentile's length. K/V memory never binds.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def random_case(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS) -> Cas
 def simulate(case: Case, rng: np.random.Generator) -> Measured:
     """A saturated run, read after its warm-up."""
     inside, encode = case.predicted["peak_requests"], case.predicted["encode_batch"]
-    count = int(np.clip(15 * inside, 300, 2500))
+    count = int(np.clip(15 * inside, 600, 2500))
     warm_up = round(2 * inside + 3 * encode) + 50
     total = warm_up + count + round(2 * inside + 4 * encode) + 50
     inputs, outputs = sample(case.workload, total, rng)
@@ -238,37 +239,60 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
     )
 
 
+def compare(seed: int, number: int) -> dict[str, object]:
+    """Case `number` of those that `seed` draws, simulated: each has a generator of its own, so that any can be repeated
+    alone.
+    """
+    rng = np.random.default_rng([seed, number])
+    case = random_case(rng)
+    start = time.perf_counter()
+    throughput, latency = errors(case, simulate(case, rng))
+    return {
+        "number": number,
+        "policy": case.kind,
+        "throughput": throughput,
+        "latency": latency,
+        "case": case.text,
+        "known": case.is_known_to_differ,
+        "seconds": time.perf_counter() - start,
+    }
+
+
 @click.command()
 @click.option("--cases", default=300, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="also write every case here")
-def main(cases: int, seed: int, json_path: Path | None) -> None:
+@click.option(
+    "--jsonl", type=click.Path(path_type=Path), help="write every case here as it ends; cases that stand there stay"
+)
+def main(cases: int, seed: int, jsonl: Path | None) -> None:
     """Compare random cases, and print the errors of each policy and every outlier."""
-    rng = np.random.default_rng(seed)
     rows = []
-    for _ in range(cases):
-        case = random_case(rng)
-        throughput, latency = errors(case, simulate(case, rng))
-        rows.append((case.kind, throughput, latency, case.text, case.is_known_to_differ))
+    if jsonl is not None and jsonl.exists():
+        rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    done = {row["number"] for row in rows}
+    for number in range(cases):
+        if number not in done:
+            rows.append(compare(seed, number))
+            if jsonl is not None:
+                with jsonl.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     click.echo(f"{'policy':10}{'cases':>6}{'throughput: median':>20}{'worst':>8}{'latency: median':>18}{'worst':>8}")
     for kind in (*KINDS, "all"):
-        of_kind = [row for row in rows if kind in (row[0], "all") and row[4] is None]
+        of_kind = [row for row in rows if kind in (row["policy"], "all") and row["known"] is None]
         if not of_kind:
             continue
-        throughputs, latencies = np.abs([row[1] for row in of_kind]), np.abs([row[2] for row in of_kind])
+        throughputs, latencies = (np.abs([row[name] for row in of_kind]) for name in ("throughput", "latency"))
         click.echo(
             f"{kind:10}{len(of_kind):6}{np.median(throughputs):20.1%}{throughputs.max():8.1%}"
             f"{np.median(latencies):18.1%}{latencies.max():8.1%}"
         )
     for known in (False, True):
-        chosen = [row for row in rows if (row[4] is not None) == known]
+        chosen = [row for row in rows if (row["known"] is not None) == known]
         click.echo(f"\nouts of {len(chosen)} cases{' known to differ' if known else ''}: over 5% or 8%")
-        for _, throughput, latency, text, why in sorted(chosen, key=lambda row: -abs(row[1])):
-            if abs(throughput) > 0.05 or abs(latency) > 0.08:
-                click.echo(f"  {throughput:+7.1%} {latency:+7.1%}  {text}{f' ({why})' if why else ''}")
-    if json_path is not None:
-        names = ("policy", "throughput", "latency", "case", "known")
-        json_path.write_text(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1) + "\n")
+        for row in sorted(chosen, key=lambda row: -abs(row["throughput"])):
+            if abs(row["throughput"]) > 0.05 or abs(row["latency"]) > 0.08:
+                why = f" ({row['known']})" if known else ""
+                click.echo(f"{row['number']:5}{row['throughput']:+7.1%} {row['latency']:+7.1%}  {row['case']}{why}")
 
 
 if __name__ == "__main__":

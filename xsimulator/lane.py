@@ -31,9 +31,12 @@ class Table:
     def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
         self.points: Array = np.asarray(points, float)
         self.values: Array = np.ascontiguousarray(values, float)
-        self._rises = np.diff(self.values, axis=-1)
-        self._inverse = 1 / np.diff(self.points)
+        self._slopes: Array = np.diff(self.values, axis=-1) / np.diff(self.points)
+        self._starts: Array = self.values[..., :-1] - self._slopes * self.points[:-1]
+        """Where each stretch's line passes x = 0."""
+        # The inner points alone: what lies outside belongs to the first or the last stretch.
         self._inner = self.points[1:-1]
+        self._own = np.arange(self.values.shape[-2]) if self.values.ndim > 1 else None
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Table:
@@ -42,19 +45,22 @@ class Table:
 
     def __call__(self, x: Array) -> Array:
         """# [n] -> [..., n]"""
-        index, share = self._locate(x)
-        return self.values[..., index] + share * self._rises[..., index]
+        index = self._inner.searchsorted(x, side="right")
+        return self._starts[..., index] + self._slopes[..., index] * x
 
     def each(self, x: Array) -> Array:
         """The last axis but one, each at its own column. # values [..., i, points], x [n, i] -> [..., n, i]"""
-        index, share = self._locate(x)
-        own = np.arange(x.shape[-1])
-        return self.values[..., own, index] + share * self._rises[..., own, index]
-
-    def _locate(self, x: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        # The inner points alone: what lies outside belongs to the first or the last stretch.
         index = self._inner.searchsorted(x, side="right")
-        return index, (x - self.points[index]) * self._inverse[index]
+        return self._starts[..., self._own, index] + self._slopes[..., self._own, index] * x
+
+    def __add__(self, other: Table) -> Table:
+        """The sum, exact: both are linear between the union of their points."""
+        points = np.union1d(self.points, other.points)
+        return Table(points, self(points) + other(points))
+
+    def with_sums(self, *weights: Array) -> Table:
+        """Further functions: sums of these, each weighted. # weights [k, functions] -> [functions + ..., points]"""
+        return Table(self.points, np.concatenate([self.values, *(np.tensordot(w, self.values, 1) for w in weights)]))
 
     def beside(self, other: Table) -> Table:
         """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""

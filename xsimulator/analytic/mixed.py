@@ -14,18 +14,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr
 
 from xsimulator.analytic.performance import Performance, upper_deviate
-from xsimulator.analytic.pipeline import Pipeline, Steps, expected_max_deviate
+from xsimulator.analytic.pipeline import Pipeline, RandomSteps
 from xsimulator.cost import Array
-from xsimulator.lane import LaneCost
+from xsimulator.lane import LaneCost, Table
 from xsimulator.lengths import Lengths
 
-SQRT_2_PI = np.sqrt(2 * np.pi)
-ROOT_STEPS = np.linspace(0.0, 1.0, 17)
-ROOT_LEVELS = 4
-"""The root is looked for on a grid, then on one within its interval, and so on."""
+ROOT_STEPS = np.linspace(0.0, 1.0, 33)
+ROOT_LEVELS = 2
+"""The root is looked for on a grid, then on one within its interval."""
+PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
+"""Shares of all prompts, from the shortest to the longest, whose means stand for the lengths of one prompt."""
+DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
+WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
+"""Values that stand for a normal distribution: Gauss and Hermite's."""
+NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
 
 
 class _Slots(NamedTuple):
@@ -57,77 +61,127 @@ class MixedSteps:
         context = self_context + lengths.mean_decode_context - lengths.mean_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
         self._prompts = lane.prompts(lengths)
+        hop = lane.hop
+        self._hops = Table(hop.points, lane.counts @ hop.values)
+        """All hops of a step, against its tokens."""
+        self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
+        self._sampled = lane.samples + lane.overhead
+        self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
+        self._prompt = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
 
-    def evaluate(self, max_batch: Array, budget: Array, microbatches: Array) -> Performance:
+    def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
+        """`budget`: tokens of a step at most, None: no limit."""
         lengths, m = self._lengths, microbatches
-        mean_input = lengths.mean_input
-        budget = np.maximum(np.floor(budget / m), 1.0)
+        mean_input, size = lengths.mean_input, len(m)
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
-        rate, room, load, _ = self._steady(max_batch, budget, others)
+        if budget is None:
+            rate = max_batch / (lengths.mean_decodes + 1)
+            room = load = None
+        else:
+            budget = np.maximum(np.floor(budget / m), 1.0)
+            rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * lengths.mean_decodes
 
         # A busy step encodes what the slots freed, up to its room. Whoever is still in encode makes a step busy, so in
         # a step that only decodes every slot does.
-        busy = np.maximum(1 - np.maximum(1 - rate / max_batch, 0.0) ** max_batch, load)
+        quiet = np.maximum(1 - rate / max_batch, 0.0)
+        busy = 1 - quiet**max_batch
+        idle_batch = max_batch
+        others_busy = busy * others
+        if budget is not None and load is not None:
+            busy, idle_batch = np.maximum(busy, load), np.minimum(max_batch, budget)
+            others_busy = np.where(load < 0.99, busy * others, busy)
         requests, tokens = rate / busy, rate * mean_input / busy
-        idle_batch = np.minimum(max_batch, budget)
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
 
-        # Tokens of a busy step: a compound Poisson sum, given that it is not empty. Of several micro-batches that
-        # encode at once, the one with the most tokens is what the others wait for.
-        square = rate * lengths.mean_square_input + (rate * mean_input) ** 2
-        sd_tokens = np.sqrt(np.maximum(square / busy - tokens**2, 0.0))
-        others_busy = np.where(load < 0.99, busy * others, busy)
-        deviate = expected_max_deviate(np.maximum(m * busy, 1.0))
-        most_tokens = np.minimum(tokens + deviate * sd_tokens, room)
-        long_tokens = np.minimum(np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0), room)
-        own_tokens = np.minimum(room, mean_input * (1 + rate * others))
+        # Steps: the one that only decodes, busy ones, the longest of the tail, and the one that a request is met in.
+        alone = np.minimum(rate * quiet ** np.maximum(max_batch - 1, 0.0) / busy, 1.0)
+        found, counts, shares, sd_tokens = self._busy(requests, tokens, alone, room, rate, busy)
+        long_tokens = np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0)
+        own_requests = 1 + rate * others
+        own_tokens = mean_input * own_requests
+        if room is not None:
+            long_tokens, own_tokens = np.minimum(long_tokens, room), np.minimum(own_tokens, room)
+        columns = np.zeros((3, 3 + NUM_BUSY, size))  # decode batch, requests, tokens
+        columns[0] = busy_batch
+        columns[0, 0], columns[0, -1] = idle_batch, decode_batch * others
+        columns[1:, 1:-2] = counts, found
+        columns[1:, -2] = requests / tokens * long_tokens, long_tokens
+        columns[1:, -1] = own_requests, own_tokens
+        cost, hops = self._steps(*columns.reshape(3, -1))
+        cost = cost.reshape(-1, 3 + NUM_BUSY, size)  # [kinds, steps, n]
+        through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
+        slowest = cost[0]
+        if len(cost) > 1:
+            stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-2] * shares).sum(axis=1)).argmax(axis=0)
+            slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
-        # The step that only decodes, the mean busy one, the longest of a round's, of the tail's, and a request's own.
-        each = requests / tokens
-        none = np.zeros_like(rate)
-        cost, hop = self._steps(
-            np.concatenate([idle_batch, busy_batch, busy_batch, busy_batch, decode_batch * others]),
-            np.concatenate([none, requests, each * most_tokens, each * long_tokens, 1 + rate * others]),
-            np.concatenate([none, tokens, most_tokens, long_tokens, own_tokens]),
+        # Of all steps, and of those that a request in decode meets: its own slot brings none of the prompts.
+        probability = np.empty((2, 1 + NUM_BUSY, size))
+        probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
+        probability[:, 1:] = probability[:, :1] * shares
+        probability[:, 0] = 1 - probability[:, 0]
+        rounds = RandomSteps(through[:-2], slowest[:-2], probability, m)
+        step_s, decode_s = rounds.round()
+        long_s, own_s = rounds.round_with(through[-2:], slowest[-2:])
+        ttft = own_s
+        largest = np.minimum(
+            max_batch * mean_input + 4 * np.sqrt(max_batch * self._input_variance), max_batch * lengths.max_input
         )
-        size = len(rate)
-        idle, full, most, long, own = (
-            (cost[:, i * size : (i + 1) * size], hop[:, i * size : (i + 1) * size]) for i in range(5)
-        )
-        own_most = np.maximum(own[0], most[0])
-        certain = np.ones_like(rate)
-        rounds = self._rounds(
-            (np.tile(full[0], 4), np.tile(full[1], 4)),
-            (np.hstack([most[0], most[0], own_most, long[0]]), np.hstack([most[1], most[1], own[1], long[1]])),
-            (np.tile(idle[0], 4), np.tile(idle[1], 4)),
-            np.concatenate([busy, others_busy, certain, certain]),
-            np.tile(busy, 4),
-            np.tile(m, 4),
-        )
-        step_s, decode_s, own_s, long_s = rounds.reshape(4, size)
-        long_s = np.where(m > 1, long_s, self._pipeline.through(*long))
-        own_s = np.where(m > 1, own_s, self._pipeline.through(*own))
-        whole_steps = lengths.inputs / room[:, None]
-        spans = np.maximum(np.ceil(whole_steps), 1) + load[:, None] * np.minimum(0.5, whole_steps)
-        ttft = own_s * (spans @ lengths.input_probabilities)
-        variance = lengths.mean_square_input - mean_input**2
-        largest = np.minimum(max_batch * mean_input + 4 * np.sqrt(max_batch * variance), max_batch * lengths.max_input)
+        if budget is not None and room is not None and load is not None:
+            whole_steps = lengths.inputs / room[:, None]
+            spans = np.maximum(np.ceil(whole_steps), 1) + load[:, None] * np.minimum(0.5, whole_steps)
+            ttft = own_s * (spans @ lengths.input_probabilities)
+            largest = np.minimum(budget, largest)
         return Performance(
             throughput=m * rate / step_s,
             latency=ttft + self._quantile_decodes * decode_s,
             ttft=ttft,
             tpot=decode_s,
-            itl_p99=np.where(others_busy > 0.01, long_s, self._pipeline.round(*idle, m)),
+            itl_p99=np.where(others_busy > 0.01, long_s, np.maximum(m * slowest[0], through[0])),
             encode_batch=m * requests,
             encode_tokens=m * tokens,
             decode_batch=m * decode_batch,
             peak_requests=m * max_batch,
-            peak_tokens=np.minimum(budget, largest),
+            peak_tokens=largest,
             cycle=step_s / busy,
         )
+
+    def _busy(
+        self, requests: Array, tokens: Array, alone: Array, room: Array | None, rate: Array, busy: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """The tokens of steps that encode, as a few values: those of one prompt, and those of several.
+
+        Args:
+            requests, tokens: means of such a step.
+            alone: probability that it encodes one prompt.
+            room: tokens that it has room for.
+
+        Returns:
+            Tokens, requests and probability of each value. # [values, n] each
+            Standard deviation of the tokens. # [n]
+        """
+        lengths = self._lengths
+        # A compound Poisson sum, given that it is not empty.
+        square = (rate * lengths.mean_square_input + (rate * lengths.mean_input) ** 2) / busy
+        several = np.maximum(1 - alone, 1e-9)
+        count = np.maximum((requests - alone) / several, 1.0)
+        mean = np.maximum((tokens - alone * lengths.mean_input) / several, lengths.mean_input)
+        variance = (square - alone * lengths.mean_square_input) / several - mean * mean
+        sigma = np.sqrt(np.log1p(np.maximum(variance, 0.0) / (mean * mean)))
+        spread = np.exp(DEVIATES * sigma)
+        spread *= mean / (WEIGHTS @ spread)
+        values, each, shares = np.empty((3, NUM_BUSY, len(mean)))
+        values[: len(PROMPTS)], values[len(PROMPTS) :] = self._prompt, spread
+        each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self._prompt, count / mean
+        shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
+        if room is not None:  # what does not fit into a step is left for others
+            values = np.minimum(values, room)
+            short, left = tokens - (values * shares).sum(axis=0), room - values
+            values += left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
+        return values, values * each, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
         """The rate at which so many slots and so many tokens a step balance."""
@@ -135,17 +189,18 @@ class MixedSteps:
         highest = np.minimum(
             max_batch / (lengths.mean_decodes + 1), budget / (lengths.mean_input + lengths.mean_decodes)
         )
-        if not np.isfinite(budget).any():
-            return self._at(highest, budget, others)
         low, width = np.zeros_like(highest), highest
         rows = np.arange(len(highest))
-        for _ in range(ROOT_LEVELS):
+        for level in range(ROOT_LEVELS):
             grid = low[:, None] + width[:, None] * ROOT_STEPS
             slots = self._at(grid, budget[:, None], others[:, None]).slots
             # The last point of the grid that takes too few slots; the highest rate is never too low.
             index = (slots[:, 1:-1] < max_batch[:, None]).sum(axis=1)
             low, width = grid[rows, index], width / (len(ROOT_STEPS) - 1)
-        return self._at(low + width / 2, budget, others)
+            if level == ROOT_LEVELS - 1:
+                before, after = slots[rows, index], slots[rows, index + 1]
+                share = (max_batch - before) / np.maximum(after - before, 1e-300)
+        return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _at(self, rate: Array, budget: Array, others: Array) -> _Slots:
         lengths = self._lengths
@@ -156,48 +211,20 @@ class MixedSteps:
         slots = rate * (lengths.mean_decodes - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
         return _Slots(rate, room, load, slots)
 
-    def _steps(self, batch: Array, requests: Array, tokens: Array) -> Steps:
-        """Steps that decode a batch and encode so many tokens of so many requests."""
-        lane = self._lane
-        sampled = batch + requests
-        seconds = lane.tokens(sampled if lane.has_encoder else batch + tokens)
-        seconds += self._attention(batch) + self._prompts(requests)
-        return seconds + lane.samples(sampled) + lane.overhead(sampled), lane.hop(batch + tokens)
-
-    def _rounds(self, busy: Steps, most: Steps, idle: Steps, own: Array, others: Array, m: Array) -> Array:
-        """Seconds of a round in which a micro-batch's own step is busy with one probability, each other with another.
-
-        Steps keep their order, so whoever follows a busy one waits for it: a round takes as long as its slowest step
-        does through all stages, or as the slowest stage's work. That each round pays for a busy step of its own is
-        too much, as those of neighbouring rounds overlap; that the M steps from a busy one on pay just once is too
-        little, as one of them may be busy again later. The mean of the two is within 4% of the recursion, even where
-        busy steps take ten times as long.
-
-        Args:
-            busy, most: the mean busy step, and the longest of those of a round.
-            m: micro-batches.
-        """
-        pipeline = self._pipeline
-        quiet = pipeline.round(*idle, m)
-        none = (1 - own) * (1 - others) ** (m - 1)  # nobody is busy
-        each = 1 - none ** (1 / m)
-        slow = pipeline.through(*most)
-        mean = each * busy[0] + (1 - each) * idle[0]
-        stage = np.argmax(mean, axis=0)
-        rows = np.arange(len(stage))
-        busy_s, idle_s = busy[0][stage, rows], idle[0][stage, rows]
-        some = np.maximum(1 - none, 1e-12)
-        work = m * (idle_s + each / some * (busy_s - idle_s))  # given that somebody is busy
-        sd = np.sqrt(m * each * (1 - each)) * np.abs(busy_s - idle_s)
-        held = slow + _excess(work - slow, sd)
-        gap = (1 - each) / np.maximum(each, 1e-12)
-        once = m * (held + gap * quiet / m) / (m + gap)
-        always = none * quiet + (1 - none) * held
-        return np.where(m == 1, none * quiet + (1 - none) * pipeline.through(*busy), (once + always) / 2)
+    def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
+        """Steps that decode a batch and encode so many tokens of so many requests: on each kind of stage, and hops."""
+        sampled, together = batch + requests, batch + tokens
+        seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
+        if self._lane.has_encoder:
+            return seconds + self._lane.tokens(sampled), self._hops(together)
+        passing = self._passing(together)
+        seconds += passing[:-1]
+        return seconds, passing[-1]
 
 
-def _excess(mean: Array, sd: Array) -> Array:
-    """E[max(X, 0)] of a normal X."""
-    z = mean / np.maximum(sd, 1e-12)
-    density, tail = np.exp(-z * z / 2) / SQRT_2_PI, ndtr(-np.abs(z))
-    return np.maximum(mean, 0.0) + np.maximum(sd, 1e-12) * (density - np.abs(z) * tail)
+def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
+    """Means of consecutive shares of a distribution. # [values], [values], [shares] -> [shares]"""
+    edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
+    inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
+    inside = np.maximum(inside, 0.0)
+    return values @ inside / inside.sum(axis=0)

@@ -17,11 +17,13 @@ from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import SingleLaneSettings
 from xsimulator.analytic.mixed import MixedSteps
 from xsimulator.analytic.performance import Performance, stack, upper_deviate
-from xsimulator.analytic.pipeline import Pipeline, Steps, expected_max_deviate
+from xsimulator.analytic.pipeline import Pipeline, expected_max_deviate
 from xsimulator.cost import Array, CostModel
 from xsimulator.lane import LaneCost, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import whole
+
+Counts = npt.NDArray[np.int_]
 
 MOST_SEGMENTS, MOST_STATIC_SEGMENTS = 12, 24
 """Stretches into which a phase's, and a static batch's, iterations are put at most: within one, costs are linear."""
@@ -44,6 +46,8 @@ class OneLaneModel:
         self.quantile_decodes = lengths.decodes_at(quantile)
         self._self_context = 0.0 if self.lane.has_encoder else lengths.mean_input
         """Tokens that self-attention meets before the first output token."""
+        self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
+        """Of the tokens of a prompt, relative to their mean's square."""
         self._phases: dict[int, _Phase] = {}
         self._mixed = MixedSteps(self.lane, self.pipeline, lengths, self._self_context, self.quantile_decodes)
 
@@ -66,8 +70,7 @@ class OneLaneModel:
         microbatches = values.get("microbatches", ones)
         if kind == "rra":
             return self._rra(values["encode_batch"], values["decode_iterations"].astype(int), microbatches)
-        unlimited = np.full(size, np.inf)
-        return self._mixed.evaluate(values["max_batch"], values.get("token_budget", unlimited), microbatches)
+        return self._mixed.evaluate(values["max_batch"], values.get("token_budget"), microbatches)
 
     def estimate(self, settings: SingleLaneSettings) -> dict[str, float]:
         """Predict one plan's settings."""
@@ -81,17 +84,23 @@ class OneLaneModel:
 
     @cached_property
     def _encode_table(self) -> Table:
-        """A step that encodes whole prompts and nothing else, and its hops, against their number."""
-        hop = self.lane.hop
-        return self.lane.encode(self.lengths).beside(Table(hop.points / self.lengths.mean_input, hop.values))
-
-    def _encode(self, requests: Array) -> Steps:
-        both = self._encode_table(requests)
-        return both[: len(both) // 2], both[len(both) // 2 :]
+        """A step that encodes whole prompts and nothing else, against their number: on each kind of stage; through all;
+        and from each end of a run on, with its hops and without.
+        """
+        hop, alone = self.lane.hop, self.lane.encode(self.lengths)
+        whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
+        alone, after = Table(whole.points, alone(whole.points)), self.pipeline.after
+        sums = [self.pipeline.counts[None] @ whole.values, after @ whole.values, after @ alone.values]
+        return Table(whole.points, np.concatenate([alone.values, *sums]))
 
     def decode_table(self, ages: Array) -> Table:
-        """Steps that decode and nothing else, and their hops, against the requests in them."""
-        return self.lane.decode(self._self_context + ages, self.lengths.mean_input).beside(self.lane.hop)
+        """Steps that decode and nothing else, against the requests in them: on each kind of stage; through all; and on
+        each kind with the hop to it. # [2 kinds + 1, ages]
+        """
+        alone, hop = self.lane.decode(self._self_context + ages, self.lengths.mean_input), self.lane.hop
+        whole = alone + Table(hop.points, np.repeat(hop.values[:, None], len(ages), axis=1))
+        through = self.pipeline.all_stages(whole.values)[None]
+        return Table(whole.points, np.concatenate([alone(whole.points), through, whole.values]))
 
     def _most_tokens(self, requests: Array) -> Array:
         """Prompt tokens of so many requests at once, hardly ever exceeded (four standard deviations)."""
@@ -126,70 +135,72 @@ class OneLaneModel:
         Source: ExeGPT sec. 6 with the exact steady state; MODEL's (2), its form for unequal stages.
         """
         lengths, pipeline, phase = self.lengths, self.pipeline, self._phase(n)
-        share, weights = phase.share, phase.weights
+        weights, kinds = phase.weights, len(self.lane.kinds)
         each = encode_batch / microbatches  # requests that a micro-batch encodes
         tokens = each * lengths.mean_input
-        te, te_hop = self._encode(each)  # [kinds, n]
+        encoding = self._encode_table(each)
+        te, own = encoding[:kinds], encoding[kinds]  # [kinds, n], [n]
+        down, down_without_hops = encoding[kinds + 1 :].reshape(2, -1, len(each))  # [ends, n]
 
         # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that, at most its peak.
-        running = np.maximum(-np.expm1(each[:, None] * phase.nobody), phase.least_running)
-        batch = each[:, None] * share / running  # [n, segments]
-        both = phase.table.each(batch)
-        td, td_hop = both[: len(te)], both[len(te) :]  # [kinds, n, segments]
-        m = microbatches[:, None]
-        slowest = td.max(axis=0)
-        own_way = pipeline.all_stages(td + td_hop)
+        column, m = each[:, None], microbatches[:, None]
+        running = np.maximum(-np.expm1(column * phase.nobody), phase.least_running)
+        decode = phase.table.each(column * phase.share / running)  # [.., n, segments]
+        td, own_way = decode[:kinds], decode[kinds]
         # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
         anywhere = np.maximum(1 - (1 - running) ** m, 1e-300)
-        active = m * running / anywhere
-        rounds = np.maximum(active * slowest, own_way)  # [n, segments]
-        times = anywhere * weights
-        decoding = (rounds * times).sum(axis=1)
+        active = (m * running / anywhere) * td  # [kinds, n, segments]
+        rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
+        spent = rounds * anywhere
+        decoding, first_round, last_round = (spent * weights).sum(axis=1), spent[:, 0], spent[:, -1]
 
         # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
         sd_tokens = self._sd_phase_tokens(each, phase)
-        longest = 1 + expected_max_deviate(microbatches) * sd_tokens / tokens
-        first_round, last_round = rounds[:, 0] * anywhere[:, 0], rounds[:, -1] * anywhere[:, -1]
-        change = pipeline.change(td[..., -1], td_hop[..., -1], te, te_hop, microbatches)
-        change += (longest - 1) * (pipeline.after @ te - pipeline.slowest_from(te))
-        stage_s = active * td * times  # [kinds, n, segments]
-        one_stage = (microbatches * te + stage_s.sum(axis=2)).max(axis=0)
-        own_cycle = pipeline.through(te, te_hop) + (own_way * times).sum(axis=1)
-        until = pipeline.slowest_until(active * td) * times  # [ends, n, segments]
+        raggedness = sd_tokens / tokens
+        slowest_then = pipeline.slowest_from(te)
+        slowest = np.maximum(pipeline.slowest_until(td[..., -1]), slowest_then)
+        change = pipeline.before @ decode[kinds + 1 :, :, -1] + down + (microbatches - 1) * slowest
+        change += expected_max_deviate(microbatches) * raggedness * (down_without_hops - slowest_then)
+        times = anywhere * weights
+        stage_s = active * times  # [kinds, n, segments]
+        one_stage = np.maximum.reduce(microbatches * te + stage_s.sum(axis=2))
+        own_cycle = own + (own_way * times).sum(axis=1)
+        until = pipeline.slowest_until(stage_s)  # [ends, n, segments]
         up_to = until.sum(axis=2) - until[..., -1] / weights[-1] + change
-        cycle = np.maximum(np.maximum(one_stage, own_cycle), up_to.max(axis=0))
+        cycle = np.maximum(np.maximum(one_stage, own_cycle), np.maximum.reduce(up_to))
         if n >= 2:
             around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round
-            cycle = np.maximum(cycle, around + change.max(axis=0))
+            cycle = np.maximum(cycle, around + np.maximum.reduce(change))
 
         # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
         decodes = self.quantile_decodes
         num_phases = -(-decodes // n)
-        unneeded = (rounds * anywhere * phase.unneeded).sum(axis=1)
-        spacing = np.maximum(slowest[:, -1], own_way[:, -1] / microbatches)
-        queue = (microbatches - 1) / 2 * np.maximum(te.max(axis=0) - spacing, 0.0)
-        own = pipeline.through(te, te_hop)
+        unneeded = (spent * phase.unneeded).sum(axis=1)
+        spacing = np.maximum(np.maximum.reduce(td[..., -1]), own_way[:, -1] / microbatches)
+        queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(te) - spacing, 0.0)
 
         # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean; a
         # request meets a large phase more often than a small one.
-        met = sd_tokens**2 / tokens**2
-        ttft = own * (1 + met) + queue
-        latency = num_phases * cycle - unneeded + met * own if decodes else ttft
+        met = raggedness**2 * own
+        ttft = own + met + queue
+        latency = num_phases * cycle - unneeded + met if decodes else ttft
 
         # Gaps that span an encode phase: one for each phase after a request's first.
-        boundary = np.full_like(cycle, phase.boundary)
-        pause = cycle - (decoding - first_round)
-        long = np.maximum(upper_deviate(boundary) * sd_tokens / tokens, 0.0)
+        if phase.boundary > 0.01:
+            longest_gap = cycle - (decoding - first_round) + max(phase.boundary_deviate, 0.0) * raggedness * own
+        else:
+            longest_gap = np.maximum.reduce(rounds, axis=1)
+        carried = encode_batch * phase.share[0]
         return Performance(
             throughput=encode_batch / cycle,
             latency=latency,
             ttft=ttft,
             tpot=(latency - ttft) / max(decodes, 1),
-            itl_p99=np.where(boundary > 0.01, pause + long * own, rounds.max(axis=1)),
+            itl_p99=longest_gap,
             encode_batch=encode_batch,
             encode_tokens=encode_batch * lengths.mean_input,
-            decode_batch=encode_batch * share[0],
-            peak_requests=encode_batch * max(share[0], 1.0),
+            decode_batch=carried,
+            peak_requests=np.maximum(carried, encode_batch),
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=cycle,
         )
@@ -200,14 +211,12 @@ class OneLaneModel:
         Up to half a prompt moves from phase to phase, and where the decode batch strays the target follows it.
         """
         lengths = self.lengths
+        carried: float | Array = lengths.mean_square_input / 6
         if len(lengths.inputs) == 1:
             # Prompts all alike: a phase takes either of the two numbers next to its mean.
             carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
-        else:
-            carried = np.full_like(each, lengths.mean_square_input / 6)
-        deviate = each * phase.share[0] / np.sqrt(np.maximum(each * phase.variance, 1e-300))
-        stray = 2 * ndtr(-ADJUSTMENT * deviate)
-        return np.sqrt(carried + stray * (ADJUSTMENT * each * lengths.mean_input) ** 2)
+        stray = 2 * ndtr(phase.stray * np.sqrt(each))
+        return np.sqrt(carried + stray * (ADJUSTMENT * lengths.mean_input * each) ** 2)
 
     def _static(self, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:
         """A batch is encoded, then decodes at full size until its longest member ends.
@@ -215,39 +224,36 @@ class OneLaneModel:
         Source: ExeGPT sec. 2 (FasterTransformer: no early termination; DeepSpeed Inference: more micro-batches in
         encode than in decode).
         """
-        lengths, pipeline = self.lengths, self.pipeline
-        survival = lengths.survival
+        lengths = self.lengths
         each = batch / encode_parts
-        te, te_hop = self._encode(each)
-        sd = np.sqrt(np.maximum(lengths.mean_square_input - lengths.mean_input**2, 0.0) / each) / lengths.mean_input
-        own = pipeline.through(te, te_hop)
-        slowest = te.max(axis=0)
+        kinds = len(self.lane.kinds)
+        encode = self._encode_table(each)
+        own, slowest = encode[kinds], np.maximum.reduce(encode[:kinds])
+        sd = np.sqrt(np.maximum(self._prompt_variance, 0.0) / each)
         ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
         encoding = own + (encode_parts - 1) * slowest + ragged
 
-        table, starts, weights = self._static_rounds
+        table, starts, weights, nobody = self._static_rounds
         together = batch / decode_parts
-        both = table.each(np.repeat(together[:, None], len(starts), axis=1))
-        td, hop = both[: len(te)], both[len(te) :]  # [kinds, n, segments]
-        with np.errstate(divide="ignore"):
-            nobody = np.log1p(-np.minimum(survival, 1.0))
-        some = _means(-np.expm1(batch[:, None] * nobody), starts, weights)
-        active = decode_parts[:, None] * _means(-np.expm1(together[:, None] * nobody), starts, weights)
-        active = active / np.maximum(some, 1e-300)
-        own_way = pipeline.all_stages(td + hop)
-        rounds = np.maximum(active * td.max(axis=0), own_way)
+        decode = table.each(np.broadcast_to(together[:, None], (len(batch), len(starts))))
+        some = -np.expm1(batch[:, None] * nobody)
+        active = -np.expm1(together[:, None] * nobody)
+        some, active = np.add.reduceat(np.concatenate([some, active]), starts, axis=1).reshape(2, len(batch), -1)
+        active = decode_parts[:, None] * active / np.maximum(some, 1e-300)
+        own_way = decode[kinds]
+        rounds = np.maximum(active * np.maximum.reduce(decode[:kinds]), own_way)
         # The first round overlaps with the others' encoding: its last micro-batch just passes through.
-        saved = np.maximum(rounds[:, 0] - own_way[:, 0], 0.0) * some[:, 0]
-        cycle = encoding + (rounds * some * weights).sum(axis=1) - saved
+        saved = np.maximum(rounds[:, 0] - own_way[:, 0], 0.0) * some[:, 0] / weights[0]
+        cycle = encoding + (rounds * some).sum(axis=1) - saved
         decodes = self.quantile_decodes
-        met = np.clip(decodes - starts, 0, weights)
+        met = np.minimum(np.maximum(decodes - starts, 0), weights)
         decoding = (rounds * met).sum(axis=1) - saved * bool(decodes)
         return Performance(
             throughput=batch / cycle,
             latency=encoding + decoding,
             ttft=own + (encode_parts - 1) / 2 * slowest,
             tpot=decoding / max(decodes, 1),
-            itl_p99=rounds.max(axis=1),
+            itl_p99=np.maximum.reduce(rounds, axis=1),
             encode_batch=batch,
             encode_tokens=batch * lengths.mean_input,
             decode_batch=batch,
@@ -257,13 +263,18 @@ class OneLaneModel:
         )
 
     @cached_property
-    def _static_rounds(self) -> tuple[Table, npt.NDArray[np.int_], npt.NDArray[np.int_]]:
-        """Decode steps of a static batch: a table for each stretch of iterations, where it starts, how many it has."""
+    def _static_rounds(self) -> tuple[Table, Counts, Counts, Array]:
+        """Decode steps of a static batch: a table for each stretch of iterations, where it starts, how many it has.
+
+        And for each iteration the log of the probability that a request has ended before.
+        """
         length = len(self.lengths.survival)
         edges = _segments(length, {self.quantile_decodes}, MOST_STATIC_SEGMENTS)
         weights = np.diff(edges)
         middles = edges[:-1] + (weights + 1) / 2
-        return self.decode_table(middles), edges[:-1], weights
+        with np.errstate(divide="ignore"):
+            nobody = np.log1p(-np.minimum(self.lengths.survival, 1.0))
+        return self.decode_table(middles), edges[:-1], weights, nobody
 
 
 class _Phase:
@@ -293,15 +304,12 @@ class _Phase:
         """Log of the probability that nobody is in decode, for each request encoded a phase."""
         self.boundary = cohorts[1:, 0].sum() / max(lengths.mean_decodes, 1e-300)
         """Share of the gaps between tokens that span an encode phase."""
-        self.variance = float((cohorts[:, 0] * (1 - cohorts[:, 0])).sum())
-        """Of the requests in decode as a phase begins, for each request encoded a phase."""
+        self.boundary_deviate = float(upper_deviate(self.boundary))
+        variance = float((cohorts[:, 0] * (1 - cohorts[:, 0])).sum())
+        self.stray = -ADJUSTMENT * self.share[0] / np.sqrt(max(variance, 1e-300))
+        """How far the decode batch strays until the target follows, in deviations of one request's share of it."""
         self.least_running = np.maximum(self.share / max(self.share[0], 1e-300), 1e-300)
         self.table = model.decode_table(age)
-
-
-def _means(values: Array, starts: npt.NDArray[np.int_], counts: npt.NDArray[np.int_]) -> Array:
-    """Means of stretches of the last axis."""
-    return np.add.reduceat(values, starts, axis=-1) / counts
 
 
 def _segments(length: int, edges: set[int], most: int) -> npt.NDArray[np.int_]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import ndtri
 
 from xsimulator.cost import Array
@@ -42,7 +43,7 @@ class Performance:
     cycle: Array
 
     def at(self, index: int) -> dict[str, float]:
-        return {field.name: float(getattr(self, field.name)[index]) for field in fields(self)}
+        return {name: float(getattr(self, name)[index]) for name in self.__slots__}
 
 
 def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
@@ -55,6 +56,6 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
     return Performance(**columns)
 
 
-def upper_deviate(share: Array) -> Array:
+def upper_deviate(share: npt.ArrayLike) -> Array:
     """Standard normal deviate of the 99th percentile of all gaps within the longest `share` of them, at most 2.33."""
-    return ndtri(np.clip(1 - 0.01 / np.maximum(share, 1e-9), 0.02, 0.99))
+    return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

@@ -12,19 +12,28 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from xsimulator.cost import Array
 from xsimulator.lane import LaneCost
 
+SQRT_2_PI = np.sqrt(2 * np.pi)
 Steps = tuple[Array, Array]
 """Seconds on each kind of stage, and of the hop to it. # [kinds, n] each"""
 
 
-def expected_max_deviate(count: npt.ArrayLike) -> Array:
-    """Expected largest of so many standard normal deviates (Blom's approximation), 0 for one."""
+def _blom(count: npt.ArrayLike) -> Array:
     n = np.maximum(np.asarray(count, float), 1.0)
     return ndtri((n - 0.375) / (n + 0.25))
+
+
+_BLOM = _blom(np.arange(1025))
+
+
+def expected_max_deviate(count: npt.ArrayLike) -> Array:
+    """Expected largest of so many standard normal deviates (Blom's approximation), 0 for one."""
+    n = np.asarray(count).astype(int)
+    return _BLOM[n] if n.max() < len(_BLOM) else _blom(n)
 
 
 class Pipeline:
@@ -43,8 +52,9 @@ class Pipeline:
         self.before: Array = np.cumsum(member, axis=0)[ends]
         """Stages of each kind up to and with an end. # [ends, kinds]"""
         self.after: Array = np.cumsum(member[::-1], axis=0)[::-1][ends]
-        self._is_before = (self.before > 0).astype(float)
-        self._is_after = (self.after > 0).astype(float)
+        runs = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]
+        self._kind_of_run = kinds[runs]
+        self._run_of_end = np.searchsorted(runs, ends, side="right") - 1
         self.num_stages = len(kinds)
 
     def through(self, cost: Array, hop: Array) -> Array:
@@ -55,29 +65,96 @@ class Pipeline:
         """The sum over all stages. # [kinds, ...] -> [...]"""
         return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
 
-    def round(self, cost: Array, hop: Array, microbatches: Array) -> Array:
-        """Seconds from one step of a micro-batch to its next, where all steps are alike. # [kinds, n] -> [n]"""
-        return np.maximum(microbatches * cost.max(axis=0), self.through(cost, hop))
-
-    def change(self, first: Array, first_hop: Array, then: Array, then_hop: Array, microbatches: Array) -> Array:
-        """The longest way through a round of `first` steps and on, at stage x, through the round of `then` steps.
-
-        Returns:
-            For each end of a run. # [ends, n]
-        """
-        down = self.before @ (first + first_hop) + self.after @ (then + then_hop)
-        slowest = np.maximum(self.slowest_until(first), self.slowest_from(then))
-        return down + (microbatches - 1) * slowest
-
     def slowest_until(self, cost: Array) -> Array:
         """The slowest stage up to each end of a run. # [kinds, ...] -> [ends, ...]"""
-        return _masked_max(self._is_before, cost)
+        return np.maximum.accumulate(cost[self._kind_of_run])[self._run_of_end]
 
     def slowest_from(self, cost: Array) -> Array:
         """The slowest stage from each end of a run on. # [kinds, ...] -> [ends, ...]"""
-        return _masked_max(self._is_after, cost)
+        return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1][self._run_of_end]
 
 
-def _masked_max(mask: Array, cost: Array) -> Array:
-    """The largest cost under each row of a mask. # [ends, kinds], [kinds, ...], none negative -> [ends, ...]"""
-    return (mask.reshape(*mask.shape, *(1,) * (cost.ndim - 1)) * cost).max(axis=1)
+class RandomSteps:
+    """Rounds of steps that differ at random, independently: those that encode take longer.
+
+    Steps keep their order, so all wait for a long one. A step leaves the last stage at the end of the longest way
+    through the recursion. Such a way is made of laps: from a step a through those behind it on one stage, through all
+    stages on one of them, b, and on with the step that follows b in its micro-batch, M steps later:
+
+        gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
+
+    A way that waits in each lap for a step of at least some length gains, for each step of its advance,
+
+        (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
+
+    The best such length bounds a step's time from below. It knows nothing of the steps ahead; that every M steps pay
+    for the longest among them knows too much where M is large. The truth lies between, nearer to the second for few
+    micro-batches.
+
+    Args:
+        through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]
+        probability: of each kind of step, in cases of its own. # [cases, steps, n]
+        microbatches: M. # [n]
+
+    The first kind is the steps that do not encode.
+    """
+
+    def __init__(self, through: Array, slowest: Array, probability: Array, microbatches: Array) -> None:
+        order = (-through).argsort(axis=0)
+        rows = np.arange(len(microbatches))
+        self.m, self._long = microbatches, 1 - probability[:, 0]
+        self._through, self._slowest = through[order, rows], slowest[order, rows]
+        share = probability[:, order, rows]
+        self._reach = np.minimum(np.add.accumulate(share, axis=1), 1.0)
+        """Probability of a step at least as long."""
+        work = share * self._slowest
+        working = np.add.accumulate(work, axis=1)
+        self._mean = working[:, -1]
+        self._variance = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
+        passing = np.add.accumulate(share * self._through, axis=1)
+        self._stages = passing[:, -1] / working[:, -1]
+        """How many stages as slow as the slowest the lane amounts to."""
+        laps = passing - working + working[:, -1:]
+        laps /= 1 + (self.m - 1) * self._reach
+        self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
+
+    def round(self) -> Array:
+        """Seconds from one step of a micro-batch to its next. # [cases, n]"""
+        m = self.m
+        longest = (self._first_at(m, self._reach) * self._through).sum(axis=1)
+        held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self._variance))
+        least = m * self._least
+        return least + self._share() * np.maximum(held - least, 0.0)
+
+    def _share(self) -> Array:
+        """Where between the two the recursion lies: fitted to it on 2,000 lanes drawn at random.
+
+        Of 2 to 20 stages and up to 40 micro-batches, whose long steps take 1.15 to 12 times as long as the others.
+        """
+        m = self.m
+        lean = np.log(self._stages / m)
+        many = np.log(np.maximum(m * self._long, 1e-9))
+        share = 0.656 - 0.076 * np.log(m) + np.minimum(lean, 0.0) * (0.133 * many - 0.53)
+        return np.minimum(np.maximum(share - 0.237 * np.maximum(lean, 0.0) * many, 0.0), 1.5)
+
+    def round_with(self, through: Array, slowest: Array) -> Array:
+        """The same, in the first case, where one of the steps is given. # [k, n] each -> [k, n]"""
+        m = self.m - 1
+        longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
+        longest = through + (self._first_at(m, self._reach[0])[:, None] * longer).sum(axis=0)
+        work = slowest + m * self._mean[0]
+        return longest + _excess(work - longest, np.sqrt(m * self._variance[0]))
+
+    @staticmethod
+    def _first_at(count: Array, reach: Array) -> Array:
+        """Probability that the longest of so many steps is of each kind. # [.., steps, n]"""
+        none = np.ones_like(reach)
+        none[..., 1:, :] = (1 - reach[..., :-1, :]) ** count
+        return none - (1 - reach) ** count
+
+
+def _excess(mean: Array, sd: Array) -> Array:
+    """E[max(X, 0)] of a normal X."""
+    sd = np.maximum(sd, 1e-12)
+    z = mean / sd
+    return sd * (np.exp(-0.5 * z * z) / SQRT_2_PI + z * ndtr(z))

@@ -4,9 +4,10 @@ With B requests in decode, an iteration of all micro-batches takes T(B), and the
 a second. That number is the rate at which requests enter; what limits it is the encode lane, which takes B_E requests
 every t_E, the K/V transfers, or the cap on requests inside:
 
-    B + X (encode + transfer + joining) + (B_E - 1) / 2 <= B_max,   X = B / (E[S] T(B))
+    B + X (wait + encode + transfer + joining) + (B_E - 1) / 2 <= B_max,   X = B / (E[S] T(B))
 
-as a batch waits until all of it fits. Whoever has been transferred joins after half an iteration in the mean.
+as a batch waits until all of it fits, and then until the encode lane is free (as in a queue whose arrivals are
+batches). Whoever has been transferred joins after half an iteration in the mean.
 Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
 """
 
@@ -29,6 +30,10 @@ GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 
 """Requests of a decode micro-batch at which the closed form looks for its steady state."""
 
 
+FINER = np.linspace(0, 1, 17)
+"""Points within a stretch of the grid."""
+
+
 class TwoLaneModel:
     """Predicts waa for an encode lane, a decode lane and one workload.
 
@@ -45,6 +50,10 @@ class TwoLaneModel:
         self.encode, self.decode, self.lengths = encode, decode, lengths
         self.transfer = Transfer(encode, decode)
         self._encode_pipeline, self._decode_pipeline = Pipeline(encode), Pipeline(decode)
+        self._longest = float(expected_max_deviate(self._encode_pipeline.num_stages))
+        self._sd_tokens = np.sqrt(lengths.mean_square_input / 6)
+        self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
+        """Of the tokens of a prompt, relative to their mean's square."""
         first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
@@ -66,16 +75,28 @@ class TwoLaneModel:
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-        inside, rate, total = self._decoding(encode_batch, through + moving, microbatches)
+        grid = self._decoding(encode_batch, through + moving, microbatches)
+        column = encode_batch[:, None]
+        variances, pace, most = (1 / column, sd[:, None] ** 2), interval[:, None], limit[:, None]
         mean_decodes = max(self.mean_decodes, 1e-9)
-        batch = np.minimum(_crossing(inside, total, cap), _crossing(inside, rate, limit))
+
+        # Slots are free while the encode lane is busy. As its load comes near 1 that bends up within one stretch of the
+        # grid: a second grid for that.
+        rate = grid[0] / (mean_decodes * grid[1])
+        index, _ = _locate(grid[2] + rate * pace * _wait(rate / most, *variances), cap)
+        rows = np.arange(len(cap))
+        low, high = grid[:, rows, index], grid[:, rows, index + 1]
+        fine = low[..., None] + (high - low)[..., None] * FINER
+        rate = fine[0] / (mean_decodes * fine[1])
+        index, share = _locate(fine[2] + rate * pace * _wait(rate / most, *variances), cap)
+        low, high = fine[:2, rows, index], fine[:2, rows, index + 1]
+        batch, step = low + share * (high - low)
         batch = np.maximum(batch, 1e-9)
-        step = self._step(batch, microbatches)
         throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
 
         met = sd**2
         encoding = through * (1 + met)
-        queued = np.where(throughput >= 0.999 * limit, np.maximum(stages * interval - through, 0.0), 0.0)
+        queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
         first_gap = moving + step / 2 + step
         decodes = self.quantile_decodes
         emits = not self.decode.has_encoder
@@ -102,9 +123,12 @@ class TwoLaneModel:
         The first rises with encode_batch; the second falls with it, and rises with max_decode_batch.
         """
         through, interval, moving, _ = self._encoding(encode_batch)
-        inside, _, total = self._decoding(encode_batch, through + moving, microbatches)
-        batch = np.maximum(_crossing(inside, total, max_decode_batch), 1e-9)
-        decode = batch / (max(self.mean_decodes, 1e-9) * self._step(batch, microbatches))
+        grid = self._decoding(encode_batch, through + moving, microbatches)
+        index, share = _locate(grid[2], max_decode_batch)
+        rows = np.arange(len(index))
+        low, high = grid[:2, rows, index], grid[:2, rows, index + 1]
+        batch, step = low + share * (high - low)
+        decode = np.maximum(batch, 1e-9) / (max(self.mean_decodes, 1e-9) * step)
         return encode_batch / np.maximum(interval, moving), decode
 
     def _encoding(self, encode_batch: Array) -> tuple[Array, Array, Array, Array]:
@@ -112,46 +136,62 @@ class TwoLaneModel:
         tokens = encode_batch * self.lengths.mean_input
         te = self._encode_table(encode_batch)
         through = self._encode_pipeline.through(te, self.encode.hop(tokens))
-        sd = np.sqrt(self.lengths.mean_square_input / 6) / tokens
-        stages = self._encode_pipeline.num_stages
+        sd = self._sd_tokens / tokens
         # As many batches are under way as there are stages: the longest of them sets their pace.
-        longest = 1 + expected_max_deviate(stages) * sd
-        return through, np.maximum(te.max(axis=0), through * longest / stages), self.transfer(tokens), sd
+        pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
+        return through, np.maximum(np.maximum.reduce(te), pace), self.transfer(tokens), sd
 
-    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array) -> tuple[Array, Array, Array]:
-        """(requests in decode, requests a second, requests inside in all) at the grid's points. # [n, grid] each
+    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array) -> Array:
+        """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all.
+
+        At the grid's points. # [3, n, grid]
 
         Args:
             before: seconds from admission to the decode lane.
         """
-        rounds, hops = self._decode_grid  # [grid] of the slowest stage, [grid] through all
         m = microbatches[:, None]
-        seconds = np.maximum(m * rounds, hops)
-        inside = m * GRID
-        rate = inside / (max(self.mean_decodes, 1e-9) * np.maximum(seconds, 1e-12))
-        total = inside + rate * (before[:, None] + seconds / 2) + (encode_batch[:, None] - 1) / 2
-        return inside, rate, total
+        if self.decode.has_encoder:
+            rounds, through = self._with_joining(encode_batch)
+        else:
+            rounds, through = self._decode_grid[1:]
+        found = np.empty((3, len(m), len(GRID)))
+        inside = np.multiply(m, GRID, out=found[0])
+        seconds = np.maximum(m * rounds, through, out=found[1])
+        # A batch's prompts vary in number where they are packed by tokens.
+        forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
+        each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
+        found[2] = inside * (1 + each) + forming[:, None]
+        return found
 
-    def _step(self, batch: Array, microbatches: Array) -> Array:
-        """Seconds of an iteration of all micro-batches."""
-        rounds, hops = self._decode_grid
-        each = batch / microbatches
-        return np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(each, GRID, hops))
+    def _with_joining(self, encode_batch: Array) -> tuple[Array, Array]:
+        """Seconds of a decode step, with what it takes to make K/V of an encoder's output. # [n, grid] each
+
+        The requests of a batch join together, and most steps are joined by nobody: these layers' weights are read only
+        where somebody joins.
+        """
+        cost, _, through = self._decode_grid
+        joining = GRID / max(self.mean_decodes, 1e-9)
+        some = -np.expm1(-joining / encode_batch[:, None])
+        tokens = joining / np.maximum(some, 1e-12) * self.lengths.mean_input
+        extra = some * self.decode.cross_kv(tokens)  # [kinds, n, grid]
+        slowest = np.maximum((cost[:, None] + extra).max(axis=0), 1e-12)
+        return slowest, through + self._decode_pipeline.all_stages(extra)
 
     @cached_property
     def _encode_table(self) -> Table:
         return self.encode.encode(self.lengths)
 
     @cached_property
-    def _decode_grid(self) -> tuple[Array, Array]:
-        """Seconds of a decode step on the slowest stage, and through all, against the requests in it. # [grid]"""
+    def _decode_grid(self) -> tuple[Array, Array, Array]:
+        """Seconds of a decode step on each kind of stage, on the slowest, and through all, against the requests in it.
+
+        # [kinds, grid], [grid], [grid]
+        """
         lengths, decode = self.lengths, self.decode
         context = lengths.mean_decode_context - (lengths.mean_input if decode.has_encoder else 0.0)
         cost = decode.decode(np.asarray([context]), lengths.mean_input)(GRID)[:, 0]
-        if decode.has_encoder:
-            # Whoever decodes for the first time brings the encoder's output: E[I] tokens each, 1 / E[S] of the batch.
-            cost = cost + decode.cross_kv(GRID / self.mean_decodes * lengths.mean_input)
-        return cost.max(axis=0), self._decode_pipeline.through(cost, decode.hop(GRID))
+        through = self._decode_pipeline.through(cost, decode.hop(GRID))
+        return cost, np.maximum(cost.max(axis=0), 1e-12), through
 
 
 class Transfer:
@@ -178,13 +218,28 @@ class Transfer:
         return self._line.at(tokens * self._share)
 
 
-def _crossing(x: Array, y: Array, level: Array) -> Array:
-    """Where a rising row of y reaches its level, by linear interpolation. # [n, grid], [n, grid], [n] -> [n]"""
-    below = y <= level[:, None]
-    # The smallest root: up to the first point above.
-    index = np.where(below.all(axis=1), y.shape[1] - 1, np.argmin(below, axis=1))
-    index = np.clip(index, 1, y.shape[1] - 1)
+def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
+    """Where each rising row reaches its level: the point before, and the share of the way to the next.
+
+    The smallest root, up to the first point above. # [n, grid], [n] -> [n], [n]
+    """
+    above = y > level[:, None]
+    above[:, -1] = True
+    index = np.maximum(above.argmax(axis=1) - 1, 0)
     rows = np.arange(len(level))
-    low, high = y[rows, index - 1], y[rows, index]
-    share = np.clip((level - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)
-    return x[rows, index - 1] + share * (x[rows, index] - x[rows, index - 1])
+    low, high = y[rows, index], y[rows, index + 1]
+    return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
+
+
+def _wait(load: Array, arrivals: Array, service: Array) -> Array:
+    """Mean wait for a busy server, in units of its service time; without end from load 1 on.
+
+    Args:
+        arrivals, service: squared coefficients of variation of the time between arrivals, and of the service.
+
+    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
+    """
+    load = np.minimum(np.maximum(load, 1e-9), 1 - 1e-9)
+    both = arrivals + service
+    calm = np.exp((load - 1) / load * (2 / 3 * (1 - arrivals) ** 2 / both))
+    return load / (1 - load) * (both / 2) * calm
