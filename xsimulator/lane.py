@@ -31,9 +31,10 @@ class Table:
     def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
         self.points: Array = np.asarray(points, float)
         self.values: Array = np.ascontiguousarray(values, float)
-        self._slopes: Array = np.diff(self.values, axis=-1) / np.diff(self.points)
-        self._starts: Array = self.values[..., :-1] - self._slopes * self.points[:-1]
-        """Where each stretch's line passes x = 0."""
+        slopes = np.diff(self.values, axis=-1) / np.diff(self.points)
+        starts = self.values[..., :-1] - slopes * self.points[:-1]  # where each stretch's line passes x = 0
+        self._slopes, self._starts = np.moveaxis(slopes, -1, 0).copy(), np.moveaxis(starts, -1, 0).copy()
+        """# [stretches, ...]: what belongs to one is read together"""
         # The inner points alone: what lies outside belongs to the first or the last stretch.
         self._inner = self.points[1:-1]
         self._own = np.arange(self.values.shape[-2]) if self.values.ndim > 1 else None
@@ -46,21 +47,22 @@ class Table:
     def __call__(self, x: Array) -> Array:
         """# [n] -> [..., n]"""
         index = self._inner.searchsorted(x, side="right")
-        return self._starts[..., index] + self._slopes[..., index] * x
+        if self._own is None:
+            return self._starts[index] + self._slopes[index] * x
+        if self.values.ndim == 2:
+            return (self._starts[index] + self._slopes[index] * x[:, None]).T
+        return np.moveaxis(self._starts[index] + self._slopes[index] * x[:, None, None], 0, -1)
 
     def each(self, x: Array) -> Array:
-        """The last axis but one, each at its own column. # values [..., i, points], x [n, i] -> [..., n, i]"""
+        """The last axis but one, each at its own column. # values [k, i, points], x [n, i] -> [k, n, i]"""
         index = self._inner.searchsorted(x, side="right")
-        return self._starts[..., self._own, index] + self._slopes[..., self._own, index] * x
+        starts, slopes = self._starts[index, :, self._own], self._slopes[index, :, self._own]  # [n, i, k]
+        return (starts + slopes * x[..., None]).transpose(2, 0, 1)
 
     def __add__(self, other: Table) -> Table:
         """The sum, exact: both are linear between the union of their points."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
-
-    def with_sums(self, *weights: Array) -> Table:
-        """Further functions: sums of these, each weighted. # weights [k, functions] -> [functions + ..., points]"""
-        return Table(self.points, np.concatenate([self.values, *(np.tensordot(w, self.values, 1) for w in weights)]))
 
     def beside(self, other: Table) -> Table:
         """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""

@@ -76,7 +76,7 @@ class OneLaneModel:
         """Predict one plan's settings."""
         columns = {variable.name: getattr(settings, variable.name) for variable in settings.variables}
         for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
-            if hasattr(settings, name):
+            if name in type(settings).model_fields:
                 columns[name] = getattr(settings, name)
         return self.evaluate(settings.kind, **columns).at(0)
 
@@ -158,15 +158,17 @@ class OneLaneModel:
         sd_tokens = self._sd_phase_tokens(each, phase)
         raggedness = sd_tokens / tokens
         slowest_then = pipeline.slowest_from(te)
-        slowest = np.maximum(pipeline.slowest_until(td[..., -1]), slowest_then)
-        change = pipeline.before @ decode[kinds + 1 :, :, -1] + down + (microbatches - 1) * slowest
-        change += expected_max_deviate(microbatches) * raggedness * (down_without_hops - slowest_then)
+        held = expected_max_deviate(microbatches) * raggedness
+        at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(td[..., -1]), slowest_then)
+        at_runs -= held * slowest_then
+        change = pipeline.before @ decode[kinds + 1 :, :, -1] + down + held * down_without_hops
+        change += at_runs[pipeline.run_of_end]
         times = anywhere * weights
         stage_s = active * times  # [kinds, n, segments]
         one_stage = np.maximum.reduce(microbatches * te + stage_s.sum(axis=2))
         own_cycle = own + (own_way * times).sum(axis=1)
-        until = pipeline.slowest_until(stage_s)  # [ends, n, segments]
-        up_to = until.sum(axis=2) - until[..., -1] / weights[-1] + change
+        until = pipeline.slowest_until(stage_s)  # [runs, n, segments]
+        up_to = (until.sum(axis=2) - until[..., -1] / weights[-1])[pipeline.run_of_end] + change
         cycle = np.maximum(np.maximum(one_stage, own_cycle), np.maximum.reduce(up_to))
         if n >= 2:
             around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round

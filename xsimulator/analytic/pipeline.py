@@ -41,6 +41,11 @@ class Pipeline:
 
     A run is a stretch of equal stages. Sums over stages before and after a point are linear within a run, so that
     only its ends matter where a largest one is looked for.
+
+    Attributes:
+        counts: stages of each kind. # [kinds]
+        before, after: stages of each kind up to an end of a run, and from it on. # [ends, kinds]
+        run_of_end: the run that an end belongs to. # [ends]
     """
 
     def __init__(self, lane: LaneCost) -> None:
@@ -50,11 +55,10 @@ class Pipeline:
         member = np.eye(num_kinds)[kinds]  # [stages, kinds]
         self.counts = lane.counts
         self.before: Array = np.cumsum(member, axis=0)[ends]
-        """Stages of each kind up to and with an end. # [ends, kinds]"""
         self.after: Array = np.cumsum(member[::-1], axis=0)[::-1][ends]
         runs = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]
         self._kind_of_run = kinds[runs]
-        self._run_of_end = np.searchsorted(runs, ends, side="right") - 1
+        self.run_of_end = np.searchsorted(runs, ends, side="right") - 1
         self.num_stages = len(kinds)
 
     def through(self, cost: Array, hop: Array) -> Array:
@@ -66,12 +70,12 @@ class Pipeline:
         return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
 
     def slowest_until(self, cost: Array) -> Array:
-        """The slowest stage up to each end of a run. # [kinds, ...] -> [ends, ...]"""
-        return np.maximum.accumulate(cost[self._kind_of_run])[self._run_of_end]
+        """The slowest stage up to each run's end. # [kinds, ...] -> [runs, ...]"""
+        return np.maximum.accumulate(cost[self._kind_of_run])
 
     def slowest_from(self, cost: Array) -> Array:
-        """The slowest stage from each end of a run on. # [kinds, ...] -> [ends, ...]"""
-        return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1][self._run_of_end]
+        """The slowest stage from each run on. # [kinds, ...] -> [runs, ...]"""
+        return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1]
 
 
 class RandomSteps:

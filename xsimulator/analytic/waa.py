@@ -51,7 +51,7 @@ class TwoLaneModel:
         self.transfer = Transfer(encode, decode)
         self._encode_pipeline, self._decode_pipeline = Pipeline(encode), Pipeline(decode)
         self._longest = float(expected_max_deviate(self._encode_pipeline.num_stages))
-        self._sd_tokens = np.sqrt(lengths.mean_square_input / 6)
+        self._sd_tokens = np.sqrt(lengths.mean_square_input / 6) / lengths.mean_input
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Of the tokens of a prompt, relative to their mean's square."""
         first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
@@ -76,19 +76,16 @@ class TwoLaneModel:
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
         grid = self._decoding(encode_batch, through + moving, microbatches)
-        column = encode_batch[:, None]
-        variances, pace, most = (1 / column, sd[:, None] ** 2), interval[:, None], limit[:, None]
         mean_decodes = max(self.mean_decodes, 1e-9)
+        waiting = _Waiting(1 / encode_batch, sd * sd, interval, limit)
 
         # Slots are free while the encode lane is busy. As its load comes near 1 that bends up within one stretch of the
         # grid: a second grid for that.
-        rate = grid[0] / (mean_decodes * grid[1])
-        index, _ = _locate(grid[2] + rate * pace * _wait(rate / most, *variances), cap)
+        index, _ = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
         rows = np.arange(len(cap))
         low, high = grid[:, rows, index], grid[:, rows, index + 1]
         fine = low[..., None] + (high - low)[..., None] * FINER
-        rate = fine[0] / (mean_decodes * fine[1])
-        index, share = _locate(fine[2] + rate * pace * _wait(rate / most, *variances), cap)
+        index, share = _locate(fine[2] + waiting(fine[0] / (mean_decodes * fine[1])), cap)
         low, high = fine[:2, rows, index], fine[:2, rows, index + 1]
         batch, step = low + share * (high - low)
         batch = np.maximum(batch, 1e-9)
@@ -133,13 +130,12 @@ class TwoLaneModel:
 
     def _encoding(self, encode_batch: Array) -> tuple[Array, Array, Array, Array]:
         """(seconds through the encode lane, from one batch to the next, of the transfer; deviation of its tokens)."""
-        tokens = encode_batch * self.lengths.mean_input
-        te = self._encode_table(encode_batch)
-        through = self._encode_pipeline.through(te, self.encode.hop(tokens))
-        sd = self._sd_tokens / tokens
+        found = self._encode_table(encode_batch)
+        te, through, moving = found[:-2], found[-2], found[-1]
+        sd = self._sd_tokens / encode_batch
         # As many batches are under way as there are stages: the longest of them sets their pace.
         pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
-        return through, np.maximum(np.maximum.reduce(te), pace), self.transfer(tokens), sd
+        return through, np.maximum(np.maximum.reduce(te), pace), moving, sd
 
     def _decoding(self, encode_batch: Array, before: Array, microbatches: Array) -> Array:
         """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all.
@@ -179,7 +175,13 @@ class TwoLaneModel:
 
     @cached_property
     def _encode_table(self) -> Table:
-        return self.encode.encode(self.lengths)
+        """An encode step on each kind of stage, through all with its hops, and its transfer, against its prompts."""
+        alone, hop, tokens = self.encode.encode(self.lengths), self.encode.hop, self.lengths.mean_input
+        moving = self.transfer.line
+        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / tokens]))
+        cost = alone(points)
+        through = self._encode_pipeline.through(cost, hop(points * tokens))
+        return Table(points, np.concatenate([cost, through[None], moving(points * tokens)[None]]))
 
     @cached_property
     def _decode_grid(self) -> tuple[Array, Array, Array]:
@@ -204,18 +206,17 @@ class Transfer:
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
         assert encode.profile.kv_transfer is not None
         spec = encode.spec
-        self._line = Line.of(encode.profile.kv_transfer)
+        line = Line.of(encode.profile.kv_transfer)
         if encode.has_encoder:
-            self._share = spec.hidden_size / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim)
+            share = spec.hidden_size / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim)
         else:
             stages = (*encode.stages, *decode.stages)
-            self._share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
-
-    def __call__(self, tokens: Array) -> Array:
-        return self._line(tokens * self._share)
+            share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
+        self.line = Line(line.points / share, line.values)
+        """Against all tokens of the prompts."""
 
     def at(self, tokens: float) -> float:
-        return self._line.at(tokens * self._share)
+        return self.line.at(tokens)
 
 
 def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
@@ -231,15 +232,26 @@ def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
     return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
 
 
-def _wait(load: Array, arrivals: Array, service: Array) -> Array:
-    """Mean wait for a busy server, in units of its service time; without end from load 1 on.
+class _Waiting:
+    """Requests whose slots are free while the encode lane is busy, against requests a second.
+
+    As for a queue of batches, without end where the lane has no time left.
 
     Args:
-        arrivals, service: squared coefficients of variation of the time between arrivals, and of the service.
+        arrivals, service: squared coefficients of variation of the time between batches, and of a batch's.
+        interval: seconds from one batch to the next.
+        limit: requests a second that the lane allows.
 
     Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
     """
-    load = np.minimum(np.maximum(load, 1e-9), 1 - 1e-9)
-    both = arrivals + service
-    calm = np.exp((load - 1) / load * (2 / 3 * (1 - arrivals) ** 2 / both))
-    return load / (1 - load) * (both / 2) * calm
+
+    def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array) -> None:
+        both = arrivals + service
+        self._calm = (-2 / 3 * (1 - arrivals) ** 2 / both)[:, None]
+        self._seconds = (interval * both / 2)[:, None]
+        self._limit = limit[:, None]
+
+    def __call__(self, rate: Array) -> Array:
+        """# [n, grid] -> [n, grid]"""
+        free = np.maximum(self._limit / np.maximum(rate, 1e-9) - 1, 1e-9)
+        return rate * self._seconds * np.exp(self._calm * free) / free
