@@ -22,10 +22,11 @@ from benchmarks.papers.claims import Claim, markdown
 SECTIONS: tuple[tuple[Callable[[], Iterator[Claim]], bool], ...] = (
     (exegpt.tables_6_and_7, False),
     (exegpt.figure_7, False),
-    (orca.figure_10, False),
+    (orca.figures_10_and_11, False),
     (exegpt.figure_9, True),
     (exegpt.figure_10, True),
     (exegpt.figure_11, True),
+    (exegpt.drift_of_rra, True),
     (exegpt.ratios_to_static, True),
     (exegpt.scheduling_seconds, True),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -13,16 +14,19 @@ from benchmarks.papers.settings import (
     BOUND_QUANTILES,
     LARGE,
     LARGE_TASKS,
+    NUM_PLANNED,
     SMALL,
     SMALL_TASKS,
     best,
     faster_transformer,
+    observed,
     problem,
     trace_of,
     workload_of,
 )
-from xgpt.schema import Plan, TruncatedNormal, Workload
-from xgpt.workload import histogram
+from xgpt.schema import Plan, StaticSettings, TruncatedNormal, Workload
+from xgpt.workload import histogram, sample
+from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
 from xsimulator.analytic import OneLaneModel
 from xsimulator.analytic.waa import TwoLaneModel
@@ -30,7 +34,8 @@ from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.placement import lane, whole
 
-NO_OVERHEAD = "a simulated loop costs every policy the same 0.2 ms a step; the paper's systems did not"
+SLOWER_LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04)
+"""Seconds that a step of ORCA takes beyond one of FasterTransformer."""
 
 
 def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneModel]:
@@ -171,21 +176,33 @@ def scenario_rows() -> list[list[str]]:
 
 def figure_7() -> Iterator[Claim]:
     """At FT's own bounds, every system on tensor parallelism over the four devices."""
-    wins, ratios = 0, []
-    cases = 0
+    ratios: dict[float, list[float]] = {slower_s: [] for slower_s in SLOWER_LOOPS_S}
     for task in SMALL_TASKS:
         workload = workload_of(task, "opt-13b")
         baseline = faster_transformer(problem("opt-13b", "a40x4", workload))
         for bound_s in baseline.bounds():
-            scheduler = Scheduler(problem("opt-13b", "a40x4", workload, bound_s))
-            space = scheduler.space("orca", scheduler.uniform_placement("orca", 4, 1, 1))
-            evaluation = space.evaluate({"max_batch": np.arange(1, int(space.capacity) + 1)})
-            orca = float(evaluation.throughput[evaluation.feasible].max(initial=0.0))
-            ratios.append(orca / baseline.at(bound_s))
-            wins += orca < baseline.at(bound_s)
-            cases += 1
-    ours = f"FT above in {wins} of {cases}; ORCA {np.mean(ratios):.2f}x FT in the mean"
-    yield Claim("ExeGPT Fig. 7", "FT above DSI, vLLM, ORCA, OPT-13B", "everywhere", ours, "reported", NO_OVERHEAD)
+            for slower_s, found in ratios.items():
+                of = problem("opt-13b", "a40x4", workload, bound_s)
+                loop = of.profile.overhead
+                slower = loop.model_copy(update={"seconds": tuple(seconds + slower_s for seconds in loop.seconds)})
+                profile = of.profile.model_copy(update={"overhead": slower})
+                scheduler = Scheduler(replace(of, profile=profile))
+                space = scheduler.space("orca", scheduler.uniform_placement("orca", 4, 1, 1))
+                evaluation = space.evaluate({"max_batch": np.arange(1, int(space.capacity) + 1)})
+                found.append(float(evaluation.throughput[evaluation.feasible].max(initial=0.0)) / baseline.at(bound_s))
+    even = ratios[0.0]
+    ours = f"FT above in {sum(r < 1 for r in even)} of {len(even)}; ORCA {np.mean(even):.2f}x FT in the mean"
+    shown = ", ".join(
+        f"{1e3 * slower_s:.0f} ms: {np.mean(found):.2f}x, FT above in {sum(r < 1 for r in found)}"
+        for slower_s, found in ratios.items()
+        if slower_s
+    )
+    why = (
+        "here a loop costs every policy the same 0.2 ms a step, and what is left is that slots are refilled at once. "
+        "The paper's ORCA and vLLM were an executor in Python whose overhead, it says, kernels did not hide. With "
+        f"steps of ORCA's slower by {shown}"
+    )
+    yield Claim("ExeGPT Fig. 7", "FT above DSI, vLLM, ORCA, OPT-13B", "everywhere", ours, "reported", why)
 
 
 def figure_9() -> Iterator[Claim]:
@@ -205,21 +222,48 @@ def figure_9() -> Iterator[Claim]:
             copies > 1,
             "the paper counts other memory in, too; two whole copies are what decoder-only models need",
         )
+        kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
+        scheduler = Scheduler(of)
+        cluster_of = of.cluster
+        whole = scheduler.score(
+            StaticSettings(batch=4, decode_microbatches=cluster_of.num_nodes, encode_microbatches=cluster_of.num_nodes),
+            scheduler.uniform_placement("static", cluster_of.devices_per_node, cluster_of.num_nodes, 1),
+        )
+        theirs = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in whole.stages)
+        yield judged(
+            "ExeGPT Fig. 9",
+            f"K/V memory that WAA's weights leave, against FT, {model}",
+            "less",
+            f"{100 * (waa.replicas * kv / theirs - 1):+.0f}%",
+            waa.replicas * kv < theirs,
+        )
 
 
 def figure_10() -> Iterator[Claim]:
-    """Plan on a tenth of the requests' lengths, run on the rest."""
-    ratios = []
+    """Plan on a tenth of a trace's lengths, run on all of them."""
+    ratios, kept, num = [], 0, 0
+    rng = np.random.default_rng(0)
     for model, cluster in (("opt-13b", "a40x4"), ("gpt3-39b", "a40x16")):
         for task in ("azure-conv", "azure-code"):
-            workload = trace_of(task, 1448, 600)
-            baseline = faster_transformer(problem(model, cluster, workload))
+            whole = trace_of(task, 1448, 600)
+            inputs, outputs = sample(whole, NUM_PLANNED, rng)
+            tenth = whole.model_copy(update={"input": observed(inputs), "output": observed(outputs)})
+            baseline = faster_transformer(problem(model, cluster, whole))
             for bound_s in (baseline.bounds()[1], None):
-                ours = best(problem(model, cluster, workload, bound_s), ["rra", "waa"])
-                if ours is not None and baseline.at(bound_s):
-                    ratios.append(ours.estimate.throughput_rps / baseline.at(bound_s))
+                scheduler = Scheduler(problem(model, cluster, tenth, bound_s))
+                plan = best(scheduler.problem, ["rra", "waa"])
+                if plan is None or not baseline.at(bound_s):
+                    continue
+                after = Scheduler(problem(model, cluster, whole, bound_s))
+                estimate = after.score(plan.policy, placement_of(plan, scheduler)).estimate
+                ratios.append(estimate.throughput_rps / baseline.at(bound_s))
+                num += 1
+                kept += bound_s is None or estimate.latency_s <= bound_s
     ours = f"{np.mean(ratios):.1f}x in the mean, {max(ratios):.1f}x at most" if ratios else "no case fits"
-    why = "other data: the Azure traces' lengths, what fits a context of 2,048, planned for and run alike"
+    why = (
+        f"other data: the Azure traces' lengths, what fits a context of 2,048; planned on {NUM_PLANNED} of them, run "
+        f"on all: {kept} of {num} keep their bound"
+    )
     yield Claim("ExeGPT Fig. 10", "over FT on real lengths", "4.4x in the mean, 8.7x at most", ours, "reported", why)
 
 
@@ -231,6 +275,17 @@ def shifted(mean_factor: float, sd_factor: float) -> Workload:
     return base.model_copy(update={"output": histogram(normal)})
 
 
+def placement_of(plan: Plan, scheduler: Scheduler) -> Placement:
+    """Where the scheduler put a plan of its own."""
+    return next(
+        space.placement
+        for space in scheduler.spaces(plan.policy.kind)
+        if space.placement.replicas == plan.replicas
+        and all(getattr(plan.policy, name) == value for name, value in space.placement.fixed.items())
+        and [s.tp for layout in space.placement.layouts for s in layout.lane] == [stage.tp for stage in plan.stages]
+    )
+
+
 def figure_11() -> Iterator[Claim]:
     """WAA planned for task T at FT's 30% bound, run on other output lengths."""
     before = shifted(1.0, 1.0)
@@ -240,13 +295,7 @@ def figure_11() -> Iterator[Claim]:
     if plan is None:
         yield Claim("ExeGPT Fig. 11", "WAA under drift, OPT-13B, T", "10 to 13%", "WAA cannot keep this bound")
         return
-    placement = next(
-        space.placement
-        for space in scheduler.spaces("waa")
-        if space.placement.replicas == plan.replicas
-        and all(getattr(plan.policy, name) == value for name, value in space.placement.fixed.items())
-        and [s.tp for layout in space.placement.layouts for s in layout.lane] == [stage.tp for stage in plan.stages]
-    )
+    placement = placement_of(plan, scheduler)
     decodes = Lengths(before).decodes_at(0.99)
     for name, mean, sd, (paper_a, paper_b) in (("mean +15%", 1.15, 1.0, (13, 10)), ("sd x1.3", 1.0, 1.3, (5, 0))):
         after = Scheduler(problem("opt-13b", "a40x4", shifted(mean, sd), bound_s)).score(plan.policy, placement)
@@ -255,6 +304,40 @@ def figure_11() -> Iterator[Claim]:
             margin = 100 * (1 - plan.estimate.latency_s / latency_s)
             what = f"tighter bound that {name} needs, SLA ({sla})"
             yield judged("ExeGPT Fig. 11", what, f"{paper}%", f"{margin:.0f}%", abs(margin - paper) <= 5)
+
+
+def drift_of_rra() -> Iterator[Claim]:
+    """RRA planned for task T at FT's 30% bound: its schedule against the best one for other output lengths."""
+    before = shifted(1.0, 1.0)
+    bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
+    scheduler = Scheduler(problem("opt-13b", "a40x4", before, bound_s))
+    plan = best(scheduler.problem, ["rra"])
+    if plan is None:
+        yield Claim("ExeGPT 7.6", "RRA under drift, OPT-13B, T", "under 28%, 12.6%", "RRA cannot keep this bound")
+        return
+    placement = placement_of(plan, scheduler)
+    for name, factors, most_throughput, most_latency in (
+        ("mean x0.7 to x1.3", ((0.7, 1.0), (0.85, 1.0), (1.15, 1.0), (1.3, 1.0)), 28.0, 12.6),
+        ("sd x0.7 to x1.3", ((1.0, 0.7), (1.0, 0.85), (1.0, 1.15), (1.0, 1.3)), 11.0, 17.0),
+    ):
+        off = []
+        for mean, sd in factors:
+            after = Scheduler(problem("opt-13b", "a40x4", shifted(mean, sd), bound_s))
+            kept, adjusted = after.score(plan.policy, placement).estimate, best(after.problem, ["rra"])
+            if adjusted is not None:
+                best_of = adjusted.estimate
+                off.append((kept.throughput_rps / best_of.throughput_rps - 1, kept.latency_s / best_of.latency_s - 1))
+        throughput, latency = (100 * np.abs(column).max() for column in np.asarray(off).T)
+        yield judged(
+            "ExeGPT 7.6",
+            f"RRA, {name}: schedule kept against adjusted, throughput and latency, at most",
+            f"under {most_throughput:g}%, {most_latency:g}%",
+            f"{throughput:.0f}%, {latency:.0f}%",
+            throughput <= most_throughput + 5 and latency <= most_latency + 5,
+            "; ".join(
+                f"{m:g}/{s:g}: {100 * x:+.0f}%, {100 * y:+.0f}%" for (m, s), (x, y) in zip(factors, off, strict=True)
+            ),
+        )
 
 
 def scheduling_seconds() -> Iterator[Claim]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model, load_workload
@@ -22,9 +23,20 @@ BOUND_QUANTILES = (0.1, 0.3, 0.7, None)
 """Of FasterTransformer's latencies over its batch sizes; None: no bound. Source: ExeGPT sec. 7.1."""
 
 
+NUM_PLANNED = 1000
+"""Lengths that a plan for a trace is made from: about a tenth of it."""
+
+
 @cache
 def workload_of(task: str, model: str) -> Workload:
     return load_workload(task, load_model(model)[0])
+
+
+def observed(lengths: npt.NDArray[np.int_]) -> Histogram:
+    """How often each length was seen."""
+    values, counts = np.unique(lengths, return_counts=True)
+    probabilities = counts / counts.sum()
+    return Histogram(lengths=tuple(values.tolist()), probabilities=tuple(probabilities.tolist()))
 
 
 def cut(histogram: Histogram, longest: int) -> Histogram:
