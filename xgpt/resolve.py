@@ -11,7 +11,7 @@ from xgpt.errors import InputError
 from xgpt.io import find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
 from xgpt.schema import ClusterSpec, Frozen, ModelSpec, Workload, WorkloadSpec
-from xgpt.workload import histogram, histogram_of, read_lengths
+from xgpt.workload import Lengths, histogram, histogram_of, read_lengths
 
 _YAML = (".yaml", ".yml")
 _TRACES = (".csv", ".jsonl")
@@ -82,6 +82,12 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     if spec is not None:
         _check_context(workload, spec)
     return workload
+
+
+def load_trace(name: str) -> Lengths | None:
+    """The requests of a workload that is a trace, pair by pair; None where it is none."""
+    path = find_config("workloads", name)
+    return read_lengths(path) if path.suffix in _TRACES else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:

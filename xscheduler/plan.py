@@ -105,6 +105,7 @@ def _estimate(
         decode_batch=values["decode_batch"],
         encode_tokens=values["encode_tokens"],
         cycle_s=values["cycle"],
+        bubble_fraction=values["bubble"],
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
         warnings=_beyond_profile(problem, lengths, placement, values),

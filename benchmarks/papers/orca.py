@@ -82,6 +82,7 @@ class FasterTransformer:
             peak_requests=batch,
             peak_tokens=batch,
             cycle=whole,
+            bubble=np.full_like(whole, 0.5),
         )
 
 

@@ -133,6 +133,34 @@ def replay_trace(
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 
+def with_joint_lengths(plan: Plan, profile: Profile, trace: Lengths, num_requests: int = 500) -> Plan:
+    """The plan whose estimate says what it costs that lengths are taken for independent: its trace's pairs, simulated,
+    beside the same inputs and outputs in pairs drawn apart.
+    """
+    import numpy as np
+
+    from xgpt.schema import JointLengths
+
+    if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
+        return plan
+    rng = np.random.default_rng(0)
+    total = requests_to_send(plan, num_requests, saturated=True)
+    rounds = [rng.permutation(len(trace.input)) for _ in range(-(-total // len(trace.input)))]
+    chosen = np.concatenate(rounds)[:total]
+    inputs, outputs = trace.input[chosen], trace.output[chosen]
+    found = []
+    for paired in (outputs, rng.permutation(outputs)):
+        log = _run(plan, profile, inputs, paired, np.zeros(total), plan.workload.output.lengths[-1])
+        found.append(read_log(plan, plan.workload, log, num_requests, saturated=True))
+    pairs, apart = found
+    joint = JointLengths(
+        correlation=float(np.corrcoef(trace.input, trace.output)[0, 1]),
+        throughput=pairs.throughput_rps / apart.throughput_rps - 1,
+        latency=pairs.latency_s / apart.latency_s - 1,
+    )
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"joint_lengths": joint})})
+
+
 def _run(
     plan: Plan,
     profile: Profile,

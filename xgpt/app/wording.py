@@ -40,6 +40,17 @@ def arrivals_in_words(plan: Plan) -> list[str]:
     return [f"arrivals: with waiting counted, the bound is kept up to {most:.3g} requests/s (Poisson)"]
 
 
+def joint_in_words(plan: Plan) -> list[str]:
+    """What the estimate misses where a trace's outputs depend on their inputs."""
+    joint = plan.estimate.joint_lengths
+    if joint is None:
+        return []
+    return [
+        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
+        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% beside lengths drawn apart"
+    ]
+
+
 def _shape(plan: Plan) -> str:
     """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]"."""
     lanes = []

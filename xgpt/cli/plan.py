@@ -76,10 +76,18 @@ def command(
     from pathlib import Path
 
     from xgpt.app.planning import fewest_devices, plan_each, resolve
-    from xgpt.app.wording import arrivals_in_words, placement_in_words, proof_in_words, schedule_in_words
+    from xgpt.app.simulating import with_joint_lengths
+    from xgpt.app.wording import (
+        arrivals_in_words,
+        joint_in_words,
+        placement_in_words,
+        proof_in_words,
+        schedule_in_words,
+    )
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, write_atomic
+    from xgpt.resolve import load_trace
     from xgpt.schema import Constraint
 
     constraint = Constraint(
@@ -103,6 +111,9 @@ def command(
         max_devices = fewest_devices(subject, constraint, policy, kv)
     plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
     best = next(iter(plans.values()))
+    trace = load_trace(workload)
+    if trace is not None:
+        best = with_joint_lengths(best, subject.profile, trace)
     text = dump_json(best)
     write_atomic(Path(output), text)
     if as_json:
@@ -117,6 +128,7 @@ def command(
         *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
         f"proof: {proof_in_words(best)}",
         *arrivals_in_words(best),
+        *joint_in_words(best),
         *_beside_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),

@@ -74,6 +74,18 @@ class Stage(Frozen):
     kv_blocks: PositiveInt
 
 
+class JointLengths(Frozen):
+    """What a trace's own pairs of lengths do, against inputs and outputs drawn apart, as all closed forms take them.
+
+    Both simulated, on the same lengths; relative differences.
+    """
+
+    correlation: float
+    """Pearson's, of input and output."""
+    throughput: float
+    latency: float
+
+
 class Estimate(Frozen):
     """What the simulator predicts for a plan at saturation."""
 
@@ -92,10 +104,13 @@ class Estimate(Frozen):
     """Mean prompt tokens in a step that encodes."""
     cycle_s: float
     bubble_fraction: float = 0.0
+    """Share of the devices' time in which their stage has nothing to do."""
     memory_bytes: tuple[int, ...]
     cost_per_million_tokens: float | None = None
     max_arrival_rate_per_s: float | None = None
     """The highest Poisson rate at which the quantile of the whole time, waiting included, keeps the latency bound."""
+    joint_lengths: JointLengths | None = None
+    """None: the workload is no trace, or its lengths are all alike."""
     warnings: tuple[str, ...] = ()
 
 

@@ -126,6 +126,7 @@ class MixedSteps:
         rounds = RandomSteps(through[:-2], slowest[:-2], probability, m)
         step_s, decode_s = rounds.round()
         long_s, own_s = rounds.round_with(through[-2:], slowest[-2:])
+        long_s = np.maximum(long_s, rounds.long_round(0.01))
         ttft = own_s
         largest = np.minimum(
             max_batch * mean_input + 4 * np.sqrt(max_batch * self._input_variance), max_batch * lengths.max_input
@@ -147,6 +148,7 @@ class MixedSteps:
             peak_requests=m * max_batch,
             peak_tokens=largest,
             cycle=step_s / busy,
+            bubble=self._pipeline.bubble(m * (cost[:, :-2] * probability[0]).sum(axis=1), step_s),
         )
 
     def _busy(

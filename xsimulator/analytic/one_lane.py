@@ -165,7 +165,8 @@ class OneLaneModel:
         change += at_runs[pipeline.run_of_end]
         times = anywhere * weights
         stage_s = active * times  # [kinds, n, segments]
-        one_stage = np.maximum.reduce(microbatches * te + stage_s.sum(axis=2))
+        work = microbatches * te + stage_s.sum(axis=2)  # [kinds, n]
+        one_stage = np.maximum.reduce(work)
         own_cycle = own + (own_way * times).sum(axis=1)
         until = pipeline.slowest_until(stage_s)  # [runs, n, segments]
         up_to = (until.sum(axis=2) - until[..., -1] / weights[-1])[pipeline.run_of_end] + change
@@ -205,6 +206,7 @@ class OneLaneModel:
             peak_requests=np.maximum(carried, encode_batch),
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=cycle,
+            bubble=pipeline.bubble(work, cycle),
         )
 
     def _sd_phase_tokens(self, each: Array, phase: _Phase) -> Array:
@@ -230,7 +232,8 @@ class OneLaneModel:
         each = batch / encode_parts
         kinds = len(self.lane.kinds)
         encode = self._encode_table(each)
-        own, slowest = encode[kinds], np.maximum.reduce(encode[:kinds])
+        te, own = encode[:kinds], encode[kinds]
+        slowest = np.maximum.reduce(te)
         sd = np.sqrt(np.maximum(self._prompt_variance, 0.0) / each)
         ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
         encoding = own + (encode_parts - 1) * slowest + ragged
@@ -243,7 +246,8 @@ class OneLaneModel:
         some, active = np.add.reduceat(np.concatenate([some, active]), starts, axis=1).reshape(2, len(batch), -1)
         active = decode_parts[:, None] * active / np.maximum(some, 1e-300)
         own_way = decode[kinds]
-        rounds = np.maximum(active * np.maximum.reduce(decode[:kinds]), own_way)
+        td = active * decode[:kinds]  # [kinds, n, segments]
+        rounds = np.maximum(np.maximum.reduce(td), own_way)
         # The first round overlaps with the others' encoding: its last micro-batch just passes through.
         saved = np.maximum(rounds[:, 0] - own_way[:, 0], 0.0) * some[:, 0] / weights[0]
         cycle = encoding + (rounds * some).sum(axis=1) - saved
@@ -262,6 +266,7 @@ class OneLaneModel:
             peak_requests=batch,
             peak_tokens=self._most_tokens(each),
             cycle=cycle,
+            bubble=self.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),
         )
 
     @cached_property

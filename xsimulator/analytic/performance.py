@@ -28,6 +28,7 @@ class Performance:
         peak_requests: requests that hold K/V at once.
         peak_tokens: tokens of the largest step.
         cycle: from one encode step to the next, s.
+        bubble: share of the devices' time in which their stage has nothing to do.
     """
 
     throughput: Array
@@ -41,6 +42,7 @@ class Performance:
     peak_requests: Array
     peak_tokens: Array
     cycle: Array
+    bubble: Array
 
     def at(self, index: int) -> dict[str, float]:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}

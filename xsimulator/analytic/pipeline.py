@@ -43,7 +43,7 @@ class Pipeline:
     only its ends matter where a largest one is looked for.
 
     Attributes:
-        counts: stages of each kind. # [kinds]
+        counts, devices: stages of each kind, and devices of those. # [kinds]
         before, after: stages of each kind up to an end of a run, and from it on. # [ends, kinds]
         run_of_end: the run that an end belongs to. # [ends]
     """
@@ -54,6 +54,7 @@ class Pipeline:
         ends = [x for x in range(len(kinds)) if x in (0, last) or kinds[x] != kinds[x - 1] or kinds[x] != kinds[x + 1]]
         member = np.eye(num_kinds)[kinds]  # [stages, kinds]
         self.counts = lane.counts
+        self.devices = lane.counts * [stage.tp for stage, _ in lane.kinds]
         self.before: Array = np.cumsum(member, axis=0)[ends]
         self.after: Array = np.cumsum(member[::-1], axis=0)[::-1][ends]
         runs = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]
@@ -68,6 +69,10 @@ class Pipeline:
     def all_stages(self, cost: Array) -> Array:
         """The sum over all stages. # [kinds, ...] -> [...]"""
         return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
+
+    def bubble(self, work: Array, seconds: Array) -> Array:
+        """Share of the devices' time that is not work. # [kinds, n] s of work in [n] s -> [n]"""
+        return 1 - self.devices @ work / (self.devices.sum() * seconds)
 
     def slowest_until(self, cost: Array) -> Array:
         """The slowest stage up to each run's end. # [kinds, ...] -> [runs, ...]"""
@@ -116,7 +121,7 @@ class RandomSteps:
         self._mean = working[:, -1]
         self._variance = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
         passing = np.add.accumulate(share * self._through, axis=1)
-        self._stages = passing[:, -1] / working[:, -1]
+        self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
         """How many stages as slow as the slowest the lane amounts to."""
         laps = passing - working + working[:, -1:]
         laps /= 1 + (self.m - 1) * self._reach
@@ -129,6 +134,11 @@ class RandomSteps:
         held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self._variance))
         least = m * self._least
         return least + self._share() * np.maximum(held - least, 0.0)
+
+    def long_round(self, share: float) -> Array:
+        """Seconds that so large a share of all rounds exceeds, in the first case. # [n]"""
+        exceeded = 1 - (1 - self._reach[0]) ** self.m
+        return self._through[(exceeded >= share).argmax(axis=0), np.arange(len(self.m))]
 
     def _share(self) -> Array:
         """Where between the two the recursion lies: fitted to it on 2,000 lanes drawn at random.

@@ -112,6 +112,7 @@ class TwoLaneModel:
             peak_requests=cap,
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=encode_batch / throughput,
+            bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
         )
 
     def limits(self, encode_batch: Array, max_decode_batch: Array, microbatches: Array) -> tuple[Array, Array]:
@@ -127,6 +128,17 @@ class TwoLaneModel:
         batch, step = low + share * (high - low)
         decode = np.maximum(batch, 1e-9) / (max(self.mean_decodes, 1e-9) * step)
         return encode_batch / np.maximum(interval, moving), decode
+
+    def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
+        """Of both lanes' devices.
+
+        Args:
+            each, step: requests of a decode micro-batch, and seconds from one's step to the next one's.
+        """
+        lanes = self._encode_pipeline, self._decode_pipeline
+        encode = lanes[0].devices @ self._encode_table(encode_batch)[:-2] * throughput / encode_batch
+        decode = np.interp(each, GRID, lanes[1].devices @ self._decode_grid[0]) / step
+        return 1 - (encode + decode) / (lanes[0].devices.sum() + lanes[1].devices.sum())
 
     def _encoding(self, encode_batch: Array) -> tuple[Array, Array, Array, Array]:
         """(seconds through the encode lane, from one batch to the next, of the transfer; deviation of its tokens)."""
