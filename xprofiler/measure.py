@@ -37,10 +37,10 @@ from xrunner.generation import Generation
 from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 
-PASSES = 7
+PASSES = 6
 """The first is to warm up."""
-LONG_TOKENS, LONG_EVERY = 1024, 3
-"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every third pass only."""
+LONG_TOKENS, LONG_EVERY = 1024, 2
+"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every second pass only."""
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -49,7 +49,7 @@ CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
 ENCODE_BATCHES = (1, 4)
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
-JOBS_A_STEP = 12
+JOBS_A_STEP = 24
 """It is measured after each so many points."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""

@@ -148,7 +148,7 @@ class OneLaneModel:
         decode = phase.table.each(column * phase.share / running)  # [.., n, segments]
         td, own_way = decode[:kinds], decode[kinds]
         # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
-        anywhere = np.maximum(1 - (1 - running) ** m, 1e-300)
+        anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
         active = (m * running / anywhere) * td  # [kinds, n, segments]
         rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
         spent = rounds * anywhere
