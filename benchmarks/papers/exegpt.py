@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.papers.claims import Claim, judged, within
+from benchmarks.papers.scenarios import Scenario
 from benchmarks.papers.settings import (
-    BOUND_QUANTILES,
-    LARGE,
-    LARGE_TASKS,
     NUM_PLANNED,
-    SMALL,
     SMALL_TASKS,
     best,
     faster_transformer,
@@ -75,51 +70,12 @@ def tables_6_and_7() -> Iterator[Claim]:
     )
 
 
-class Scenario(NamedTuple):
-    """One bar of Figures 6 and 8, requests a second."""
-
-    model: str
-    cluster: str
-    task: str
-    quantile: float | None
-    bound_s: float | None
-    ft: float
-    static: Plan | None
-    ours: Plan | None
-
-    @property
-    def over_ft(self) -> float | None:
-        return None if self.ours is None or not self.ft else self.ours.estimate.throughput_rps / self.ft
-
-    @property
-    def over_static(self) -> float | None:
-        if self.ours is None or self.static is None:
-            return None
-        return self.ours.estimate.throughput_rps / self.static.estimate.throughput_rps
-
-
-@cache
-def scenarios(large: bool) -> tuple[Scenario, ...]:
-    found = []
-    for model, cluster in LARGE if large else SMALL:
-        for task in LARGE_TASKS if large else SMALL_TASKS:
-            workload = workload_of(task, model)
-            baseline = faster_transformer(problem(model, cluster, workload))
-            for quantile, bound_s in zip(BOUND_QUANTILES, baseline.bounds(), strict=True):
-                of = problem(model, cluster, workload, bound_s)
-                ours = best(of, ["rra"] if large else ["rra", "waa"])
-                static = best(of, ["static"])
-                found.append(Scenario(model, cluster, task, quantile, bound_s, baseline.at(bound_s), static, ours))
-    return tuple(found)
-
-
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{np.mean(known):.2f}x" if known else "none"
 
 
-def ratios_to_static() -> Iterator[Claim]:
-    small, large = scenarios(False), scenarios(True)
+def ratios_to_static(small: Sequence[Scenario], large: Sequence[Scenario]) -> Iterator[Claim]:
     unbounded = [s for s in large if s.bound_s is None]
     best_static = "static's best placement is replicas of small groups, which the paper did not run"
     for source, what, paper, group in (
@@ -152,25 +108,14 @@ def _bound(scenario: Scenario) -> str:
     return "no bound" if scenario.bound_s is None else f"{scenario.bound_s:.1f} s"
 
 
-def scenario_rows() -> list[list[str]]:
+def scenario_rows(scenarios: Sequence[Scenario]) -> list[list[str]]:
     """Every bar: req/s of FT, of static at its own best, of ours; both ratios."""
     rows = []
-    for s in (*scenarios(False), *scenarios(True)):
-        plan, static = s.ours, s.static
-        rows.append(
-            [
-                s.model,
-                s.cluster,
-                s.task,
-                _bound(s),
-                f"{s.ft:.2f}",
-                "-" if static is None else f"{static.estimate.throughput_rps:.2f}",
-                "-" if plan is None else f"{plan.estimate.throughput_rps:.2f}",
-                "-" if plan is None else plan.policy.kind,
-                "-" if s.over_ft is None else f"{s.over_ft:.2f}",
-                "-" if s.over_static is None else f"{s.over_static:.2f}",
-            ]
-        )
+    for s in scenarios:
+        figures = (s.ft, s.static, s.ours, s.over_ft, s.over_static)
+        ft, static, ours, over_ft, over_static = ("-" if value is None else f"{value:.2f}" for value in figures)
+        policy = s.policy or "-"
+        rows.append([s.model, s.cluster, s.task, _bound(s), ft, static, ours, policy, over_ft, over_static])
     return rows
 
 
@@ -340,11 +285,10 @@ def drift_of_rra() -> Iterator[Claim]:
         )
 
 
-def scheduling_seconds() -> Iterator[Claim]:
+def scheduling_seconds(scenarios: Sequence[Scenario]) -> Iterator[Claim]:
     slowest: dict[str, float] = {}
-    for s in (*scenarios(False), *scenarios(True)):
-        if s.ours is not None:
-            kind = s.ours.policy.kind
-            slowest[kind] = max(slowest.get(kind, 0.0), s.ours.search.seconds)
+    for s in scenarios:
+        if s.policy is not None:
+            slowest[s.policy] = max(slowest.get(s.policy, 0.0), s.seconds)
     ours = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in sorted(slowest.items()))
     yield judged("ExeGPT 7.7", "scheduling, slowest", "RRA 120 s, WAA 300 s", ours, max(slowest.values()) < 1)

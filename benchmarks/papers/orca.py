@@ -136,7 +136,7 @@ def _over(first: float, second: float) -> str:
     return f"{first / second:.1f}x" if second else "no rate keeps it"
 
 
-def figures_10_and_11() -> Iterator[Claim]:
+def figures_9_to_11() -> Iterator[Claim]:
     workload = workload_of("orca", MODEL)
     one = seconds_a_token(lane_cost(problem(MODEL, CLUSTER, workload)))
     orca, static, ft = _rates(workload, BOUND_S)
