@@ -21,7 +21,7 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.schema import WaaSettings
 from xsimulator.analytic.performance import Performance
-from xsimulator.analytic.pipeline import Pipeline, expected_max_deviate
+from xsimulator.analytic.pipeline import Pipeline, RandomSteps, expected_max_deviate
 from xsimulator.cost import Array, Line
 from xsimulator.lane import LaneCost, Table
 from xsimulator.lengths import Lengths
@@ -158,32 +158,37 @@ class TwoLaneModel:
             before: seconds from admission to the decode lane.
         """
         m = microbatches[:, None]
-        if self.decode.has_encoder:
-            rounds, through = self._with_joining(encode_batch)
-        else:
-            rounds, through = self._decode_grid[1:]
         found = np.empty((3, len(m), len(GRID)))
         inside = np.multiply(m, GRID, out=found[0])
-        seconds = np.maximum(m * rounds, through, out=found[1])
+        if self.decode.has_encoder:
+            found[1] = self._with_joining(encode_batch, microbatches)
+        else:
+            np.maximum(m * self._decode_grid[1], self._decode_grid[2], out=found[1])
+        seconds = found[1]
         # A batch's prompts vary in number where they are packed by tokens.
         forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
         each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
         found[2] = inside * (1 + each) + forming[:, None]
         return found
 
-    def _with_joining(self, encode_batch: Array) -> tuple[Array, Array]:
-        """Seconds of a decode step, with what it takes to make K/V of an encoder's output. # [n, grid] each
+    def _with_joining(self, encode_batch: Array, microbatches: Array) -> Array:
+        """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
 
         The requests of a batch join together, and most steps are joined by nobody: these layers' weights are read only
-        where somebody joins.
+        where somebody joins, and all steps behind such a one wait for it.
         """
-        cost, _, through = self._decode_grid
+        cost, slowest, through = self._decode_grid
         joining = GRID / max(self.mean_decodes, 1e-9)
-        some = -np.expm1(-joining / encode_batch[:, None])
+        some = -np.expm1(-joining / encode_batch[:, None])  # [n, grid]
         tokens = joining / np.maximum(some, 1e-12) * self.lengths.mean_input
-        extra = some * self.decode.cross_kv(tokens)  # [kinds, n, grid]
-        slowest = np.maximum((cost[:, None] + extra).max(axis=0), 1e-12)
-        return slowest, through + self._decode_pipeline.all_stages(extra)
+        extra = self.decode.cross_kv(tokens)  # [kinds, n, grid]
+        size = some.size
+        long = np.stack([(cost[:, None] + extra).max(axis=0), through + self._decode_pipeline.all_stages(extra)])
+        short = np.stack([np.broadcast_to(slowest, some.shape), np.broadcast_to(through, some.shape)])
+        steps = np.stack([short, long], axis=1).reshape(2, 2, size)
+        share = np.stack([1 - some, some]).reshape(1, 2, size)
+        rounds = RandomSteps(steps[1], steps[0], share, np.repeat(microbatches, len(GRID))).round()
+        return np.maximum(rounds[0].reshape(some.shape), 1e-12)
 
     @cached_property
     def _encode_table(self) -> Table:
