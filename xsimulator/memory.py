@@ -102,14 +102,17 @@ def capacity(
 ) -> npt.NDArray[np.float64]:
     """Requests that may be inside at once.
 
-    The blocks set aside at a time are a compound Poisson sum of mean B E[r] and variance B E[r^2]; the largest B
-    with B E[r] + z sqrt(B E[r^2]) <= blocks solves a quadratic in sqrt(B). Under "reserve" a request that does not
-    fit just waits, so 99 of 100 moments will do; under "quantile" one is preempted, so it is 999 of 1000.
+    Each holds blocks of mean r and variance v. Under "reserve" as many are inside as fit, a compound Poisson sum: the
+    largest B with B E[r] + z sqrt(B E[r^2]) <= blocks; one that does not fit just waits, so 99 of 100 moments will do.
+    Under "quantile" B is the plan's `max_running`, and no more are inside: the sum varies by B v alone; where it does
+    not fit one is preempted, so it is 999 of 1000 moments. Both solve a quadratic in sqrt(B).
     """
     if kv == "reserve":
         z, (mean, mean_square) = 2.33, lengths.reserved_blocks(block_size)
     else:
         z, (mean, mean_square) = 3.09, lengths.occupied_blocks(block_size)
+        mean_square -= mean**2
     available = np.maximum(np.asarray(blocks, float), 0.0)
-    root = (np.sqrt(z * z * mean_square + 4 * mean * available) - z * np.sqrt(mean_square)) / (2 * mean)
+    spread = z * np.sqrt(max(mean_square, 0.0))
+    root = (np.sqrt(spread**2 + 4 * mean * available) - spread) / (2 * mean)
     return root * root

@@ -1,0 +1,69 @@
+"""What a plan promises of its K/V memory, beside what a saturated simulated engine keeps in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
+from xgpt.schema import OrcaSettings, RraSettings, WaaSettings
+from xgpt.workload import sample
+from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.clock import LaneClock, TwoLaneClock
+from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.lane import LaneCost
+from xsimulator.lengths import Lengths
+from xsimulator.memory import capacity
+from xsimulator.placement import lane, whole
+
+BLOCK_SIZE = 16
+PLENTY = 10**6
+INSIDE = 60
+
+
+def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
+    """One that would let in more than the pool does."""
+    of = problem("opt-13b", "a40x4", "translation")
+    lengths = Lengths(of.workload)
+    if kind == "waa":
+        encode, decode = (
+            LaneCost(of.model, of.profile, lane((2,), (40,), first_device=first, cluster=of.cluster))
+            for first in (0, 2)
+        )
+        settings = WaaSettings(encode_batch=4, max_decode_batch=INSIDE)
+        predicted = TwoLaneModel(encode, decode, lengths).estimate(settings)
+        rule = TwoLaneSettings(predicted["encode_tokens"], 1, PLENTY, INSIDE, predicted["decode_batch"])
+        schedule: Schedule = TwoLane(rule, pool)
+        return schedule, TwoLaneClock(encode, decode, schedule), lengths
+    cost = LaneCost(of.model, of.profile, whole(of.model, 4))
+    one = RraSettings(encode_batch=25, decode_iterations=12) if kind == "rra" else OrcaSettings(max_batch=INSIDE)
+    predicted = OneLaneModel(cost, lengths).estimate(one)
+    schedule = OneLane(lane_settings(one, predicted["encode_tokens"], predicted["decode_batch"]), pool)
+    return schedule, LaneClock(cost, schedule), lengths
+
+
+@pytest.mark.parametrize("kind", ["rra", "orca", "waa"])
+def test_999_of_1000_moments_fit(kind: str) -> None:
+    """As many requests as `capacity` says of a memory do not outgrow it, nor leave much of it unused."""
+    lengths = Lengths(problem("opt-13b", "a40x4", "translation").workload)
+    grid = np.arange(100.0, 4000.0)
+    blocks = grid[np.searchsorted(capacity(lengths, grid, BLOCK_SIZE, "quantile"), INSIDE)]
+    pool = Pool(PLENTY, BLOCK_SIZE, kv="quantile", max_running=INSIDE)
+    schedule, clock, _ = engine_of(kind, pool)
+    count = 3000
+    columns = sample(problem("opt-13b", "a40x4", "translation").workload, count, np.random.default_rng(1))
+    pairs = zip(*(column.tolist() for column in columns), strict=True)
+    requests = [SimulatedRequest(i, n, lengths.max_output, out) for i, (n, out) in enumerate(pairs)]
+    held: list[tuple[int, int]] = []
+
+    def watched(now_ns: int, step: object) -> int:
+        held.append((now_ns, sum(-(-request.context // BLOCK_SIZE) for request in pool.running.values())))
+        return clock(now_ns, step)  # type: ignore[arg-type]
+
+    SimulatedEngine(schedule, watched, requests).run()
+    times, used = np.asarray(held[len(held) // 8 : -len(held) // 8], float).T
+    order = np.argsort(used[:-1])
+    share = np.cumsum(np.diff(times)[order]) / (times[-1] - times[0])
+    exceeded = used[order][np.searchsorted(share, 0.999)]
+    assert 0.9 * blocks <= exceeded <= 1.02 * blocks
