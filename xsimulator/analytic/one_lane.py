@@ -167,7 +167,7 @@ class OneLaneModel:
         stage_s = active * times  # [kinds, n, segments]
         work = microbatches * te + stage_s.sum(axis=2)  # [kinds, n]
         one_stage = np.maximum.reduce(work)
-        own_cycle = own + (own_way * times).sum(axis=1)
+        own_cycle = own + held * (own - np.maximum.reduce(te)) + (own_way * times).sum(axis=1)
         until = pipeline.slowest_until(stage_s)  # [runs, n, segments]
         up_to = (until.sum(axis=2) - until[..., -1] / weights[-1])[pipeline.run_of_end] + change
         cycle = np.maximum(np.maximum(one_stage, own_cycle), np.maximum.reduce(up_to))
