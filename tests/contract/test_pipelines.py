@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.agreement import KINDS, errors, random_case, simulate
+from benchmarks.rounds import draw
 from tests.contract.scenarios import problem
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.policies import OneLane, Pool, lane_settings
@@ -153,3 +154,15 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_a_profile_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="finite number"):
         Curve(points=(1, 2), seconds=(0.0, float("nan")))
+
+
+def test_rounds_of_random_steps_lie_where_the_recursion_does() -> None:
+    """Long steps hold up all others: half a dozen lanes of a few shapes."""
+    lanes = list(draw(np.random.default_rng(3), 100))
+    error = np.concatenate([group.steps.round()[0] / group.simulated - 1 for group in lanes])
+    assert np.median(np.abs(error)) < 0.025
+    assert np.abs(error).max() < 0.12
+    for group in lanes:
+        least, held = group.steps.bounds()
+        assert (least[0] <= 1.02 * group.simulated).all()
+        assert (held >= least).all()

@@ -17,6 +17,9 @@ from scipy.special import ndtr, ndtri
 from xsimulator.cost import Array
 from xsimulator.lane import LaneCost
 
+SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
+"""Of RandomSteps: where stages and micro-batches are as many; by the logarithm of their number; where there are more
+micro-batches (and by the logarithm of how many of them are long); and where there are fewer."""
 SQRT_2_PI = np.sqrt(2 * np.pi)
 Steps = tuple[Array, Array]
 """Seconds on each kind of stage, and of the hop to it. # [kinds, n] each"""
@@ -129,27 +132,30 @@ class RandomSteps:
 
     def round(self) -> Array:
         """Seconds from one step of a micro-batch to its next. # [cases, n]"""
+        least, held = self.bounds()
+        return least + self.share() * (held - least)
+
+    def bounds(self) -> tuple[Array, Array]:
+        """The time of a round: at least, and where each round pays for the longest of its steps. # [cases, n] each"""
         m = self.m
         longest = (self._first_at(m, self._reach) * self._through).sum(axis=1)
         held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self._variance))
         least = m * self._least
-        return least + self._share() * np.maximum(held - least, 0.0)
+        return least, np.maximum(held, least)
 
     def long_round(self, share: float) -> Array:
         """Seconds that so large a share of all rounds exceeds, in the first case. # [n]"""
         exceeded = 1 - (1 - self._reach[0]) ** self.m
         return self._through[(exceeded >= share).argmax(axis=0), np.arange(len(self.m))]
 
-    def _share(self) -> Array:
-        """Where between the two the recursion lies: fitted to it on 2,000 lanes drawn at random.
-
-        Of 2 to 20 stages and up to 40 micro-batches, whose long steps take 1.15 to 12 times as long as the others.
-        """
-        m = self.m
-        lean = np.log(self._stages / m)
-        many = np.log(np.maximum(m * self._long, 1e-9))
-        share = 0.656 - 0.076 * np.log(m) + np.minimum(lean, 0.0) * (0.133 * many - 0.53)
-        return np.minimum(np.maximum(share - 0.237 * np.maximum(lean, 0.0) * many, 0.0), 1.5)
+    def share(self) -> Array:
+        """Where between the two the recursion lies: fitted to it by `python -m benchmarks.rounds --fit`."""
+        first, many, lean, thin = SHARE
+        log_m = np.log(self.m)
+        long = np.log(np.maximum(self._long, 1e-9)) + log_m
+        less = np.log(self._stages) - log_m  # stages beyond micro-batches
+        share = first + many * log_m + np.minimum(less, 0.0) * (lean[0] + lean[1] * long)
+        return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
         """The same, in the first case, where one of the steps is given. # [k, n] each -> [k, n]"""
