@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xgpt.schema import ModelSpec
+from xrunner import fused
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -153,6 +154,8 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
         """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
+        if fused.runs_on(positions.device.type):
+            return [fused.rotate(x, positions, self.frequencies) for x in heads]
         angles = positions[:, None, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         turned = []
@@ -275,7 +278,10 @@ class GatedMlp(nn.Module):
         self.gate_up = Linear(empty, spec.hidden_size, spec.ffn_size, spec.ffn_size, bias=False)
         self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=False)
         self.activation = ACTIVATIONS[spec.activation]
+        self._is_silu = spec.activation == "silu"
 
     def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
+        if self._is_silu and fused.runs_on(hidden.device.type):
+            return self.down(fused.gate(self.gate_up(hidden)))
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up)

@@ -63,7 +63,7 @@ def test_a_step_that_samples_nothing(spec):
 
 
 def test_options_that_cannot_take_effect_are_refused(spec):
-    with pytest.raises(InputError, match="known backends: numba, reference"):
+    with pytest.raises(InputError, match="known backends: numba, reference, triton"):
         build_worker(spec, "float32", num_blocks=8, backend="cuda-magic")
     with pytest.raises(InputError, match="on cpu in bfloat16: reference"):
         build_worker(spec, "bfloat16", num_blocks=8, backend="numba")

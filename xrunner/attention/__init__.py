@@ -7,9 +7,11 @@ import torch
 from xrunner.attention.base import AttentionBackend, Batch, make_batch
 from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
+from xrunner.attention.triton_gpu import TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "numba": NumbaAttention,
+    "triton": TritonAttention,
     "reference": ReferenceAttention,
 }
 """The fastest first."""

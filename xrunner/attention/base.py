@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -74,25 +75,63 @@ def make_batch(
     blocks = tables[sequence, positions // block_size].astype(np.int64)
     last_rows = query_start[1:].astype(np.int64) - 1
 
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    arrays = {
+        "token_ids": token_ids,
+        "positions": positions,
+        "cache_slots": blocks * block_size + positions % block_size,
+        "query_start": query_start,
+        "context_len": context_len,
+        "block_tables": tables,
+        "logit_rows": last_rows if wants_logits is None else last_rows[wants_logits],
+    }
+    if prompt_len is not None:
+        arrays["prompt_len"] = prompt_len
+    if device is None or device.type == "cpu":
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    else:
+        tensors = unpack(to_device(pack(arrays), device), arrays)
+    return Batch(**tensors, num_decodes=num_decodes, max_query_len=int(query_len.max()))
 
-    return Batch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
-        cache_slots=on_device(blocks * block_size + positions % block_size),
-        query_start=on_device(query_start),
-        context_len=on_device(context_len),
-        block_tables=on_device(tables),
-        logit_rows=on_device(last_rows if wants_logits is None else last_rows[wants_logits]),
-        num_decodes=num_decodes,
-        max_query_len=int(query_len.max()),
-        prompt_len=None if prompt_len is None else on_device(prompt_len),
-    )
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for what the device computes."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pack(arrays: dict[str, np.ndarray]) -> Tensor:
+    """All of them in one piece of memory, which goes to a device in one copy. # uint8 [bytes]"""
+    packed = np.empty(sum(_padded_bytes(array) for array in arrays.values()), dtype=np.uint8)
+    begin = 0
+    for array in arrays.values():
+        packed[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin += _padded_bytes(array)
+    return torch.from_numpy(packed)
+
+
+def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """What `pack` has put together, as views of where it lies by now."""
+    tensors, begin = {}, 0
+    for name, array in arrays.items():
+        dtype = torch.from_numpy(array[:0]).dtype
+        tensors[name] = packed[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        begin += _padded_bytes(array)
+    return tensors
+
+
+def _padded_bytes(array: np.ndarray) -> int:
+    """Up to where the next one may begin: kernels read 16 bytes at a time."""
+    return -(-array.nbytes // 16) * 16
 
 
 class AttentionBackend(ABC):
-    """Self-attention over a paged cache. Stateless: one object serves all layers."""
+    """Self-attention over a paged cache. Stateless: one object serves all layers.
+
+    Attributes:
+        capturable: whether a batch of decodes can be captured in a CUDA graph: nothing is read back from the device,
+            and launches depend on shapes alone.
+    """
+
+    capturable: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

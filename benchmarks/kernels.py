@@ -1,0 +1,137 @@
+"""What the attention kernels compile to, for GPUs that need not be here: registers, spills, shared memory.
+
+    python -m benchmarks.kernels [--capability 90] [--json]
+
+Needs triton, which brings NVIDIA's assembler; nothing is run. One row for each model's shape, dtype and use.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+
+from xrunner.attention.triton_gpu import Tile, decode_tile, padded_dim, prompt_tile
+
+BLOCK_SIZE = 16
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+WHOLE_ROWS = ("q_token_stride", "q_head_stride", "value_start")
+"""Multiples of 16, as the models have them."""
+
+
+class Shape(NamedTuple):
+    model: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+SHAPES = (
+    Shape("llama-3.1-8b", torch.bfloat16, 32, 8, 128),
+    Shape("qwen2.5-0.5b", torch.bfloat16, 14, 2, 64),
+    Shape("opt-125m", torch.float16, 12, 12, 64),
+    Shape("opt-125m", torch.float32, 12, 12, 64),
+)
+USES = {"prompt": (False, False), "decode": (True, False), "decode, split": (True, True)}
+"""Whether it decodes, and whether its context is split."""
+
+
+@click.command()
+@click.option("--capability", default=90, show_default=True, help="Of the GPU: 80 for an A100, 90 for an H100 or H200.")
+@click.option("--json", "as_json", is_flag=True)
+def main(capability: int, as_json: bool) -> None:
+    """One row a kernel."""
+    rows = []
+    for shape in SHAPES:
+        for use, (is_decode, is_split) in USES.items():
+            rows.append({"kernel": use, **compiled(shape, is_decode, is_split, capability)})
+            if not as_json:
+                click.echo("  ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    if as_json:
+        click.echo(json.dumps(rows))
+
+
+def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> dict[str, Any]:
+    """What one kernel takes of a processor."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from xrunner.attention.triton_kernels import attend_kernel
+
+    group = shape.num_heads // shape.num_kv_heads
+    tile = (decode_tile if is_decode else prompt_tile)(shape.head_dim, shape.dtype, group)
+    types, constants = arguments(shape, tile, is_decode, is_split)
+    names = attend_kernel.arg_names
+    aligned = [i for i, name in enumerate(names) if "*" in types.get(name, "") or name in WHOLE_ROWS]
+    source = ASTSource(
+        attend_kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {
+        "model": shape.model,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "tile": tuple(tile),
+        "shared_bytes": kernel.metadata.shared,
+        "tensor_core_products": len(re.findall(r"wgmma\.mma|mma\.sync", kernel.asm["ptx"])),
+        **assembled(kernel.asm["ptx"], Path(triton.__file__).parent),
+    }
+
+
+def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of the kernel's values, and its constants."""
+    from xrunner.attention.triton_kernels import TYPES as DOT_TYPES
+
+    kind = f"*{TYPES[shape.dtype]}"
+    of_parts = "*fp32" if is_split else kind
+    types = {"q": kind, "cache": kind, "out": kind, "parts": of_parts, "masses": of_parts}
+    types |= {"query_start": "*i32", "context_len": "*i32", "tables": "*i32", "scale": "fp32", "value_start": "i64"}
+    counts = ("first_sequence", "num_sequences", "splits", "q_token_stride", "q_head_stride", "table_stride")
+    constants = {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "PADDED_DIM": padded_dim(shape.head_dim),
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "IS_SPLIT": is_split,
+        "IS_DECODE": is_decode,
+        "DOT": DOT_TYPES[shape.dtype],
+    }
+    return types | dict.fromkeys(counts, "i32"), constants
+
+
+def assembled(ptx: str, root: Path) -> dict[str, int]:
+    """Registers of a thread, and what does not fit in them."""
+    assembler = next(root.rglob("ptxas"))
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None, "every PTX file names its target"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [assembler, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = {
+        "registers": re.search(r"Used (\d+) registers", said),
+        "spilled_bytes": re.search(r"(\d+) bytes spill stores", said),
+    }
+    assert all(found.values()), said
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
+if __name__ == "__main__":
+    main()

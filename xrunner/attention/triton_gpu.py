@@ -1,0 +1,189 @@
+"""Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
+
+Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
+be captured in a CUDA graph. Triton is imported where the backend is made, so that nobody else needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.fused import power_of_two
+
+MOST_SPLITS = 64
+PROGRAMS_A_PROCESSOR = 4
+"""Splits are added until a decode has so many programs for each of the device's processors."""
+LEAST_DOT = 16
+"""Rows and columns of the smallest product that tensor cores take."""
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut: query rows and keys at a time, and how the compiler is to schedule it."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class TritonAttention(AttentionBackend):
+    """Float32, float16 and bfloat16, on a GPU; a CPU has Triton's interpreter, which is for tests alone."""
+
+    capturable = True
+
+    def __init__(self) -> None:
+        from xrunner.attention import triton_kernels
+
+        self._kernels = triton_kernels
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
+        floats = (torch.float32, torch.float16, torch.bfloat16)
+        return device.type == "cuda" and dtype in floats and importlib.util.find_spec("triton") is not None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        num_kv_heads, block_size, head_dim = cache.shape[2:]
+        self._kernels.write_kernel[(len(k),)](
+            k,
+            v,
+            cache,
+            batch.cache_slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            cache.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            WIDTH=power_of_two(num_kv_heads * head_dim),
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if batch.num_decodes:
+            self._decode(q, cache, batch, out)
+        if batch.num_decodes < len(batch.context_len):
+            self._encode(q, cache, batch, out)
+        return out.flatten(1)
+
+    def _encode(self, q: Tensor, cache: Tensor, batch: Batch, out: Tensor) -> None:
+        first = batch.num_decodes
+        num_sequences = len(batch.context_len) - first
+        group = q.shape[1] // cache.shape[2]
+        tile = prompt_tile(q.shape[2], q.dtype, group)
+        num_tiles = (len(q) - first) // (tile.rows // group) + num_sequences
+        self._attend(q, cache, batch, out, tile, num_tiles, first=first)
+
+    def _decode(self, q: Tensor, cache: Tensor, batch: Batch, out: Tensor) -> None:
+        count, num_heads, head_dim = batch.num_decodes, *q.shape[1:]
+        tile = decode_tile(q.shape[2], q.dtype, num_heads // cache.shape[2])
+        splits = num_splits(
+            count * cache.shape[2], batch.block_tables.shape[1] * cache.shape[3], tile.keys, _num_processors(q.device)
+        )
+        if splits == 1:
+            self._attend(q, cache, batch, out, tile, count)
+            return
+        parts = torch.empty(count, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        masses = torch.empty(count, num_heads, splits, dtype=torch.float32, device=q.device)
+        self._attend(q, cache, batch, out, tile, count, parts=parts, masses=masses)
+        self._kernels.combine_kernel[(count * num_heads,)](
+            parts, masses, out, splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim(head_dim), MOST_SPLITS=MOST_SPLITS
+        )
+
+    def _attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        out: Tensor,
+        tile: Tile,
+        num_tiles: int,
+        *,
+        first: int | None = None,
+        parts: Tensor | None = None,
+        masses: Tensor | None = None,
+    ) -> None:
+        """Pieces of prompts of the sequences from `first` on, or all decodes: these split where there are `parts`."""
+        num_kv_heads, block_size, head_dim = cache.shape[2:]
+        splits = 1 if parts is None else parts.shape[2]
+        self._kernels.attend_kernel[(num_tiles, num_kv_heads, splits)](
+            q,
+            cache,
+            out,
+            out if parts is None else parts,
+            out if masses is None else masses,
+            batch.query_start,
+            batch.context_len,
+            batch.block_tables,
+            first or 0,
+            len(batch.context_len) - (first or 0),
+            splits,
+            math.log2(math.e) / math.sqrt(head_dim),
+            q.stride(0),
+            q.stride(1),
+            cache.stride(0),
+            batch.block_tables.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=q.shape[1] // num_kv_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim(head_dim),
+            BLOCK_SIZE=block_size,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            IS_SPLIT=splits > 1,
+            IS_DECODE=first is None,
+            DOT=self._kernels.TYPES[dot_dtype(q.device, q.dtype)],
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
+    """For pieces of prompts. As large as a Hopper GPU compiles without spilling registers; timed on no device."""
+    if dtype == torch.float32:
+        tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
+    else:
+        tile = Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 8, 2)
+    return tile._replace(rows=max(tile.rows, power_of_two(group)))
+
+
+def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
+    """For decodes: a sequence's queries of one K/V head. Timed on no device."""
+    wide = dtype == torch.float32 or head_dim > 128
+    return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
+
+
+def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -> int:
+    """Into how many shares a decode's context is split, so that the device is busy: a power of two.
+
+    Args:
+        num_tiles: sequences times K/V heads.
+        most_keys: that a block table has room for; no context is read from the device.
+        keys: of a tile; a split takes two at least.
+    """
+    wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
+    return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)
+
+
+def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What products are taken in: bfloat16 needs tensor cores that know it, which a GPU before Ampere has not."""
+    if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        return torch.float32
+    return dtype
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded_dim(head_dim: int) -> int:
+    """A head's dimensions as kernels lay them out."""
+    return max(LEAST_DOT, power_of_two(head_dim))

@@ -1,0 +1,238 @@
+"""Kernels of the Triton backend; importing this needs triton.
+
+One kernel attends for decodes and for pieces of prompts alike: a program takes a tile of queries that read one K/V
+head, (token, head of the group) by rows, and goes over the sequence's blocks with an online softmax in powers of two.
+Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding for the split over the context, PagedAttention (arXiv
+2309.06180) for the blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""Torch's types as a kernel's arguments."""
+
+
+@triton.jit
+def write_kernel(
+    k,
+    v,
+    cache,
+    slots,  # int64 [tokens]
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    value_start,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A token's keys and values into its slot of the cache. Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    i = tl.arange(0, WIDTH)
+    inside = i < NUM_KV_HEADS * HEAD_DIM
+    head, d = i // HEAD_DIM, i % HEAD_DIM
+    place = ((slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + d
+    key = tl.load(k + token * k_token_stride + head * k_head_stride + d, mask=inside)
+    value = tl.load(v + token * v_token_stride + head * v_head_stride + d, mask=inside)
+    tl.store(cache + place, key, mask=inside)
+    tl.store(cache + value_start + place, value, mask=inside)
+
+
+# Not specialised: these change from step to step, and each divisibility by 16 would be compiled anew.
+@triton.jit(do_not_specialize=["first_sequence", "num_sequences", "splits", "table_stride"])
+def attend_kernel(
+    q,
+    cache,
+    out,  # [tokens, heads, HEAD_DIM]
+    parts,  # float32 [sequences, heads, splits, HEAD_DIM]; where split
+    masses,  # float32 [sequences, heads, splits]: logarithm to base 2 of a split's sum of weights
+    query_start,  # int32 [sequences + 1]
+    context_len,  # int32 [sequences]
+    tables,  # int32 [sequences, table_stride]
+    first_sequence,
+    num_sequences,
+    splits,
+    scale,
+    q_token_stride,
+    q_head_stride,
+    value_start,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """A tile of queries over a share of its sequence's keys. Grid: tiles, K/V heads, splits.
+
+    It is about the sequences from `first_sequence` on. Decodes: a tile a sequence. Pieces of prompts: tiles of
+    ROWS // GROUP tokens; sequence i has the tiles from (tokens before it) // (tokens of a tile) + i on, of which some
+    may be empty, so that no count need come from the device.
+    """
+    TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if IS_DECODE:
+        sequence, first = first_sequence + tl.program_id(0), 0
+    else:
+        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        query_starts = query_start + first_sequence
+        index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
+        first = (tile - _first_tile(index, query_starts, TOKENS)) * TOKENS
+        sequence = first_sequence + index
+    begin_token = tl.load(query_start + sequence)
+    num_tokens = tl.load(query_start + sequence + 1) - begin_token
+    if first >= num_tokens:
+        return
+    context = tl.load(context_len + sequence)
+
+    row, d = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    is_real = (row < TOKENS * GROUP) & (token < num_tokens)
+    in_head = d < HEAD_DIM
+    is_stored = is_real[:, None] & in_head[None, :]
+    at = begin_token.to(tl.int64) + token
+    queries = tl.load(
+        q + (at * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_stored, other=0.0
+    ).to(DOT)
+
+    limit = context - num_tokens + token + 1  # so many keys a row sees
+    most = tl.minimum(context, context - num_tokens + first + TOKENS)
+    if IS_SPLIT:
+        share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
+        begin = split * share
+        end = tl.minimum(begin + share, most)
+    else:
+        begin, end = 0, most
+    seen_by_all = tl.minimum(end, context - num_tokens + first + 1)
+    middle = begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS
+
+    keys = cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    table = tables + sequence.to(tl.int64) * table_stride
+    acc = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    mass = tl.zeros([ROWS], dtype=tl.float32)
+    acc, top, mass = _go_over(
+        acc, top, mass, queries, keys, value_start, table, begin, middle, limit, most, scale,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, DOT, False,
+    )  # fmt: skip
+    acc, top, mass = _go_over(
+        acc, top, mass, queries, keys, value_start, table, middle, end, limit, most, scale,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, DOT, True,
+    )  # fmt: skip
+
+    total = tl.where(mass == 0.0, 1.0, mass)  # a split without keys adds nothing
+    result = acc / total[:, None]
+    if IS_SPLIT:
+        place = (sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * splits + split
+        tl.store(parts + place[:, None] * HEAD_DIM + d[None, :], result, mask=is_stored)
+        tl.store(masses + place, tl.where(mass == 0.0, float("-inf"), top + tl.log2(total)), mask=is_real)
+    else:
+        place = (at * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+        tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def _go_over(
+    acc,
+    top,
+    mass,
+    queries,
+    keys,
+    value_start,
+    table,
+    begin,
+    end,
+    limit,
+    most,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    DOT: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Keys [begin, end): the sums with them. Where not masked, all rows see them all."""
+    d = tl.arange(0, PADDED_DIM)
+    in_head = d < HEAD_DIM
+    for start in range(begin, end, KEYS):
+        position = start + tl.arange(0, KEYS)
+        inside = position < most
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = block * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + position % BLOCK_SIZE * HEAD_DIM
+        if IS_MASKED:
+            key = tl.load(keys + place[None, :] + d[:, None], mask=in_head[:, None] & inside[None, :], other=0.0)
+            value = tl.load(
+                keys + value_start + place[:, None] + d[None, :], mask=inside[:, None] & in_head[None, :], other=0.0
+            )
+        elif HEAD_DIM == PADDED_DIM:
+            key = tl.load(keys + place[None, :] + d[:, None])
+            value = tl.load(keys + value_start + place[:, None] + d[None, :])
+        else:
+            key = tl.load(keys + place[None, :] + d[:, None], mask=in_head[:, None], other=0.0)
+            value = tl.load(keys + value_start + place[:, None] + d[None, :], mask=in_head[None, :], other=0.0)
+        score = tl.dot(queries, key.to(DOT), input_precision="ieee") * scale
+        if IS_MASKED:
+            score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - higher)
+        weight = tl.exp2(score - higher[:, None])
+        mass = mass * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(DOT), value.to(DOT), acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, top, mass
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    parts,
+    masses,
+    out,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """A decode's result from those of its splits. Grid: (sequence, head) pairs, in the order of `out`'s rows."""
+    row = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
+    inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
+    mass = tl.load(masses + row * splits + split, mask=split < splits, other=float("-inf"))
+    highest = tl.max(mass, 0)
+    weight = tl.exp2(mass - tl.where(highest == float("-inf"), 0.0, highest))
+    part = tl.load(parts + (row * splits + split)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    total = tl.sum(weight, 0)
+    result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _first_tile(sequence, query_start, TOKENS: tl.constexpr):
+    return (tl.load(query_start + sequence) - tl.load(query_start)) // TOKENS + sequence
+
+
+@triton.jit
+def _sequence_of(tile, query_start, num_sequences, TOKENS: tl.constexpr):
+    """The last sequence whose tiles begin at or before this one."""
+    low, high = 0, num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _first_tile(middle, query_start, TOKENS) <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
