@@ -31,9 +31,11 @@ from xgpt.errors import InputError
 from xgpt.machine import num_cores
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
+from xrunner.graphs import CudaCapture
 from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 
@@ -259,7 +261,9 @@ class Bench:
             for cache in caches:
                 self.worker.backend.forward(q, k, v, cache, batch)
 
-        return self.seconds(run) / len(caches)
+        # As steps that only decode are served: launched one by one, kernels of microseconds would wait for the host.
+        is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)
+        return self.seconds(CudaCapture()(run) if is_captured else run) / len(caches)
 
     def embedding(self, sequences: list[tuple[int, int]]) -> float:
         batch = self.batch(sequences)
@@ -290,7 +294,7 @@ class Bench:
     def step(self, sequences: list[tuple[int, int]]) -> float:
         """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
         batch = self.batch(sequences)
-        return self.seconds(lambda: self.worker.sample(self.model(batch, self.worker.cache, self.worker.backend)).cpu())
+        return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def batch(self, sequences: list[tuple[int, int]]) -> Batch:
         """A batch of (tokens before, tokens now) sequences with K/V blocks of their own; decodes come first."""
@@ -324,11 +328,17 @@ def _is_long(key: tuple[str | int, ...]) -> bool:
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    """A call with all that it has launched, and nothing launched before it."""
+    _wait_for_gpu()
     started = time.perf_counter()
     run()
+    _wait_for_gpu()
+    return time.perf_counter() - started
+
+
+def _wait_for_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _fastest_num_threads(bench: Bench) -> int:

@@ -64,6 +64,10 @@ class KvCache:
         self._owned[id_].append(block)
         return block
 
+    def shrink(self, id_: int) -> None:
+        """Take a request's last block back."""
+        self._free.append(self._owned[id_].pop())
+
     def free(self, ids: Iterable[int]) -> None:
         """Take the blocks of these requests back."""
         for id_ in ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import compress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
-from xrunner.models import Model
+from xrunner.models import DecoderModel, Model
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, Stage
@@ -26,6 +26,9 @@ from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt."""
+
+Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
+"""Runs a step; the last stage returns logits. # [sampled, vocab]"""
 
 
 class Worker(OneAtATime):
@@ -36,6 +39,10 @@ class Worker(OneAtATime):
 
     State of running requests lies in arrays indexed by a request's row, so that a step over hundreds of requests
     costs a few numpy calls.
+
+    Args:
+        stage: its part between its neighbours; None: it is the only one.
+        run: what runs the whole model in the model's place.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class Worker(OneAtATime):
         backend: AttentionBackend,
         *,
         stage: Stage | None = None,
+        run: Run | None = None,
         vocabulary: Vocabulary | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -52,7 +60,7 @@ class Worker(OneAtATime):
         self.model = model
         self.cache = cache
         self.backend = backend
-        self._run = stage or model
+        self._run = run or stage or model
         self._stage = stage
         self._vocabulary = vocabulary
         self._device = cache.device
@@ -173,8 +181,12 @@ class Worker(OneAtATime):
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
         """Run the model; None in a stage that is not the last. # int64 [sampled]"""
         with torch.inference_mode():
-            logits = self._run(batch, self.cache, self.backend)
+            logits = self.logits(batch)
             return None if logits is None else self.sample(logits).cpu().numpy()
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Run the model as it is served; overwritten, perhaps, by the next. # [sampled, vocab or a share of it]"""
+        return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
         """Greedy choice. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
@@ -183,7 +195,7 @@ class Worker(OneAtATime):
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray) -> np.ndarray:
         """Run the model, and choose as each request asks. # int64 [sampled]"""
         with torch.inference_mode():
-            logits = self._run(batch, self.cache, self.backend)
+            logits = self.logits(batch)
             assert logits is not None, "the last stage alone is told how to choose"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
@@ -301,16 +313,41 @@ def build_worker(
     source = SeededWeights(seed) if checkpoint is None else Checkpoint(checkpoint)
     try:
         model = load_model(spec, dtype, source, device, part)
+        model.prepack()
+        if part is None:
+            return whole_worker(model, BACKENDS[name](), num_blocks, block_size, kind, place)
         cache = KvCache(model.spec, num_blocks, block_size, kind, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"{device} cannot hold {spec.name} and {num_blocks} K/V blocks: {error}") from None
-    model.prepack()
     stage = None if pipe is None else Stage(model, pipe)
     vocabulary = None
-    if group is not None and part is not None:
+    if group is not None:
         join(model, group)
         vocabulary = Vocabulary(part, group)
     return Worker(model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=spec.vocab_size)
+
+
+def whole_worker(
+    model: Model,
+    backend: AttentionBackend,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Worker:
+    """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not hold so many blocks.
+    """
+    if not (device.type == "cuda" and backend.capturable and isinstance(model, DecoderModel)):
+        return Worker(model, KvCache(model.spec, num_blocks, block_size, dtype, device), backend)
+    from xrunner.ahead import AheadWorker  # builds on this module
+    from xrunner.graphs import GraphedModel
+
+    cache = KvCache(model.spec, num_blocks + 1, block_size, dtype, device)
+    most = min(model.spec.max_context, num_blocks * block_size)
+    return AheadWorker(model, cache, backend, run=GraphedModel(model, cache, backend, most_tokens=most))
 
 
 def keep_freed_memory() -> None:

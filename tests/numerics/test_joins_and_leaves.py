@@ -6,10 +6,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.numerics.steps import run_again
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xrunner.ahead import AheadWorker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
+from xrunner.graphs import NOBODY, GraphedModel
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker, build_worker
 from xsimulator.events import replay
@@ -33,10 +36,16 @@ def worker(small_opt):
     return build_worker(read_spec(small_opt[0]), "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
-def fresh(worker):
-    """The same weights with an empty cache."""
-    cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    return Worker(worker.model, cache, worker.backend)
+def fresh(worker, kind="plain"):
+    """The same weights with an empty cache; "ahead" as on a GPU: decodes captured, and run ahead of the loop."""
+    model, backend = worker.model, worker.backend
+    cache = KvCache(model.spec, NUM_BLOCKS + (kind == "ahead"), BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    if kind == "plain":
+        return Worker(model, cache, backend)
+    run = GraphedModel(
+        model, cache, backend, most_tokens=NUM_BLOCKS * BLOCK_SIZE, capture=run_again, sizes=(1, 2, 4, 8)
+    )
+    return AheadWorker(model, cache, backend, run=run)
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +61,23 @@ def solitary(worker):
 
 
 def owners(worker):
-    """Who owns which block: free or of one request, none twice, none lost."""
+    """How many blocks requests own, beside those taken early; each is free or of one request."""
     owned = [block for blocks in worker.cache._owned.values() for block in blocks]
     everything = sorted(owned + worker.cache._free)
-    assert everything == list(range(NUM_BLOCKS))
-    return len(owned)
+    assert everything == list(range(worker.cache.num_blocks))
+    ahead = getattr(worker, "_ahead", None)
+    return len(owned) - (NOBODY in worker.cache._owned) - (len(ahead.extended) if ahead else 0)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.parametrize("kind", ["plain", "ahead"])
 @pytest.mark.parametrize(
     ("policy", "kv"),
     [(policy, kv) for policy in LANES for kv in ("reserve", "quantile") if (policy, kv) != ("static", "quantile")],
 )
-def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, data):
-    worker = fresh(worker)
+def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, data):
+    worker = fresh(worker, kind)
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
     log = []
     engine = Engine(OneLane(LANES[policy], pool), worker, on_step=log.append)

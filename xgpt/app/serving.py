@@ -133,8 +133,7 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 def _redeployer(worker: Worker) -> Deploy:
     """Sets another plan's K/V memory up beside the weights, which stay where they are."""
-    from xrunner.kv_cache import KvCache
-    from xrunner.worker import Worker, warm_up
+    from xrunner.worker import warm_up, whole_worker
 
     # Not the worker itself: its memory must be free before the next one's is taken.
     model, backend = worker.model, worker.backend
@@ -143,7 +142,7 @@ def _redeployer(worker: Worker) -> Deploy:
 
     def deploy(schedule: Schedule) -> Executor:
         pool = schedule.pool
-        worker = Worker(model, KvCache(model.spec, pool.kv_blocks, pool.block_size, dtype, device), backend)
+        worker = whole_worker(model, backend, pool.kv_blocks, pool.block_size, dtype, device)
         warm_up(worker)
         return worker
 

@@ -1,0 +1,169 @@
+"""Captured decode steps, and steps run ahead of the loop, where a "graph" just runs its step again.
+
+tests/numerics/test_joins_and_leaves.py holds their tokens and blocks against those of a solitary run.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.steps import run_again
+from xgpt.checkpoint import read_spec
+from xgpt.policies import LaneSettings, OneLane, Pool
+from xrunner.ahead import AheadWorker
+from xrunner.attention import make_batch
+from xrunner.attention.base import pack, unpack
+from xrunner.engine import Engine
+from xrunner.generation import Generation, SamplingParams
+from xrunner.graphs import SIZES, GraphedModel, size_of
+from xrunner.kv_cache import KvCache
+from xrunner.worker import build_worker
+
+GREEDY = SamplingParams()
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def worker(small_opt):
+    return build_worker(read_spec(small_opt[0]), "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+class Replays:
+    """Captures, and counts how often which capture is replayed."""
+
+    def __init__(self):
+        self.counts = []
+
+    def __call__(self, run):
+        replay, number = run_again(run), len(self.counts)
+        self.counts.append(0)
+
+        def counted():
+            self.counts[number] += 1
+            replay()
+
+        return counted
+
+
+def decodes(contexts, cache, rng):
+    """A batch of decodes with these contexts, over blocks of their own."""
+    count, width = len(contexts), -(-max(contexts) // BLOCK_SIZE)
+    tables = np.array(cache.allocate(0, count * width * BLOCK_SIZE)).reshape(count, width)
+    cache.free([0])
+    return make_batch(
+        rng.integers(0, 211, count),
+        np.ones(count, dtype=np.int32),
+        np.array(contexts, dtype=np.int32),
+        tables,
+        block_size=BLOCK_SIZE,
+        num_decodes=count,
+    )
+
+
+def graphed(worker, sizes, most_tokens=64):
+    """The same weights, a random cache, and captures that are counted."""
+    cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    replays = Replays()
+    model = GraphedModel(worker.model, cache, worker.backend, most_tokens=most_tokens, capture=replays, sizes=sizes)
+    return model, cache, replays
+
+
+@pytest.mark.parametrize("contexts", [[5], [1, 9, 16], [3, 30, 2, 8, 11, 6]], ids=len)
+def test_a_replay_computes_what_the_model_computes_and_touches_nobody_elses_cache(worker, contexts):
+    run, cache, replays = graphed(worker, sizes=(1, 4, 8))
+    with torch.inference_mode():
+        run(decodes([20] * 8, cache, np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
+        before = [layer.clone() for layer in cache.layers]
+        batch = decodes(contexts, cache, np.random.default_rng(2))
+        logits = run(batch, cache, worker.backend).clone()
+        after = [layer.clone() for layer in cache.layers]
+        for layer, old in zip(cache.layers, before, strict=True):
+            layer.copy_(old)
+        expected = worker.model(batch, cache, worker.backend)
+    assert sum(replays.counts) == 2
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    nobody = run._inputs._block
+    for replayed, plain in zip(after, cache.layers, strict=True):
+        others = torch.arange(NUM_BLOCKS) != nobody
+        torch.testing.assert_close(replayed[:, others], plain[:, others], rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_not_captured_runs_as_it_is(worker):
+    run, cache, replays = graphed(worker, sizes=(1, 2), most_tokens=16)
+    rng = np.random.default_rng(0)
+    with torch.inference_mode():
+        run(decodes([5, 6, 7], cache, rng), cache, worker.backend)  # more rows than any capture
+        run(decodes([17], cache, rng), cache, worker.backend)  # a longer context
+        tables = cache.allocate(0, 8)[None]
+        prompt = make_batch(
+            np.arange(5), np.array([5], np.int32), np.array([5], np.int32), tables, block_size=4, num_decodes=0
+        )
+        run(prompt, cache, worker.backend)
+    assert sum(replays.counts) == 0
+
+
+def test_sizes_waste_little():
+    assert [size_of(n, SIZES) for n in (1, 3, 5, 9, 64, 65, 512)] == [1, 4, 8, 16, 64, 80, 512]
+    for count in range(1, 513):
+        size = size_of(count, SIZES)
+        assert size >= count and (size - count < 8 or size - count <= count / 4)
+
+
+def run_all(worker, lane, sampling=GREEDY, outputs=(30, 11, 19)):
+    engine = Engine(OneLane(lane, Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
+    tokens = {id_: [] for id_ in range(len(outputs))}
+    for id_, count in enumerate(outputs):
+        engine.submit(Generation(id_, tuple(range(3 + id_, 12 + id_)), count, sampling=sampling))
+    while (settled := engine.step()) is not None:
+        for token in settled:
+            tokens[token.id].append(token.token)
+    return tokens
+
+
+def ahead(worker):
+    run, cache, replays = graphed(worker, sizes=(1, 2, 4))
+    return AheadWorker(worker.model, cache, worker.backend, run=run), replays
+
+
+def test_steps_that_only_decode_run_ahead(worker):
+    runner, replays = ahead(worker)
+    lane = LaneSettings(mix=True, max_batch=4)
+    assert run_all(runner, lane) == run_all(worker, lane)
+    # The longest decodes 29 times: the first two are asked for, and the last is launched once too often.
+    assert runner.num_hits == 27 and runner.num_ahead == 28
+    assert sum(replays.counts) == 30
+    assert runner.cache.num_free == NUM_BLOCKS - 1  # one is nobody's
+
+
+def test_a_guess_that_was_wrong_costs_a_step_and_no_more(worker):
+    runner, _ = ahead(worker)
+    lane = LaneSettings(mix=False, encode_every=6, encode_tokens=9.0, carried_batch=1.0, decode_batch=2.0)
+    assert run_all(runner, lane) == run_all(worker, lane)
+    assert 0 < runner.num_hits < runner.num_ahead
+
+
+def test_drawn_tokens_wait_to_be_asked_for(worker):
+    runner, _ = ahead(worker)
+    lane, sampling = LaneSettings(mix=True, max_batch=4), SamplingParams(temperature=1.0, seed=5)
+    assert run_all(runner, lane, sampling) == run_all(worker, lane, sampling)
+    assert runner.num_ahead == 0
+
+
+def test_a_batch_in_one_piece_of_memory():
+    arrays = {
+        "tokens": np.arange(5),
+        "starts": np.arange(3, dtype=np.int32),
+        "none": np.zeros(0, dtype=np.int64),
+        "tables": np.arange(6, dtype=np.int32).reshape(2, 3),
+    }
+    packed = pack(arrays)
+    unpacked = unpack(packed, arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(unpacked[name].numpy(), array)
+        assert unpacked[name].numpy().dtype == array.dtype
+        assert (unpacked[name].data_ptr() - packed.data_ptr()) % 16 == 0

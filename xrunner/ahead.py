@@ -1,0 +1,153 @@
+"""Decode steps that are launched before they are asked for, so that a GPU never waits for the loop around it.
+
+While requests do nothing but decode, the next step is nearly always the last one again, one token further, less those
+that have ended. Its tokens are on the device already: it is launched before they are read, and the loop settles the
+last step while it runs. Where the next step is another one, what was launched is thrown away: the keys and values that
+it wrote are written again, or lie in blocks that whoever gets them next writes first. Tokens, steps and their order
+stay as they are without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xgpt.policies import Step
+from xrunner.attention import Batch
+from xrunner.attention.base import to_device
+from xrunner.generation import Generation
+from xrunner.worker import Worker
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A decode step under way that nobody has asked for yet.
+
+    Attributes:
+        index: where each request's token is; who has been released is taken out.
+        extended: requests that were given a block for it.
+        tokens: on the device. # int64 [requests]
+    """
+
+    index: dict[int, int]
+    extended: set[int]
+    tokens: Tensor
+
+
+class AheadWorker(Worker):
+    """A worker of a whole decoder-only model that runs ahead where two steps in a row only decode.
+
+    Steps that draw at random, penalise or report probabilities wait for their tokens as ever.
+
+    Attributes:
+        num_ahead: steps launched before they were asked for.
+        num_hits: those of them that then were.
+    """
+
+    num_ahead = num_hits = 0
+    _ahead: _Launched | None = None
+    _decoded = False
+    """Whether the last step only decoded, and took the highest logits."""
+
+    def start(self, generation: Generation) -> None:
+        self._drop()  # who enters has a right to blocks that were taken too early
+        super().start(generation)
+
+    def adopt(self, generation: Generation, cached: int) -> None:
+        self._drop()
+        super().adopt(generation, cached)
+
+    def release(self, ids: Collection[int]) -> None:
+        if self._ahead is not None:
+            for id_ in ids:
+                self._ahead.index.pop(id_, None)
+                self._ahead.extended.discard(id_)
+        super().release(ids)
+
+    def _execute(self, step: Step) -> dict[int, int]:
+        if step.encode or not self._sampler.is_idle:
+            self._drop()
+            self._decoded = False
+            return super()._execute(step)
+        rows = self._rows(step.decode)
+        tokens = self._take(step.decode)
+        if tokens is None:
+            tokens = self._launch(self._decodes(step, rows))
+        else:
+            self._context[rows] += 1
+        arriving = _Arriving(tokens)
+        if self._decoded:
+            self._run_ahead(step, rows, tokens)
+        self._decoded = True
+        sampled = arriving.wait()
+        self._last_token[rows] = sampled
+        return dict(zip(step.decode, sampled.tolist(), strict=True))
+
+    def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
+        """Launch this step once more, one token further, where there is room for it."""
+        context = self._context[rows]
+        is_full = context % self.cache.block_size == 0
+        if is_full.sum() > self.cache.num_free or int(context.max()) >= self.model.spec.max_context:
+            return
+        batch = self._decodes(step, rows)
+        self._context[rows] -= 1  # until it is asked for
+        self._ahead = _Launched(
+            index={id_: index for index, id_ in enumerate(step.decode)},
+            extended=set(compress(step.decode, is_full)),
+            tokens=self._launch(replace(batch, token_ids=tokens)),
+        )
+        self.num_ahead += 1
+
+    def _take(self, ids: tuple[int, ...]) -> Tensor | None:
+        """The tokens of these requests' next step, where it runs already. # int64 [requests]"""
+        ahead = self._ahead
+        if ahead is None or not ahead.index.keys() >= set(ids):
+            self._drop()
+            return None
+        self.num_hits += 1
+        ahead.extended.difference_update(ids)
+        self._drop()
+        places = [ahead.index[id_] for id_ in ids]
+        if len(places) == len(ahead.tokens) and places == sorted(places):
+            return ahead.tokens
+        return ahead.tokens[to_device(torch.tensor(places), self._device)]
+
+    def _drop(self) -> None:
+        """Forget what was launched; who keeps a block that it need not have yet gives it back."""
+        if self._ahead is not None:
+            for id_ in self._ahead.extended:
+                self.cache.shrink(id_)
+        self._ahead = None
+
+    def _decodes(self, step: Step, rows: np.ndarray) -> Batch:
+        return self._batch(step, rows, np.ones(len(rows), dtype=bool))
+
+    def _launch(self, batch: Batch) -> Tensor:
+        """Greedy choice, on the device. # int64 [requests]"""
+        with torch.inference_mode():
+            logits = self.logits(batch)
+            assert logits is not None, "the whole model is here"
+            return self.sample(logits)
+
+
+class _Arriving:
+    """A tensor on its way to the host; what is launched later does not delay it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
