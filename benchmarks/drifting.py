@@ -155,11 +155,11 @@ def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, repla
             metrics = httpx.get(f"{url}/metrics", trust_env=False).text
         log = read_step_log(step_log)
     look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
-    lost = sum(_is_lost(result, request) for result, request in zip(results, requests, strict=True))
+    lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
     return Run(log, [(0, Decision.model_validate(entry)) for entry in history], lost, max(look, default=0.0))
 
 
-def _is_lost(result: ClientResult, request: ClientRequest) -> bool:
+def is_lost(result: ClientResult, request: ClientRequest) -> bool:
     return result.error is not None or result.num_tokens != request.output_length
 
 

@@ -29,6 +29,8 @@ from xrunner.vllm.command import launch
 
 DEFAULT_TOKEN_BUDGET = 2048
 """vLLM's own for its server."""
+MAX_BATCH = 256
+"""vLLM's own for its server, too."""
 KINDS = ("default", "chunked", "rra")
 HOST = "127.0.0.1"
 
@@ -70,28 +72,16 @@ def main(
 def default_plan(subject: Subject, constraint: Constraint) -> Plan:
     """vLLM's own scheduler, with the most requests at once that keep the bound."""
     planner = scheduler(subject, constraint, "exhaustive")
-    space = planner.space("chunked")
-    batches = np.arange(1, 129)
+    placement = planner.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
+    batches = np.arange(1, MAX_BATCH + 1)
     columns = {"max_batch": batches, "token_budget": np.full_like(batches, DEFAULT_TOKEN_BUDGET)}
-    evaluation = space.evaluate(columns)
+    evaluation = planner.space("chunked", placement).evaluate(columns)
     kept = np.flatnonzero(evaluation.feasible)
     if not len(kept):
         raise InfeasibleError("vLLM's default keeps no such bound", nearest_bound_s=None, binding="latency_bound_s")
-    best = kept[np.argmax(evaluation.performance.throughput[kept])]
-    plan = plan_each(subject, constraint, "chunked")["chunked"]
-    values = evaluation.performance.at(int(best))
-    names = {"throughput": "throughput_rps", "latency": "latency_s", "ttft": "ttft_s", "tpot": "tpot_s"}
-    estimate = plan.estimate.model_copy(
-        update={
-            **{ours: values[theirs] for theirs, ours in names.items()},
-            "itl_p99_s": values["itl_p99"],
-            "encode_batch": values["encode_batch"],
-            "encode_tokens": values["encode_tokens"],
-            "decode_batch": values["decode_batch"],
-        }
-    )
-    policy = ChunkedSettings(token_budget=DEFAULT_TOKEN_BUDGET, max_batch=int(batches[best]))
-    return plan.model_copy(update={"policy": policy, "estimate": estimate})
+    best = kept[np.argmax(evaluation.throughput[kept])]
+    settings = ChunkedSettings(token_budget=DEFAULT_TOKEN_BUDGET, max_batch=int(batches[best]))
+    return planner.score(settings, placement)
 
 
 @contextmanager

@@ -26,10 +26,9 @@ import numpy as np
 
 from xgpt.errors import InputError, MachineError
 from xgpt.io import read_step_log
-from xgpt.machine import num_cores
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xgpt.schema.step_log import StepRecord
-from xrunner.vllm.command import block_size_of, variables
+from xrunner.vllm.command import block_size_of, computing_cores, variables
 from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import environment, last_error, package_path, preload, python, version_of
 
@@ -136,7 +135,8 @@ def _run(
             },
         }
         job.write_text(json.dumps({"engine": engine, "groups": groups}), encoding="utf-8")
-        needed = variables(cluster, num_blocks * block_size * spec.kv_bytes_per_token(dtype)) | preload(vllm_python)
+        cache_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype)
+        needed = variables(cluster, cache_bytes, [0]) | preload(vllm_python)
         process = subprocess.Popen(
             [vllm_python, "-m", "xrunner.vllm.offline", str(job)],
             env=environment(packages, needed),
@@ -223,7 +223,7 @@ def fit(
         model=spec.name,
         dtype=dtype,
         device=cluster.device.name,
-        num_threads=num_cores() if cluster.device.type == "cpu" else None,
+        num_threads=computing_cores(cluster) if cluster.device.type == "cpu" else None,
         layers=(layer,),
         embedding=Curve(points=(1, MAX_STEP_TOKENS), seconds=(0.0, 0.0)),
         head=head.curve,

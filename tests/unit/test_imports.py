@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "xsimulator": BASE | {"xgpt.policies", "xsimulator"},
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
     "xrunner": SHELL | {"xgpt.observation", "xgpt.pages", "xgpt.policies", "xrunner"},
-    "xrunner.vllm": BASE | {"xgpt.policies", "xrunner.vllm"},
+    "xrunner.vllm": SHELL | {"xgpt.policies", "xrunner.vllm"},
     "xprofiler": SHELL | {"xprofiler"},
     "xprofiler.vllm": SHELL | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},

@@ -11,16 +11,28 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from tests.vllm.plans import plan_with
+from tests.vllm.plans import exportable, plan_with
 from xgpt.app.exporting import export
 from xgpt.cli import cli
+from xgpt.cli.serve import command as serve
 from xgpt.errors import InputError, MachineError
 from xgpt.io import dump_json, sha256
 from xgpt.policies import Request
-from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings, Stage, StaticSettings, WaaSettings
+from xgpt.resolve import load_cluster
+from xgpt.schema import (
+    ChunkedSettings,
+    ClusterSpec,
+    DeviceKind,
+    OrcaSettings,
+    Plan,
+    RraSettings,
+    Stage,
+    StaticSettings,
+    WaaSettings,
+)
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Accepted, Ended, EngineSide, Refused, ServerSide
-from xrunner.vllm.command import launch, launch_lane
+from xrunner.vllm.command import launch, launch_lane, variables
 from xrunner.vllm.lane import Room, build_lane, change_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
 
@@ -30,9 +42,7 @@ CHUNKED = plan_with(ChunkedSettings(token_budget=48, max_batch=8))
 
 
 def fitting(plan: Plan) -> Plan:
-    """Its estimate within its device, and weights to load."""
-    estimate = plan.estimate.model_copy(update={"memory_bytes": (2**30,)})
-    return plan.model_copy(update={"checkpoint": "/weights", "estimate": estimate})
+    return exportable(plan, "/weights")
 
 
 def waa() -> Plan:
@@ -43,6 +53,11 @@ def waa() -> Plan:
     )
     policy = WaaSettings(encode_batch=4, max_decode_batch=32)
     return fitting(RRA).model_copy(update={"policy": policy, "stages": stages})
+
+
+def cpu(num_devices: int) -> ClusterSpec:
+    device = DeviceKind(name="cpu", type="cpu", memory_bytes=2**34, usable_memory=0.5)
+    return ClusterSpec(name="local", device=device, devices_per_node=num_devices)
 
 
 def flags(arguments: tuple[str, ...]) -> dict[str, str]:
@@ -92,6 +107,15 @@ def test_each_lane_of_waa_is_a_vllm_with_its_end_of_the_connector() -> None:
         assert json.loads(given["--kv-transfer-config"]) == {"kv_connector": "NixlConnector", "kv_role": role}
         assert given["--num-gpu-blocks-override"] == blocks
         assert "--disable-hybrid-kv-cache-manager" in given
+
+
+def test_of_a_machines_cores_as_many_compute_with_a_connector_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, reserved in ((2, "0"), (3, "1"), (16, "1")):
+        monkeypatch.setattr("xrunner.vllm.command.num_cores", lambda cores=cores: cores)
+        given = variables(cpu(1), 2**30, [0])
+        assert given == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": reserved}
+    assert variables(cpu(2), 2**30, [1])["VLLM_CPU_OMP_THREADS_BIND"] == "8-15"
+    assert variables(cpu(2), 2**30, [0, 1])["VLLM_CPU_OMP_THREADS_BIND"] == "0-7|8-15"
 
 
 def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
@@ -167,7 +191,7 @@ def test_the_exported_script_is_the_command_pinned_to_a_version() -> None:
     assert f"vllm=={TESTED_VERSION}" in files["requirements.txt"]
     words = shlex.split(files["serve.sh"].partition("exec ")[2])
     expected = launch(fitting(RRA), plan_path="plan.json", host="0.0.0.0", port=8000)
-    assert [word for word in words if word != "\n"] == ["vllm", "serve", expected.model, *expected.arguments]
+    assert [word for word in words if word != "\n"] == expected.command("python3")
 
 
 def test_exported_objects_are_kubernetes_own() -> None:
@@ -181,6 +205,17 @@ def test_exported_objects_are_kubernetes_own() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert json.loads(config["data"]["plan.json"])["replicas"] == 1
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_exported_start_of_our_own_engine_is_one_that_it_takes() -> None:
+    two_nodes = load_cluster("a40x16")
+    first = Stage(devices=tuple(range(8)), tp=8, decode_layers=(0, 12), kv_blocks=800)
+    plan = fitting(RRA).model_copy(update={"cluster": two_nodes, "stages": (first,), "replicas": 2})
+    script = export(plan, "torchrun")["start.sh"]
+    words = shlex.split(script.partition("exec xgpt serve")[2].replace("${NODE_RANK:?}", "1").replace("${HEAD:?}", "h"))
+    given = serve.make_context("serve", words).params
+    assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "h:29400")
+    assert "XGPT_CLUSTER_SECRET" in script
 
 
 def test_waa_is_exported_as_two_lanes_and_their_front() -> None:

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from vllm import LLM, SamplingParams
 
 from xrunner.vllm.lane import Room
 
 NUM_REQUESTS = 60
 ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+MOST_TOKENS = 512
+"""That vLLM takes at once."""
 
 
 class Requests(NamedTuple):
@@ -28,6 +31,13 @@ def draw_requests() -> Requests:
 
 
 def start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
+    """vLLM in this process: its engine and worker in processes of their own would each import all of it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return _start(checkpoint, scheduler, config)
+
+
+def _start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
     return LLM(
         str(checkpoint),
         dtype="float32",
@@ -39,7 +49,7 @@ def start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
         block_size=ROOM.block_size,
         num_gpu_blocks_override=ROOM.num_blocks + 1,
         max_num_seqs=ROOM.max_running,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=MOST_TOKENS,
         scheduler_cls=scheduler,
         additional_config={"xgpt": config},
     )

@@ -50,5 +50,12 @@ def waa_plan() -> Plan:
 
 
 def here(plan: Plan) -> Plan:
-    """The plan on this machine's device, whose flags are others than a GPU's."""
-    return plan.model_copy(update={"cluster": load_cluster("local")})
+    """The plan on this machine's CPU, whose flags are others than a GPU's; its cores are shared out among devices."""
+    devices = plan.devices_per_replica
+    return plan.model_copy(update={"cluster": load_cluster("local" if devices == 1 else f"local:{devices}")})
+
+
+def exportable(plan: Plan, checkpoint: str) -> Plan:
+    """The plan with weights to load, its estimate within its devices."""
+    estimate = plan.estimate.model_copy(update={"memory_bytes": (2**30,)})
+    return plan.model_copy(update={"checkpoint": checkpoint, "estimate": estimate})

@@ -19,7 +19,7 @@ from xgpt.app.serving_vllm import free_port, running
 from xgpt.client import ClientRequest, replay
 from xgpt.io import read_step_log
 from xgpt.schema import WaaSettings
-from xrunner.vllm.command import launch_lane
+from xrunner.vllm.command import CPU_BLOCK_SIZE, launch_lane
 from xrunner.vllm.front import create_app
 from xrunner.vllm.process import PYTHON_VARIABLE
 
@@ -41,12 +41,22 @@ def in_thread(app: uvicorn.Config) -> Iterator[None]:
         thread.join()
 
 
+def left_to_compute(prompt: int) -> int:
+    """Tokens of a prompt that ExampleConnector does not bring.
+
+    It brings whole blocks, and leaves at least two tokens. Where one token is left over in the last block, it looks for
+    the prompt's files by another length than it wrote them by, and finds none.
+    """
+    return prompt if prompt % CPU_BLOCK_SIZE == 1 else (prompt - 2) % CPU_BLOCK_SIZE + 2
+
+
 def test_tokens_and_hand_over(
     checkpoint: Path,
     requests: Requests,
     expected: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     connector = {
@@ -81,10 +91,11 @@ def test_tokens_and_hand_over(
     assert max(len(record.decode) + len(record.encode) for record in decode) <= PLAN.policy.max_decode_batch
     # What the decode lane computes of a prompt is the part of its last block alone.
     computed = [length for record in decode for _, _, length in record.encode]
-    assert max(computed) <= 33 < max(len(prompt) for prompt in requests.prompts)
+    assert sorted(computed) == sorted(left_to_compute(len(prompt)) for prompt in requests.prompts)
     assert sum(length for record in encode for _, _, length in record.encode) == sum(map(len, requests.prompts))
     loads = [(record.end_ns - record.start_ns) / 1e9 for record in decode if record.encode]
-    print(
-        f"hand-over: median {statistics.median(hand_over):.3f} s, longest {max(hand_over):.3f} s; "
-        f"decode steps that load K/V take {statistics.median(loads):.3f} s"
-    )
+    with capsys.disabled():
+        print(
+            f"hand-over: median {statistics.median(hand_over):.3f} s, longest {max(hand_over):.3f} s; "
+            f"decode steps that load K/V take {statistics.median(loads):.3f} s"
+        )

@@ -83,14 +83,14 @@ def _vllm(plan: Plan) -> dict[str, str]:
         started = launch_lane(plan, lane, connector, host="0.0.0.0", port=port)
         lanes[f"{lane}.sh"] = _script(head.format(f"the {lane} lane, on devices of its own"), _command(started))
     lanes_at = f"--encode http://localhost:{PORT + 100} --decode http://localhost:{PORT + 200}"
-    front = f"exec python -m xrunner.vllm.front plan.json {lanes_at} --port {PORT}"
+    front = f"exec python3 -m xrunner.vllm.front plan.json {lanes_at} --port {PORT}"
     both = ["sh encode.sh &", "sh decode.sh &", front]
     return requirements | lanes | {"serve.sh": _script(head.format("both lanes and the front"), *both)}
 
 
 def _command(launch: Launch) -> str:
-    lines = [f"exec vllm serve {shlex.quote(launch.model)}"]
-    arguments = list(launch.arguments)
+    python, dash_m, module, *arguments = launch.command("python3")
+    lines = [shlex.join(["exec", python, dash_m, module])]
     while arguments:
         flag = arguments.pop(0)
         value = [arguments.pop(0)] if arguments and not arguments[0].startswith("--") else []
@@ -124,8 +124,7 @@ def _k8s(plan: Plan) -> dict[str, str]:
     container = {
         "name": "vllm",
         "image": f"xgpt-vllm:{__version__}-{TESTED_VERSION}",
-        "command": ["vllm", "serve"],
-        "args": [started.model, *started.arguments],
+        "command": started.command("python3"),
         "env": [{"name": key, "value": value} for key, value in started.variables.items()],
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": {"nvidia.com/gpu": str(len(devices))}},
@@ -191,7 +190,10 @@ def _torchrun(plan: Plan) -> dict[str, str]:
     command = f"exec xgpt serve plan.json --host 0.0.0.0 --port {PORT} --api-key-file keys.txt"
     head = f"# Needs xgpt=={__version__} and torch=={version('torch')}, and the keys of clients in keys.txt."
     if num_nodes > 1:
-        head += f"\n# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node."
+        head += (
+            f"\n# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node,"
+            " and the same XGPT_CLUSTER_SECRET in the environment of all."
+        )
         command += (
             f' --nnodes {num_nodes} --node-rank "${{NODE_RANK:?}}" --rdzv-endpoint "${{HEAD:?}}:{RENDEZVOUS_PORT}"'
         )

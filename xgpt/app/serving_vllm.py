@@ -103,7 +103,7 @@ def free_port(host: str) -> int:
 
 @contextmanager
 def running(launch: Launch, host: str, port: int, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`vllm serve`, from when it answers until it has ended.
+    """vLLM's server, from when it answers until it has ended.
 
     Args:
         log: where vLLM's own output goes; None: its warnings and errors to standard error.
@@ -116,11 +116,9 @@ def running(launch: Launch, host: str, port: int, log: Path | None = None) -> It
     from xrunner.vllm.process import environment, last_error, package_path, preload, python
 
     vllm_python = python()
-    # The `vllm` command of the package for CPUs looks for another package's version, and ends.
-    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.model, *launch.arguments]
     with package_path() as packages:
         process = subprocess.Popen(
-            command,
+            launch.command(vllm_python),
             env=environment(packages, launch.variables | preload(vllm_python)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xgpt.errors import InputError
+from xgpt.machine import num_cores
 from xgpt.schema import ClusterSpec, Plan, Stage, WaaSettings
 from xrunner.vllm.lane import settings_of
 
@@ -17,15 +19,21 @@ CPU_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
 MAX_RUNNING = 1024
 """Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
+SERVER = "vllm.entrypoints.openai.api_server"
+"""vLLM's server as a module: the `vllm` command of the package for CPUs looks for that of another, and ends."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one vLLM: `vllm serve MODEL` with these arguments, under these variables."""
+    """How to start one vLLM's server: for this model, with these arguments, under these variables."""
 
     model: str
     arguments: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+
+    def command(self, python: str) -> list[str]:
+        """The words that start it with the Python that has vLLM."""
+        return [python, "-m", SERVER, "--model", self.model, *self.arguments]
 
 
 def block_size_of(cluster: ClusterSpec) -> int:
@@ -33,11 +41,34 @@ def block_size_of(cluster: ClusterSpec) -> int:
     return CPU_BLOCK_SIZE if cluster.device.type == "cpu" else GPU_BLOCK_SIZE
 
 
-def variables(cluster: ClusterSpec, cache_bytes: int) -> dict[str, str]:
-    """vLLM's variables for a device of the cluster."""
+def computing_cores(cluster: ClusterSpec) -> int:
+    """Cores of this machine that each CPU device of the cluster computes with.
+
+    Of a machine that is one device, the loop of vLLM's engine has a core for itself; of two it would be half.
+    """
+    cores = num_cores() // cluster.devices_per_node
+    return cores - 1 if cluster.devices_per_node == 1 and cores > 2 else cores
+
+
+def variables(cluster: ClusterSpec, cache_bytes: int, devices: Sequence[int]) -> dict[str, str]:
+    """vLLM's variables for these devices of the cluster.
+
+    On the CPUs of this machine they say which cores compute. By itself vLLM leaves a core free for its engine's loop,
+    and another one where there is a K/V connector, unless none would be left: a profile, which takes a connector, would
+    then be of other cores than vLLM serves with.
+
+    Args:
+        cache_bytes: K/V memory of each device.
+    """
     if cluster.device.type == "gpu":
         return {}
-    return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-cache_bytes // 2**30)))}
+    memory = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-cache_bytes // 2**30)))}
+    if not cluster.is_local:
+        return memory
+    cores = computing_cores(cluster)
+    if cluster.devices_per_node == 1:
+        return memory | {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(num_cores() - cores)}
+    return memory | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{cores * d}-{cores * (d + 1) - 1}" for d in devices)}
 
 
 def launch(
@@ -113,7 +144,9 @@ def _launch(
     block_size = block_size_of(cluster)
     tokens = min(stage.kv_blocks for stage in stages) * plan.block_size
     blocks = tokens // block_size
-    environment |= variables(cluster, (blocks + 1) * block_size * spec.kv_bytes_per_token(plan.dtype))
+    own = [device for stage in stages for device in stage.devices]
+    devices = [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in own]
+    environment |= variables(cluster, (blocks + 1) * block_size * spec.kv_bytes_per_token(plan.dtype), devices)
     step = step_tokens(plan)
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
     arguments = [

@@ -73,11 +73,6 @@ class Front:
         self._num_seen = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_inside(self) -> int:
-        """Requests in the encode lane, under way and in the decode lane."""
-        return self._schedule.pool.num_running
-
     async def complete(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """The decode lane's answer to a completion request, as it comes.
 

@@ -1,0 +1,133 @@
+"""Requests whose lengths change while vLLM serves them: the plan that it goes over to, and whether a request is lost.
+
+    python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 2.5]
+
+`xgpt serve --engine vllm` starts with rra's best plan for the workload; after so many requests all lengths are by a
+factor others. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
+results/vllm.shift.json; docs/VLLM.md keeps the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.drifting import Phase, is_lost, requests_of, scaled
+from xgpt.app.planning import plan_each, resolve
+from xgpt.app.simulating import outstanding_requests
+from xgpt.app.wording import settings_text
+from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.errors import MachineError
+from xgpt.io import dump_json, read_step_log, sha256, write_atomic
+from xgpt.schema import Constraint, Plan
+from xgpt.schema.step_log import StepRecord
+
+RESULTS = Path("results/vllm.shift.json")
+
+
+@click.command()
+@click.option("--model", required=True)
+@click.option("--profile", "profile_path", required=True)
+@click.option("--workload", default="tcb", show_default=True)
+@click.option("--latency-bound", default=6.0, show_default=True)
+@click.option("--factor", default=2.5, show_default=True, help="Of the lengths after the change, to those before.")
+@click.option("--requests", "num_requests", default=400, show_default=True, help="Before the change, and after it.")
+@click.option("--seed", default=0, show_default=True)
+def main(
+    model: str, profile_path: str, workload: str, latency_bound: float, factor: float, num_requests: int, seed: int
+) -> None:
+    """Serve, change the lengths, and tell what came of it."""
+    subject = resolve(model, "local", workload, profile_path)
+    plan = plan_each(subject, Constraint(latency_bound_s=latency_bound), "rra")["rra"]
+    click.echo(f"{settings_text(plan)}: plan {sha256(plan)}")
+    after = scaled(subject.workload, factor, subject.model)
+    phases = [Phase(subject.workload, num_requests), Phase(after, num_requests)]
+    results, requests, log, said = serve(plan, profile_path, phases, np.random.default_rng(seed))
+    lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
+    decisions = [line for line in said if line.get("message") in ("re-planned", "plan kept")]
+    for line in said:
+        click.echo(json.dumps({name: line[name] for name in SHOWN if name in line}))
+    parts = [summary(part) for part in split(log, num_requests)]
+    for name, part in zip(("before", "after"), parts, strict=True):
+        click.echo(f"{name}: {part}")
+    click.echo(
+        f"{len(requests)} requests, {lost} lost, {len(decisions)} decisions, one vLLM from the first to the last"
+    )
+    document = {"plan": sha256(plan), "decisions": decisions, "said": said, "lost": lost, "parts": parts}
+    write_atomic(RESULTS, json.dumps(document, indent=1) + "\n")
+
+
+SHOWN = ("message", "action", "reason", "settings", "gain", "planning_s", "plan_sha256")
+
+
+def serve(
+    plan: Plan, profile_path: str, phases: Sequence[Phase], rng: np.random.Generator
+) -> tuple[list[ClientResult], list[ClientRequest], list[StepRecord], list[dict[str, Any]]]:
+    """Results and requests in order, vLLM's steps, and what the server has logged."""
+    requests = [
+        ClientRequest(rng.integers(3, plan.model.vocab_size, r.input_length).tolist(), r.output_length, r.max_output)
+        for r in requests_of(phases, rng)
+    ]
+    said: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        plan_path, step_log = Path(directory) / "plan.json", Path(directory) / "steps.jsonl"
+        plan_path.write_text(dump_json(plan))
+        command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--engine", "vllm", "--port", "0"]
+        command += ["--profile", profile_path, "--step-log", str(step_log)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stderr is not None
+            try:
+                url = next((line.split()[-1] for line in process.stderr if "listening on" in line), None)
+                if url is None:
+                    raise MachineError("the server did not start")
+                reader = threading.Thread(target=_read, args=(process.stderr, said))
+                reader.start()
+                results = asyncio.run(replay(url, requests, concurrency=outstanding_requests(plan), stream=False))
+            finally:
+                process.terminate()
+            reader.join()
+        return results, requests, read_step_log(step_log), said
+
+
+def _read(lines: Any, said: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line.startswith("{"):
+            said.append(json.loads(line))
+        else:
+            click.echo(line.rstrip(), err=True)
+
+
+def split(log: Sequence[StepRecord], num_requests: int) -> tuple[list[StepRecord], list[StepRecord]]:
+    """Steps before and after the first that encodes one of the requests behind the change."""
+    at = next(i for i, record in enumerate(log) if any(id_ >= num_requests for id_, _, _ in record.encode))
+    return list(log[:at]), list(log[at:])
+
+
+def summary(log: Sequence[StepRecord]) -> dict[str, float]:
+    """What the steps were: their number, requests that ended a second, prompts and decode batch of a step."""
+    seconds = (log[-1].end_ns - log[0].start_ns) / 1e9
+    encodes = [len(record.encode) for record in log if record.encode]
+    return {
+        "steps": len(log),
+        "seconds": round(seconds, 2),
+        "requests_per_s": round(sum(len(record.finished) for record in log) / seconds, 3),
+        "prompts_an_encode": round(float(np.mean(encodes)), 2) if encodes else 0.0,
+        "decodes_an_encode": round((len(log) - len(encodes)) / max(1, len(encodes)), 2),
+        "decode_batch": round(float(np.mean([len(record.decode) for record in log if record.decode])), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
