@@ -17,7 +17,7 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,10 @@ from xrunner.vllm.command import block_size_of, computing_cores, variables
 from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import environment, last_error, package_path, preload, python, version_of
 
-PASSES = 3
+PASSES = 7
+"""The first is to warm up. Times are means over the others, as in `measure`: what a run pays on average."""
+LONG_TOKENS, LONG_EVERY = 1024, 3
+"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every third pass only."""
 SHORT = 32
 """Tokens of a prompt, or of a context, whose attention is counted as nothing."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -75,6 +78,16 @@ def points(max_context: int) -> list[Point]:
     return decode + [Point("encode", b, n) for b, n in sorted(sizes)]
 
 
+def schedule(once: Sequence[Point]) -> list[Point]:
+    """The points of all passes, one pass after the other."""
+    return [
+        point
+        for number in range(PASSES)
+        for point in once
+        if number % LONG_EVERY == 0 or point.kind == "decode" or point.batch * point.length < LONG_TOKENS
+    ]
+
+
 def profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
@@ -93,8 +106,8 @@ def profile(
         raise InputError("model", spec.name, "vLLM takes a model from a directory in Hugging Face layout")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
-    jobs = points(spec.max_context)
-    log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs] * PASSES, progress)
+    jobs = schedule(points(spec.max_context))
+    log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs], progress)
     times = _times(log, jobs)
     return fit(spec, cluster, dtype, times, {"vllm": vllm_version})
 
@@ -158,24 +171,23 @@ def _run(
         return read_step_log(log), vllm_version
 
 
-def _times(log: list[StepRecord], jobs: list[Point]) -> dict[Point, list[float]]:
-    """Seconds of every measured step of each point; `log` holds the points in order, over and over."""
-    job_of: dict[int, int] = {}
-    number = 0
-    for index in range(PASSES * len(jobs)):
-        for _ in range(jobs[index % len(jobs)].batch):
-            job_of[number] = index
-            number += 1
+def _times(log: list[StepRecord], jobs: Sequence[Point]) -> dict[Point, list[float]]:
+    """Seconds of every measured step of each point but in the first pass; the log holds `jobs` in this order."""
+    job_of = [index for index, job in enumerate(jobs) for _ in range(job.batch)]
+    first_pass = len(set(jobs))
     times: dict[Point, list[float]] = {job: [] for job in jobs}
     for record, following in pairwise(log):
-        ids = [*(id_ for id_, _, _ in record.encode), *record.decode]
-        group = job_of[ids[0]]
-        job = jobs[group % len(jobs)]
-        last = [*(id_ for id_, _, _ in following.encode), *following.decode]
+        index, next_index = (job_of[next(iter(_requests(step)))] for step in (record, following))
+        job = jobs[index]
         # The last step of a group is followed by waiting for the next, and so tells nothing.
-        if job_of[last[0]] == group and bool(record.decode) == (job.kind == "decode"):
+        if index == next_index >= first_pass and bool(record.decode) == (job.kind == "decode"):
             times[job].append((following.start_ns - record.start_ns) / 1e9)
     return times
+
+
+def _requests(step: StepRecord) -> Iterator[int]:
+    yield from (id_ for id_, _, _ in step.encode)
+    yield from step.decode
 
 
 def fit(
@@ -189,7 +201,7 @@ def fit(
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
         raise MachineError(f"vLLM's log holds no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
-    step = {point: statistics.median(seconds) for point, seconds in times.items()}
+    step = {point: statistics.mean(seconds) for point, seconds in times.items()}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Point("encode", 1, n)]) for n in HEAD_BATCHES})
     tokens = {n: _more(step[_decode(n)], head(n)) for n in BATCHES if n < SHORT}
@@ -228,7 +240,7 @@ def fit(
         embedding=Curve(points=(1, MAX_STEP_TOKENS), seconds=(0.0, 0.0)),
         head=head.curve,
         overhead=Curve(points=(1, max(BATCHES)), seconds=(0.0, 0.0)),
-        spread=float(np.quantile(spread, 0.9)) - 1,
+        spread=max(0.0, float(np.quantile(spread, 0.9)) - 1),
         provenance={"engine": "vllm", "embedding": "in rest", "overhead": "in rest and head"},
         environment=versions,
     )
