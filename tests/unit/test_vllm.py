@@ -110,7 +110,7 @@ def test_each_lane_of_waa_is_a_vllm_with_its_end_of_the_connector() -> None:
 
 
 def test_of_a_machines_cores_as_many_compute_with_a_connector_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, reserved in ((2, "0"), (3, "1"), (16, "1")):
+    for cores, reserved in ((1, "0"), (2, "1"), (16, "1")):
         monkeypatch.setattr("xrunner.vllm.command.num_cores", lambda cores=cores: cores)
         given = variables(cpu(1), 2**30, [0])
         assert given == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": reserved}

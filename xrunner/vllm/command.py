@@ -44,10 +44,11 @@ def block_size_of(cluster: ClusterSpec) -> int:
 def computing_cores(cluster: ClusterSpec) -> int:
     """Cores of this machine that each CPU device of the cluster computes with.
 
-    Of a machine that is one device, the loop of vLLM's engine has a core for itself; of two it would be half.
+    A machine that is one device leaves one to the loop of vLLM's engine, as vLLM does by itself: the loop never sleeps
+    while requests run, and threads that compute wait for the one whose core it shares.
     """
     cores = num_cores() // cluster.devices_per_node
-    return cores - 1 if cluster.devices_per_node == 1 and cores > 2 else cores
+    return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
 
 
 def variables(cluster: ClusterSpec, cache_bytes: int, devices: Sequence[int]) -> dict[str, str]:
