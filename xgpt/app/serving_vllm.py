@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """Between two looks at a channel that was empty."""
-STOP_S = 30.0
-"""To end in after SIGTERM, before vLLM is killed."""
+STOP_S = 20.0
+"""To end in after SIGTERM, before vLLM is killed: less than whoever stops us waits, or vLLM would be left behind."""
 
 
 def check_plan_for_vllm(plan: Plan) -> str:

@@ -91,7 +91,6 @@ class LoggedScheduler(Scheduler):
         for request in ended:
             self._cancel(self._number[request.request_id])
             self._forget(request.request_id)
-        self._flush_when_idle()
         return ended
 
     def shutdown(self) -> None:
@@ -136,11 +135,8 @@ class LoggedScheduler(Scheduler):
             self._num_settled += 1
             if self._log is not None:
                 self._log(step)
-                self._flush_when_idle()
-
-    def _flush_when_idle(self) -> None:
-        if self._log is not None and not self.requests:
-            self._log.flush()
+                # At each step, which takes a thousand times as long: vLLM may be killed before it shuts us down.
+                self._log.flush()
 
     def _cancel(self, number: int) -> None:
         """A request has been taken out from outside."""
