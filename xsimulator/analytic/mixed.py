@@ -96,26 +96,22 @@ class MixedSteps:
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
 
-        # Steps: the one that only decodes, busy ones, the longest of the tail, and the one that a request is met in.
+        # Steps: the one that only decodes, busy ones, and the longest of the tail.
         alone = np.minimum(rate * quiet ** np.maximum(max_batch - 1, 0.0) / busy, 1.0)
         found, counts, shares, sd_tokens = self._busy(requests, tokens, alone, room, rate, busy)
         long_tokens = np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0)
-        own_requests = 1 + rate * others
-        own_tokens = mean_input * own_requests
         if room is not None:
-            long_tokens, own_tokens = np.minimum(long_tokens, room), np.minimum(own_tokens, room)
-        columns = np.zeros((3, 3 + NUM_BUSY, size))  # decode batch, requests, tokens
-        columns[0] = busy_batch
-        columns[0, 0], columns[0, -1] = idle_batch, decode_batch * others
-        columns[1:, 1:-2] = counts, found
-        columns[1:, -2] = requests / tokens * long_tokens, long_tokens
-        columns[1:, -1] = own_requests, own_tokens
+            long_tokens = np.minimum(long_tokens, room)
+        columns = np.zeros((3, 2 + NUM_BUSY, size))  # decode batch, requests, tokens
+        columns[0], columns[0, 0] = busy_batch, idle_batch
+        columns[1:, 1:-1] = counts, found
+        columns[1:, -1] = requests / tokens * long_tokens, long_tokens
         cost, hops = self._steps(*columns.reshape(3, -1))
-        cost = cost.reshape(-1, 3 + NUM_BUSY, size)  # [kinds, steps, n]
+        cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
         slowest = cost[0]
         if len(cost) > 1:
-            stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-2] * shares).sum(axis=1)).argmax(axis=0)
+            stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
             slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
         # Of all steps, and of those that a request in decode meets: its own slot brings none of the prompts.
@@ -123,11 +119,12 @@ class MixedSteps:
         probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
         probability[:, 1:] = probability[:, :1] * shares
         probability[:, 0] = 1 - probability[:, 0]
-        rounds = RandomSteps(through[:-2], slowest[:-2], probability, m)
+        rounds = RandomSteps(through[:-1], slowest[:-1], probability, m)
         step_s, decode_s = rounds.round()
-        long_s, own_s = rounds.round_with(through[-2:], slowest[-2:])
-        long_s = np.maximum(long_s, rounds.long_round(0.01))
-        ttft = own_s
+        with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
+        long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
+        met = shares * counts  # a request is met in a step with many more often
+        ttft = own_s = (met * with_busy[:-1]).sum(axis=0) / met.sum(axis=0)
         largest = np.minimum(
             max_batch * mean_input + 4 * np.sqrt(max_batch * self._input_variance), max_batch * lengths.max_input
         )
@@ -148,7 +145,7 @@ class MixedSteps:
             peak_requests=m * max_batch,
             peak_tokens=largest,
             cycle=step_s / busy,
-            bubble=self._pipeline.bubble(m * (cost[:, :-2] * probability[0]).sum(axis=1), step_s),
+            bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
         )
 
     def _busy(
