@@ -35,5 +35,7 @@ def judged(source: str, what: str, paper: str, ours: str, holds: bool, why: str 
 
 def markdown(claims: Sequence[Claim]) -> str:
     rows = ["| source | what | paper | ours | | why |", "|---|---|---|---|---|---|"]
-    rows += [f"| {c.source} | {c.what} | {c.paper} | {c.ours} | {c.verdict} | {c.why} |" for c in claims]
+    for c in claims:
+        why = "" if c.verdict == "holds" else c.why
+        rows.append(f"| {c.source} | {c.what} | {c.paper} | {c.ours} | {c.verdict} | {why} |")
     return "\n".join(rows) + "\n"
