@@ -21,8 +21,6 @@ SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
 """Of RandomSteps: where stages and micro-batches are as many; by the logarithm of their number; where there are more
 micro-batches (and by the logarithm of how many of them are long); and where there are fewer."""
 SQRT_2_PI = np.sqrt(2 * np.pi)
-Steps = tuple[Array, Array]
-"""Seconds on each kind of stage, and of the hop to it. # [kinds, n] each"""
 
 
 def _blom(count: npt.ArrayLike) -> Array:
