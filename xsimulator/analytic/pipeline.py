@@ -115,8 +115,10 @@ class RandomSteps:
         self.m, self._long = microbatches, 1 - probability[:, 0]
         self._through, self._slowest = through[order, rows], slowest[order, rows]
         share = probability[:, order, rows]
-        self._reach = np.minimum(np.add.accumulate(share, axis=1), 1.0)
-        """Probability of a step at least as long."""
+        reach = np.minimum(np.add.accumulate(share, axis=1), 1.0)  # probability of a step at least as long
+        self._shorter = 1 - reach
+        self._all_shorter = self._shorter**self.m
+        """Probability that all steps of a round are shorter."""
         work = share * self._slowest
         working = np.add.accumulate(work, axis=1)
         self._mean = working[:, -1]
@@ -125,7 +127,7 @@ class RandomSteps:
         self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
         """How many stages as slow as the slowest the lane amounts to."""
         laps = passing - working + working[:, -1:]
-        laps /= 1 + (self.m - 1) * self._reach
+        laps /= 1 + (self.m - 1) * reach
         self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
 
     def round(self) -> Array:
@@ -136,15 +138,14 @@ class RandomSteps:
     def bounds(self) -> tuple[Array, Array]:
         """The time of a round: at least, and where each round pays for the longest of its steps. # [cases, n] each"""
         m = self.m
-        longest = (self._first_at(m, self._reach) * self._through).sum(axis=1)
+        longest = (_falls(self._all_shorter) * self._through).sum(axis=1)
         held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self._variance))
         least = m * self._least
         return least, np.maximum(held, least)
 
     def long_round(self, share: float) -> Array:
         """Seconds that so large a share of all rounds exceeds, in the first case. # [n]"""
-        exceeded = 1 - (1 - self._reach[0]) ** self.m
-        return self._through[(exceeded >= share).argmax(axis=0), np.arange(len(self.m))]
+        return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
         """Where between the two the recursion lies: fitted to it by `python -m benchmarks.rounds --fit`."""
@@ -159,16 +160,17 @@ class RandomSteps:
         """The same, in the first case, where one of the steps is given. # [k, n] each -> [k, n]"""
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
-        longest = through + (self._first_at(m, self._reach[0])[:, None] * longer).sum(axis=0)
+        longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)
         work = slowest + m * self._mean[0]
         return longest + _excess(work - longest, np.sqrt(m * self._variance[0]))
 
-    @staticmethod
-    def _first_at(count: Array, reach: Array) -> Array:
-        """Probability that the longest of so many steps is of each kind. # [.., steps, n]"""
-        none = np.ones_like(reach)
-        none[..., 1:, :] = (1 - reach[..., :-1, :]) ** count
-        return none - (1 - reach) ** count
+
+def _falls(shorter: Array) -> Array:
+    """By how much each entry lies below the one before it, the first below 1. # [.., steps, n]"""
+    falls = -shorter
+    falls[..., 0, :] += 1
+    falls[..., 1:, :] += shorter[..., :-1, :]
+    return falls
 
 
 def _excess(mean: Array, sd: Array) -> Array:
