@@ -146,7 +146,8 @@ def test_a_plan_for_another_machine_is_refused(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     line = xgpt.fails(3, *arguments)
-    assert "h200" in line
+    assert "h200" in line and "here are" in line
+    assert "`xgpt plan --cluster local`" in line
 
 
 def test_an_output_that_cannot_be_written_is_said(xgpt: Xgpt, tmp_path: Path) -> None:

@@ -246,10 +246,10 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
         return
     missing = f"{wanted} x {planned.device.name}{' on each machine' if num_nodes > 1 else ''}"
     kind = "cores" if here.device.type == "cpu" else f"x {here.device.name}"
-    local = "local" if offered == 1 else f"local, or local:2 up to local:{offered}"
+    several = f", or `--cluster local:{offered}` for all of them" if offered > 1 else ""
     raise MachineError(
         f"the plan runs on {missing}; here are {offered} {kind}. Plan for what is here with "
-        f"`xgpt plan --cluster {local}`"
+        f"`xgpt plan --cluster local`{several}"
     )
 
 
