@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ MAX_CONTEXT = 256
 
 @dataclass
 class Row:
-    """One policy's best: predicted by the search, predicted by simulation, measured."""
+    """One policy's best: predicted by the search, predicted by simulation, measured; idle shares by device."""
 
     policy: str
     placement: str
@@ -45,7 +46,8 @@ class Row:
     measured_rps: float
     predicted_latency_s: float
     measured_latency_s: float
-    idle_share: list[float]
+    simulated_idle: list[float]
+    measured_idle: list[float]
 
     @property
     def error(self) -> float:
@@ -120,8 +122,14 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
 
 def measure(plan: Plan, num_requests: int, traces: Path | None, profile_path: str | None) -> Row:
     kind = plan.policy.kind
+    busy_ns: Counter[tuple[str, int]] = Counter()
     simulated, simulated_log = simulate(
-        plan, profile_of(plan, profile_path), plan.workload, num_requests, np.random.default_rng(3)
+        plan,
+        profile_of(plan, profile_path),
+        plan.workload,
+        num_requests,
+        np.random.default_rng(3),
+        on_span=lambda span: busy_ns.update({(span.lane, span.stage): span.end_ns - span.start_ns}),
     )
     logs, idle = run(plan, num_requests, np.random.default_rng(3))
     each = [read_log(plan, plan.workload, log, num_requests // plan.replicas, saturated=True) for log in logs]
@@ -137,8 +145,21 @@ def measure(plan: Plan, num_requests: int, traces: Path | None, profile_path: st
         sum(m.throughput_rps for m in each),
         plan.estimate.latency_s,
         max(m.latency_s for m in each),
+        simulated_idle(plan, simulated_log, busy_ns),
         idle,
     )
+
+
+def simulated_idle(plan: Plan, log: list[StepRecord], busy_ns: Counter[tuple[str, int]]) -> list[float]:
+    """Each device's share of the time in which its stage has no step, by replica and stage."""
+    total_ns = log[-1].end_ns - log[0].start_ns
+    seen: Counter[str] = Counter()
+    shares = []
+    for stage in plan.stages:
+        share = round(1 - busy_ns[stage.lane, seen[stage.lane]] / total_ns, 3)
+        shares += [share] * stage.tp
+        seen[stage.lane] += 1
+    return shares * plan.replicas
 
 
 def main() -> None:
@@ -157,7 +178,8 @@ def main() -> None:
     rows = []
     calibration = [calibrate()]
     print(
-        f"{'policy':8} {'placement':44} {'predicted':>9} {'simulated':>9} {'measured':>9} {'error':>7}  latency s, idle"
+        f"{'policy':8} {'placement':44} {'predicted':>9} {'simulated':>9} {'measured':>9} {'error':>7}  "
+        "latency s, idle shares: predicted / measured"
     )
     for kind in options.policies.split(","):
         if kind not in plans:
@@ -169,17 +191,17 @@ def main() -> None:
         print(
             f"{row.policy:8} {row.placement:44} {row.predicted_rps:9.2f} {row.simulated_rps:9.2f} "
             f"{row.measured_rps:9.2f} {row.error:+7.1%}  {row.predicted_latency_s:.2f} / {row.measured_latency_s:.2f}, "
-            f"{row.idle_share}",
+            f"{row.simulated_idle} / {row.measured_idle}",
             flush=True,
         )
+        if options.json:
+            document = {"calibration_gflops": calibration, "rows": [asdict(each) for each in rows]}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     chosen = max(rows, key=lambda row: row.predicted_rps)
     best = max(rows, key=lambda row: row.measured_rps)
     behind = chosen.measured_rps / best.measured_rps - 1
     print(f"chosen: {chosen.policy}, measured {behind:+.1%} from the best, {best.policy}")
     print(f"calibration, GFLOP/s of one product: {calibration}")
-    if options.json:
-        document = {"calibration_gflops": calibration, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
