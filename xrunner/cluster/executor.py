@@ -191,10 +191,10 @@ class RemoteExecutor:
                     return self._end(self._done.pop(numbers.popleft()))
             self.check()
             ready = dict(self._poller.poll(CHECK_MS))
-            if bell.fileno() in ready:
-                bell.recv(RINGS)
-                return None
-            if self._answers not in ready:
+            if self._answers not in ready:  # an end comes first: whoever rings is taken in after it, too
+                if bell.fileno() in ready:
+                    bell.recv(RINGS)
+                    return None
                 continue
             match m.decode_answer(self._answers.recv()):
                 case m.Done() as done:
