@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention import BACKENDS, Batch, make_batch
+from xrunner.attention import BACKENDS, Batch, make_batch, usable_backends
 from xrunner.attention.reference import ReferenceAttention, causal_mask, gather_kv
 from xrunner.kv_cache import write_kv
 
@@ -94,7 +94,8 @@ class FusedAttention(ReferenceAttention):
         return out.flatten(1)
 
 
-VARIANTS = BACKENDS | {"fused": FusedAttention}
+HERE = usable_backends(torch.device("cpu"), torch.float32)
+VARIANTS = {name: BACKENDS[name] for name in HERE} | {"fused": FusedAttention}
 
 
 def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
 from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
-from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch
+from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch, usable_backends
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
@@ -302,8 +302,7 @@ def build_worker(
     if name not in BACKENDS:
         raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
     if not BACKENDS[name].supports(place, kind):
-        usable = [other for other, kernel in BACKENDS.items() if kernel.supports(place, kind)]
-        raise InputError("backend", name, f"on {device} in {dtype}: {', '.join(usable)}")
+        raise InputError("backend", name, f"on {device} in {dtype}: {', '.join(usable_backends(place, kind))}")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"device {device} was asked for, but torch finds no GPU")
     if place.type == "cpu":

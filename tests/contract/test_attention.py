@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.numerics.steps import random_batch
-from xrunner.attention import BACKENDS, default_backend
+from xrunner.attention import BACKENDS, default_backend, usable_backends
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
-HERE = sorted(name for name, backend in BACKENDS.items() if backend.supports(torch.device("cpu"), torch.float32))
+HERE = sorted(usable_backends(torch.device("cpu"), torch.float32))
 """Those that run on a CPU; test_triton.py has Triton's."""
 RAGGED = {
     "decode": ([1, 2, 16, 17, 63, 200], []),

@@ -17,9 +17,14 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 """The fastest first."""
 
 
+def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Those that run there, the fastest first."""
+    return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
+
+
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     """The fastest backend that runs there."""
-    return next(name for name, backend in BACKENDS.items() if backend.supports(device, dtype))
+    return usable_backends(device, dtype)[0]
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend", "make_batch"]
+__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend", "make_batch", "usable_backends"]
