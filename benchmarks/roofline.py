@@ -1,0 +1,249 @@
+"""Time of a model's steps against batch, context and prompt, and how near the device's limits they come.
+
+    python -m benchmarks.roofline [--model opt-125m] [--device cuda] [--dtype bfloat16] [--seconds 120]
+
+Steps of the worker that serves, without the loop around it: decodes that rise in batch, decodes that rise in context,
+and prompts. The floor of a step is the larger of two times: its weights and keys and values at the memory's rate, and
+its products at the rate of one large matrix product. Both rates are measured here, in the same rounds as the steps:
+rounds go over all points, and a point's time is the mean of its calls in all rounds. Weights are random. Writes
+results/roofline.MODEL.DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from xgpt.io import write_atomic
+from xgpt.resolve import load_model
+from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, DType, ModelSpec
+from xprofiler.measure import Bench
+from xrunner.layers import Linear
+from xrunner.weights import DTYPES
+from xrunner.worker import Worker, build_worker
+
+BLOCK_SIZE = 16
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
+PROMPTS = (16, 64, 256, 512, 1024, 2048)
+ROUNDS = 8
+
+
+@dataclass
+class Point:
+    """One kind of step.
+
+    Attributes:
+        what: which table it belongs to.
+        bytes, flops: that it cannot do without; of the machine's own points one of them, of others what a step moves
+            and multiplies.
+        times: of single calls, in seconds.
+    """
+
+    what: str
+    batch: int
+    context: int
+    bytes: float
+    flops: float
+    run: Callable[[], object]
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.times) / len(self.times)
+
+
+@click.command()
+@click.option("--model", default="opt-125m", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The GPU where there is one.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="float32 on a CPU, else bfloat16.")
+@click.option("--seconds", default=120.0, show_default=True, help="For all rounds; the first is always finished.")
+@click.option("--context", default=128, show_default=True, help="Of decodes that rise in batch.")
+@click.option("--batch", default=16, show_default=True, help="Of decodes that rise in context.")
+def main(model: str, device: str | None, dtype: DType | None, seconds: float, context: int, batch: int) -> None:
+    """Measure, print a table of each kind, write all of it."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    spec, _ = load_model(model)
+    document = measure(spec, device, dtype, seconds, context, batch)
+    click.echo(tables(document))
+    write_atomic(Path(f"results/roofline.{model}.{device}.json"), json.dumps(document, indent=1) + "\n")
+
+
+def measure(
+    spec: ModelSpec, device: str, dtype: DType, seconds: float, context: int = 128, batch: int = 16
+) -> dict[str, Any]:
+    """Every point, and the machine's two rates."""
+    sizes = [("decode by batch", n, context) for n in BATCHES]
+    sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
+    num_blocks = max(n * -(-length // BLOCK_SIZE) for _, n, length in sizes)
+    worker = build_worker(spec, dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+    for layer in worker.cache.layers:
+        layer.fill_(0.01)  # untouched memory is read faster than any that holds something
+    points = machine(device, dtype)
+    points += [decode(worker, dtype, what, n, length) for what, n, length in sizes]
+    points += [prompt(worker, dtype, n) for n in PROMPTS if n <= spec.max_context]
+    with torch.inference_mode():
+        in_rounds(points, seconds)
+    rates = {
+        "bytes_per_s": max(p.bytes / p.seconds for p in points if p.what == "memory"),
+        "flops_per_s": max(p.flops / p.seconds for p in points if p.what == "product"),
+    }
+    steps = [row(point, rates) for point in points if point.what not in ("memory", "product")]
+    return {
+        "model": spec.name,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "backend": type(worker.backend).__name__,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        **rates,
+        "steps": steps,
+    }
+
+
+def in_rounds(points: list[Point], seconds: float) -> None:
+    """Time all of them, each as long as any other, until the time is over; after one call to warm up."""
+    for point in points:
+        timed(point.run)
+    end, share = time.perf_counter() + seconds, seconds / ROUNDS / len(points)
+    while not all(point.times for point in points) or time.perf_counter() < end:
+        for point in points:
+            if point.times and time.perf_counter() > end:
+                return
+            spent = 0.0
+            while not spent or spent < share:
+                seconds_of_call = timed(point.run)
+                point.times.append(seconds_of_call)
+                spent += seconds_of_call
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of a call, the device's work included."""
+    wait_for_device()
+    start = time.perf_counter()
+    run()
+    wait_for_device()
+    return time.perf_counter() - start
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine(device: str, dtype: DType) -> list[Point]:
+    """What the machine can do at best: read memory, copy it, multiply matrices."""
+    is_gpu = device == "cuda"
+    source = torch.ones(2 ** (31 if is_gpu else 28), dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    size = 8192 if is_gpu else 2048
+    linear = Linear(partial(torch.randn, dtype=DTYPES[dtype], device=device), size, size, bias=False)
+    linear.prepack()
+    x = torch.randn(size, size, dtype=DTYPES[dtype], device=device)
+    return [
+        Point("memory", 0, 0, 4 * source.numel(), 0, source.sum),
+        Point("memory", 0, 0, 8 * source.numel(), 0, lambda: target.copy_(source)),
+        Point("product", 0, 0, 0, 2 * size**3, lambda: linear(x)),
+    ]
+
+
+def decode(worker: Worker, dtype: DType, what: str, batch: int, context: int) -> Point:
+    """A step in which so many requests decode; the last token's context counts itself."""
+    spec = worker.model.spec
+    step = Bench(worker, no_progress).batch([(context - 1, 1)] * batch)
+    num_bytes = matrix_bytes(spec, dtype) + batch * context * spec.kv_bytes_per_token(dtype)
+    flops = batch * (2 * (layer_params(spec) + head_params(spec)) + attention_flops(spec, context))
+    return Point(what, batch, context, num_bytes, flops, partial(worker.next_tokens, step))
+
+
+def prompt(worker: Worker, dtype: DType, length: int) -> Point:
+    """A step of one whole prompt."""
+    assert length <= SLICE_TOKENS
+    spec = worker.model.spec
+    step = Bench(worker, no_progress).batch([(0, length)])
+    num_bytes = matrix_bytes(spec, dtype) + length * spec.kv_bytes_per_token(dtype)
+    flops = 2 * length * layer_params(spec) + 2 * head_params(spec) + length * attention_flops(spec, (length + 1) / 2)
+    return Point("prompt", 1, length, num_bytes, flops, partial(worker.next_tokens, step))
+
+
+def layer_params(spec: ModelSpec) -> int:
+    return spec.num_layers * spec.decoder_layer_params
+
+
+def head_params(spec: ModelSpec) -> int:
+    return spec.vocab_size * spec.hidden_size
+
+
+def matrix_bytes(spec: ModelSpec, dtype: DType) -> float:
+    """What every step reads of the weights: all but an embedding of its own."""
+    return (layer_params(spec) + head_params(spec)) * BYTES_PER_ELEMENT[dtype]
+
+
+def attention_flops(spec: ModelSpec, context: float) -> float:
+    """Of one token, over all layers: scores and sums."""
+    return 4 * spec.num_layers * spec.num_heads * spec.head_dim * context
+
+
+def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
+    """A step beside its floor."""
+    floors = {"memory": point.bytes / rates["bytes_per_s"], "products": point.flops / rates["flops_per_s"]}
+    limit = max(floors, key=floors.__getitem__)
+    return {
+        "what": point.what,
+        "batch": point.batch,
+        "context": point.context,
+        "seconds": point.seconds,
+        "least_s": min(point.times),
+        "calls": len(point.times),
+        "gb_per_s": point.bytes / point.seconds / 1e9,
+        "gflop_per_s": point.flops / point.seconds / 1e9,
+        "limit": limit,
+        "share": floors[limit] / point.seconds,
+    }
+
+
+def tables(document: dict[str, Any]) -> str:
+    """One for each kind of step; the exponent says how time grows from the row above: 1 is in proportion."""
+    lines = [
+        f"{document['model']}, {document['dtype']}, {document['device']}, {document['backend']}, "
+        f"{document['threads']} threads, torch {document['torch']}, {document['date']}: "
+        f"{document['bytes_per_s'] / 1e9:.1f} GB/s, {document['flops_per_s'] / 1e9:.0f} GFLOP/s"
+    ]
+    for what in dict.fromkeys(step["what"] for step in document["steps"]):
+        size = "batch" if what == "decode by batch" else "context"
+        lines += ["", f"| {what} | ms | exponent | GB/s | GFLOP/s | limit | share of it |", f"|{'---|' * 7}"]
+        above: dict[str, Any] | None = None
+        for step in document["steps"]:
+            if step["what"] != what:
+                continue
+            exponent = "-"
+            if above is not None:
+                grown = math.log(step["seconds"] / above["seconds"]) / math.log(step[size] / above[size])
+                exponent = f"{grown:.2f}"
+            lines.append(
+                f"| {step['batch']} x {step['context']} | {1e3 * step['seconds']:.2f} | {exponent} "
+                f"| {step['gb_per_s']:.1f} | {step['gflop_per_s']:.0f} | {step['limit']} | {100 * step['share']:.0f}% |"
+            )
+            above = step
+    return "\n".join(lines)
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    """Nobody is told."""
+
+
+if __name__ == "__main__":
+    main()
