@@ -106,6 +106,12 @@ def mean(histogram: Histogram) -> float:
     return float(np.dot(histogram.lengths, histogram.probabilities))
 
 
+def decoding_share(workload: Workload) -> float:
+    """Share of the requests with more than one output token: the encode pass emits the first."""
+    output = workload.output
+    return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0
+
+
 def quantile(histogram: Histogram, q: float) -> int:
     """The smallest length with cdf >= q.
 

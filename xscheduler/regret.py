@@ -24,6 +24,7 @@ from xgpt.schema import (
     StaticSettings,
     Workload,
 )
+from xgpt.workload import decoding_share
 from xscheduler.schedule import Problem, Scheduler
 from xsimulator.analytic import OneLaneModel
 from xsimulator.cost import CostModel
@@ -254,8 +255,8 @@ def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> flo
     estimate = plan.estimate
     batch = estimate.encode_tokens / model.lengths.mean_input
     one = model.evaluate("rra", encode_batch=batch, decode_iterations=settings.decode_iterations).at(0)
-    carried_each = max(one["decode_batch"] / batch - 1, 1e-9)
-    planned = estimate.decode_batch - settings.encode_batch
+    carried_each = max(one["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
+    planned = estimate.decode_batch - settings.encode_batch * decoding_share(plan.workload)
     slack = ADJUSTMENT * estimate.decode_batch
     low, high = ((planned + sign * slack) / carried_each for sign in (-1, 1))
     return float(np.clip(np.clip(batch, low, high), (1 - ADJUSTMENT) * batch, (1 + ADJUSTMENT) * batch))

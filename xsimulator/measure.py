@@ -29,13 +29,12 @@ class Measured:
         num_requests: requests that finished in the window.
         throughput_rps: of the window.
         output_tokens_per_s: of the window.
-        latency_s: mean over the window's admissions of the time from admission until a request of
-            `quantile_output` tokens would have had its last one. Every running request decodes in every step that
-            decodes, so each admission shows this time whatever its own length. Not so where nobody was left in decode
-            before that: such a request would have held the next ones back. Where that is common (static batches,
-            phases longer than most outputs) this is `request_latency_s`. Nor where steps mix encode and decode: there
-            such a request would have kept its slot from the prompts that came to it. So there this is the mean time to
-            the first token and `quantile_output` - 1 times the mean gap between tokens.
+        latency_s: mean time from admission until a request of `quantile_output` tokens has its last one. Every running
+            request decodes in every step that decodes, so each of the window's admissions shows this time whatever its
+            own length. Not so where nobody was left in decode before that: such a request would have kept the next
+            ones out. Where that is common (static batches, phases longer than most outputs), and where steps mix
+            encode and decode (such a request would have kept its slot from the prompts that came to it), this is the
+            mean time to the first token and the mean gap before each further one, in mixed steps of all gaps together.
         request_latency_s: the quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
@@ -91,13 +90,17 @@ def measure(
     ttft = [(steps.end[steps.first_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in in_window]
     whole = [(steps.end[steps.last_token[i]] - steps.start[steps.admitted[i]]) / 1e9 for i in finished]
     request_latency_s = float(np.quantile(whole, quantile))
-    gaps = steps.gaps(first, last)
+    gaps, ages = steps.gaps(first, last)
+    latency_s = float(np.mean(ttft))
     if any(record.encode and record.decode for record in log[first:last]):
-        latency_s = float(np.mean(ttft)) + (quantile_output - 1) * float(np.mean(gaps))
+        latency_s += (quantile_output - 1) * float(np.mean(gaps))
     else:
         virtual = steps.virtual_latencies(in_window, quantile_output)
         shown = virtual[np.isfinite(virtual)]
-        latency_s = float(np.mean(shown)) if len(shown) > VIRTUAL_SHARE * len(virtual) else request_latency_s
+        if len(shown) > VIRTUAL_SHARE * len(virtual):
+            latency_s = float(np.mean(shown))
+        else:
+            latency_s += float(mean_gaps(gaps, ages, quantile_output).sum())
     encode = [len(record.encode) for record in log[first:last] if record.encode]
     decode = [len(record.decode) for record in log[first:last] if record.decode]
     return Measured(
@@ -211,19 +214,33 @@ class _Steps:
             found.append(np.where(undisturbed, self.end[end_step] - start[seen], np.nan) / 1e9)
         return np.concatenate(found) if found else np.zeros(0)
 
-    def gaps(self, first: int, last: int) -> Array:
-        """Seconds between tokens: each step that decodes ends a gap for every request in it."""
-        before: dict[int, float] = {}
-        gaps: list[float] = []
+    def gaps(self, first: int, last: int) -> tuple[Array, npt.NDArray[np.int_]]:
+        """Seconds between tokens: each step that decodes ends a gap for every request in it; and after which token."""
+        before: dict[int, tuple[float, int]] = {}
+        gaps: list[tuple[float, int]] = []
         for i in range(len(self.log)):
             record = self.log[i]
             for id_ in record.decode:
-                if first <= i < last and id_ in before:
-                    gaps.append(self.end[i] - before[id_])
-                before[id_] = self.end[i]
+                since, age = before.get(id_, (0.0, 0))
+                if first <= i < last and age:
+                    gaps.append((self.end[i] - since, age))
+                before[id_] = self.end[i], age + 1
             for id_, _, _ in record.encode:
                 if self.first_token.get(id_) == i:
-                    before[id_] = self.end[i]
+                    before[id_] = self.end[i], 1
             if i >= last:
                 break
-        return np.asarray(gaps) / 1e9
+        seconds, ages = np.asarray(gaps, float).reshape(-1, 2).T
+        return seconds / 1e9, ages.astype(int)
+
+
+def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
+    """Mean gap behind each token of a request of this length but the last. # [output_length - 1]
+
+    Whether a request goes on is not known before its next token, so the gaps behind the n-th token of those that did go
+    on are those of any request that would have. Where nobody was seen to reach a token, the mean of all gaps stands in.
+    """
+    seen = ages < output_length
+    total = np.bincount(ages[seen], gaps[seen], output_length)[1:]
+    count = np.bincount(ages[seen], minlength=output_length)[1:]
+    return np.where(count > 0, total / np.maximum(count, 1), float(np.mean(gaps)) if len(gaps) else 0.0)

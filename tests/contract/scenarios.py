@@ -20,7 +20,7 @@ from xgpt.schema import (
     Surface,
     Workload,
 )
-from xgpt.workload import sample
+from xgpt.workload import decoding_share, sample
 from xprofiler import analytic
 from xscheduler.schedule import Problem
 from xscheduler.space import Settings
@@ -61,7 +61,8 @@ def simulate(
     lengths = model.lengths
     static = settings.kind == "static"
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
-    schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]), pool)
+    share = decoding_share(workload)
+    schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"], share), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
     log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     return measure(

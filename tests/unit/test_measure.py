@@ -7,7 +7,7 @@ import pytest
 
 from xgpt.errors import InputError
 from xgpt.schema.step_log import Arrival, StepRecord
-from xsimulator.measure import Measured, measure
+from xsimulator.measure import Measured, mean_gaps, measure
 
 S = 10**9
 
@@ -72,8 +72,8 @@ def test_batches() -> None:
     assert result.decode_batch == pytest.approx((3 + 1) / 2)
 
 
-def test_where_phases_run_empty_the_requests_own_latency_counts() -> None:
-    """A request that outlasts everybody would have held the next batch back; nobody's steps show its latency."""
+def test_where_phases_run_empty_the_gaps_of_those_that_were_there_count() -> None:
+    """A request that outlasts everybody would have held the next batch back: the steps that follow do not show it."""
     batches = []
     for batch in range(6):
         now, ids = 4 * batch, (2 * batch, 2 * batch + 1)
@@ -82,7 +82,13 @@ def test_where_phases_run_empty_the_requests_own_latency_counts() -> None:
         batches.append(StepRecord(now * S, (now + 3) * S, encode, (), (), arrivals, ()))
         batches.append(StepRecord((now + 3) * S, (now + 4) * S, (), ids, ids, (), ()))
     result = measure(batches, quantile=0.5, quantile_output=6, skip_requests=2, num_requests=6)
-    assert result.latency_s == result.request_latency_s == 4.0
+    assert result.request_latency_s == 4.0
+    assert result.latency_s == 3 + 5 * 1.0
+
+
+def test_the_mean_gap_behind_each_token() -> None:
+    found = mean_gaps(np.array([1.0, 2.0, 6.0, 9.0]), np.array([1, 1, 3, 7]), 5)
+    assert found.tolist() == [1.5, 4.5, 6.0, 4.5]
 
 
 def test_where_steps_mix_the_mean_gap_counts() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from xgpt.errors import InputError
 from xgpt.policies.pool import Pool
-from xgpt.policies.rule import lane_settings
+from xgpt.policies.rule import LaneSettings, lane_settings
 from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
-from xgpt.schema import Plan, Stage, WaaSettings
+from xgpt.schema import Plan, SingleLaneSettings, Stage, WaaSettings
+from xgpt.workload import decoding_share
 
 
 def build(plan: Plan) -> Schedule:
@@ -38,8 +39,14 @@ def build(plan: Plan) -> Schedule:
             encoder_only=plan.model.is_encoder_decoder,
         )
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
-    lane = lane_settings(plan.policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
+    lane = settings_of(plan, plan.policy)
     return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty), plan.stages)
+
+
+def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
+    """The rule's settings of a plan, whose policy that is."""
+    estimate = plan.estimate
+    return lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:

@@ -62,12 +62,15 @@ class LaneSettings:
         )
 
 
-def lane_settings(settings: SingleLaneSettings, encode_tokens: float, decode_batch: float) -> LaneSettings:
+def lane_settings(
+    settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
+) -> LaneSettings:
     """A plan's settings as the rule takes them.
 
     Args:
         encode_tokens: the plan's mean prompt tokens a step that encodes (rra only).
         decode_batch: the plan's requests in decode at the start of a phase (rra only).
+        decoding_share: share of the requests that decode at all: the others end with their first token (rra only).
     """
     match settings:
         case RraSettings():
@@ -75,7 +78,7 @@ def lane_settings(settings: SingleLaneSettings, encode_tokens: float, decode_bat
                 mix=False,
                 encode_every=settings.decode_iterations,
                 encode_tokens=encode_tokens,
-                carried_batch=decode_batch - settings.encode_batch,
+                carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
                 decode_batch=decode_batch,
                 microbatches=settings.microbatches,
             )

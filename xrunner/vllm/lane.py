@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xgpt.errors import InputError
-from xgpt.policies import OneLane, Pool, lane_settings
+from xgpt.policies import OneLane, Pool
+from xgpt.policies.build import settings_of as lane_settings_of
 from xgpt.policies.rule import LaneSettings
 from xgpt.schema import Plan, StaticSettings, WaaSettings
 
@@ -23,7 +24,7 @@ def settings_of(plan: Plan) -> LaneSettings:
         raise InputError(
             "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; take another policy"
         )
-    return lane_settings(policy, plan.estimate.encode_tokens, plan.estimate.decode_batch)
+    return lane_settings_of(plan, policy)
 
 
 @dataclass(frozen=True, slots=True)

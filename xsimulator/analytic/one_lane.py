@@ -142,10 +142,13 @@ class OneLaneModel:
         te, own = encoding[:kinds], encoding[kinds]  # [kinds, n], [n]
         down, down_without_hops = encoding[kinds + 1 :].reshape(2, -1, len(each))  # [ends, n]
 
-        # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that, at most its peak.
+        # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that. That is one at
+        # least, and hardly over its peak and one more.
         column, m = each[:, None], microbatches[:, None]
-        running = np.maximum(-np.expm1(column * phase.nobody), phase.least_running)
-        decode = phase.table.each(column * phase.share / running)  # [.., n, segments]
+        present = column * phase.share
+        running = np.maximum(-np.expm1(column * phase.nobody), present / (np.maximum(present[:, :1], 1.0) + 1))
+        running = np.maximum(np.minimum(running, present), 1e-300)
+        decode = phase.table.each(present / running)  # [.., n, segments]
         td, own_way = decode[:kinds], decode[kinds]
         # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
         anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
@@ -157,11 +160,12 @@ class OneLaneModel:
         # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
         sd_tokens = self._sd_phase_tokens(each, phase)
         raggedness = sd_tokens / tokens
+        at_end = anywhere[:, -1]
         slowest_then = pipeline.slowest_from(te)
         held = expected_max_deviate(microbatches) * raggedness
-        at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(td[..., -1]), slowest_then)
+        at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(td[..., -1] * at_end), slowest_then)
         at_runs -= held * slowest_then
-        change = pipeline.before @ decode[kinds + 1 :, :, -1] + down + held * down_without_hops
+        change = pipeline.before @ (decode[kinds + 1 :, :, -1] * at_end) + down + held * down_without_hops
         change += at_runs[pipeline.run_of_end]
         times = anywhere * weights
         stage_s = active * times  # [kinds, n, segments]
@@ -176,9 +180,11 @@ class OneLaneModel:
             cycle = np.maximum(cycle, around + np.maximum.reduce(change))
 
         # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
+        # As long as it is there, somebody is left in decode: none of its phases ends early.
         decodes = self.quantile_decodes
         num_phases = -(-decodes // n)
-        unneeded = (spent * phase.unneeded).sum(axis=1)
+        whole = cycle + (rounds * weights).sum(axis=1) - decoding
+        unneeded = (rounds * phase.unneeded).sum(axis=1)
         spacing = np.maximum(np.maximum.reduce(td[..., -1]), own_way[:, -1] / microbatches)
         queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(te) - spacing, 0.0)
 
@@ -186,7 +192,7 @@ class OneLaneModel:
         # request meets a large phase more often than a small one.
         met = raggedness**2 * own
         ttft = own + met + queue
-        latency = num_phases * cycle - unneeded + met if decodes else ttft
+        latency = num_phases * whole - unneeded + met if decodes else ttft
 
         # Gaps that span an encode phase: one for each phase after a request's first.
         if phase.boundary > 0.01:
@@ -203,7 +209,7 @@ class OneLaneModel:
             encode_batch=encode_batch,
             encode_tokens=encode_batch * lengths.mean_input,
             decode_batch=carried,
-            peak_requests=np.maximum(carried, encode_batch),
+            peak_requests=carried + encode_batch * (1 - lengths.survival[0]),
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=cycle,
             bubble=pipeline.bubble(work, cycle),
@@ -306,8 +312,13 @@ class _Phase:
         self.share = np.add.reduceat(per_iteration, starts) / self.weights
         """Requests in decode, for each request encoded a phase."""
         age = np.add.reduceat((cohorts * ages).sum(axis=0), starts) / np.maximum(self.share * self.weights, 1e-300)
+        # Phases encode alike in tokens, so ragged prompts come in uneven numbers, of a variance that is their squared
+        # coefficient of variation times the mean: more often than even numbers would they leave nobody.
+        ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         with np.errstate(divide="ignore"):
-            self.nobody = np.log1p(-np.minimum(cohorts, 1.0)).sum(axis=0)[starts]
+            gone = -np.log1p(-np.minimum(cohorts, 1.0))
+        gone = np.log1p(ragged * gone) / ragged if ragged > 1e-6 else gone
+        self.nobody = -np.add.reduceat(gone.sum(axis=0), starts) / self.weights
         """Log of the probability that nobody is in decode, for each request encoded a phase."""
         self.boundary = cohorts[1:, 0].sum() / max(lengths.mean_decodes, 1e-300)
         """Share of the gaps between tokens that span an encode phase."""
@@ -315,7 +326,6 @@ class _Phase:
         variance = float((cohorts[:, 0] * (1 - cohorts[:, 0])).sum())
         self.stray = -ADJUSTMENT * self.share[0] / np.sqrt(max(variance, 1e-300))
         """How far the decode batch strays until the target follows, in deviations of one request's share of it."""
-        self.least_running = np.maximum(self.share / max(self.share[0], 1e-300), 1e-300)
         self.table = model.decode_table(age)
 
 
