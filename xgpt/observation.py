@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, fields
-from math import log, sqrt
+from math import inf, log
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,12 @@ HALF_LIFE = 1024
 """Requests after which one counts half."""
 MIN_FINISHED = 100
 """Ended requests without which nothing is concluded."""
-FALSE_ALARM = 1e-6
-"""Probability at most that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
-CERTAIN = sqrt(log(2 / FALSE_ALARM) / 2)
+FALSE_ALARM = 1e-5
+"""Probability that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
+LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
+"""Of the planned lengths: between these quantiles requests are counted. The outer ones show what reaches the tails."""
+CERTAIN = 1e6
+"""Requests that planned lengths count as where they are taken as certain: two that no plan foresaw are a change."""
 
 
 @dataclass(slots=True)
@@ -135,6 +138,12 @@ class Sample:
         mass = -np.diff(survival, prepend=1.0)
         return _histogram(lengths[mass > 0], mass[mass > 0])
 
+    @property
+    def known_to(self) -> float:
+        """Output length below which `output_histogram` tells how many are longer; inf: everywhere."""
+        longest = int(self.outputs.max())
+        return inf if self.has_ended[self.outputs == longest].all() else longest
+
     def arrival_rate_per_s(self) -> float | None:
         span_s = float(self.arrival_s[-1] - self.arrival_s[0])
         return (len(self.arrival_s) - 1) / span_s if span_s > 0 else None
@@ -183,34 +192,57 @@ def _reaching(outputs: Histogram, longest: int) -> Histogram:
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
 
 
-def _cumulative(a: Histogram, b: Histogram) -> tuple[Array, Array, Array]:
-    """All lengths of both, and both cumulative distributions there."""
-    lengths = np.union1d(a.lengths, b.lengths).astype(float)
-    curves = []
-    for histogram in (a, b):
-        total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
-        curves.append(total[np.searchsorted(histogram.lengths, lengths, side="right")])
-    return lengths, curves[0], curves[1]
+def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
+    """Share of at most these lengths."""
+    total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
+    return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
 
 def wasserstein(a: Histogram, b: Histogram) -> float:
     """Mean way, in tokens, by which the lengths of one must be moved to become the other (W_1)."""
-    lengths, left, right = _cumulative(a, b)
-    return float(np.abs(left - right)[:-1] @ np.diff(lengths))
+    lengths = np.union1d(a.lengths, b.lengths)
+    return float(np.abs(_below(a, lengths) - _below(b, lengths))[:-1] @ np.diff(lengths.astype(float)))
 
 
-def kolmogorov(a: Histogram, b: Histogram) -> float:
-    """Largest difference of the cumulative distributions."""
-    _, left, right = _cumulative(a, b)
-    return float(np.abs(left - right).max())
+def surprise(
+    observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
+) -> float:
+    """How little chance explains that so many observed requests differ so much from the planned ones.
+
+    Requests are counted between quantiles of the planned lengths, and beyond them, so that a change of the spread shows
+    as soon as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable where
+    nothing changed.
+
+    Args:
+        planned_size: how many requests the planned lengths were learnt from.
+        known_to: what the observed histogram has from this length on counts as longer.
+
+    Returns:
+        -log of what bounds the probability (Chernoff). Source: Wilks, Annals of Mathematical Statistics, 1938.
+    """
+    lengths = planned.lengths
+    at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
+    edges = np.unique([lengths[0] - 1, *(lengths[i] for i in at), lengths[-1]])
+    edges = edges[edges < known_to]
+    counted, expected = (np.diff(_below(h, edges), prepend=0.0, append=1.0) for h in (observed, planned))
+    counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums that miss 1 by rounding
+    pooled = (size * counted + planned_size * expected) / (size + planned_size)
+    nats = size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled)
+    freedom = (np.count_nonzero(pooled > 1e-12) - 1) / 2
+    return nats - freedom - freedom * log(nats / freedom) if nats > freedom > 0 else 0.0
+
+
+def _divergence(of: Array, to: Array) -> float:
+    """Kullback and Leibler's, in nats."""
+    some = of > 0
+    return float(of[some] @ np.log(of[some] / to[some]))
 
 
 class ChangeDetector:
     """Tells when requests are others than those that a plan was made for, and since when.
 
-    Each look compares the last 64, 128, 256, ... requests with the planned lengths. A difference of the cumulative
-    distributions over CERTAIN / sqrt(n) is no chance (Dvoretzky-Kiefer-Wolfowitz, with Massart's
-    constant); where several are, the clearest tells since when.
+    Each look compares the last 64, 128, 256, ... requests with the planned lengths (`surprise`); where several differ,
+    the clearest tells since when.
 
     Args:
         planned: the lengths that the running plan was made for.
@@ -231,7 +263,7 @@ class ChangeDetector:
             return None
         sizes = [64 << i for i in range((len(whole) - 1) // 64 + 1) if 64 << i < 2 * len(whole)]
         score, size = max((self._score(whole.tail(size)), size) for size in sizes)
-        if score > CERTAIN:
+        if score > log(2 / FALSE_ALARM):
             around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}
             _, since = max((self._score(whole.tail(size)), size) for size in around)
             sample = whole.tail(since)
@@ -239,14 +271,11 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Largest difference to the planned lengths, times the square root of how many requests show it."""
+        """How little chance explains its inputs or its outputs."""
         if sample.num_finished < MIN_FINISHED // 2:
             return 0.0
-        score = 0.0
-        for histogram, planned, size in (
-            (sample.input_histogram(), self.planned.input, _effective(sample.weights)),
-            (sample.output_histogram(), self.planned.output, sample.weight),
-        ):
-            shared = size if self.weight is None else 1 / (1 / size + 1 / self.weight)
-            score = max(score, sqrt(shared) * kolmogorov(histogram, planned))
-        return score
+        inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
+        return max(
+            surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight),
+            surprise(sample.output_histogram(), sample.weight, outputs, weight, sample.known_to),
+        )

@@ -6,23 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.observation import (
+    FALSE_ALARM,
     HALF_LIFE,
     MIN_FINISHED,
     ChangeDetector,
     LengthWindow,
-    kolmogorov,
     observe,
     observe_lengths,
+    surprise,
     wasserstein,
 )
 from xgpt.schema import Histogram, Workload
 from xgpt.workload import histogram_of, mean, sample
 
 
-def workload(input_mean: float, output_mean: float, seed: int = 0) -> Workload:
-    """Gamma-distributed lengths, a spread of half the mean."""
+def workload(input_mean: float, output_mean: float, seed: int = 0, spread: float = 0.5) -> Workload:
+    """Gamma-distributed lengths, a spread of half the mean (of the outputs: this share of it)."""
     rng = np.random.default_rng(seed)
-    draws = [np.maximum(1, rng.gamma(4, m / 4, 20_000)).astype(int) for m in (input_mean, output_mean)]
+    shapes = ((4.0, input_mean), (spread**-2, output_mean))
+    draws = [np.maximum(1, rng.gamma(shape, m / shape, 20_000)).astype(int) for shape, m in shapes]
     return Workload(name="w", input=histogram_of(draws[0]), output=histogram_of(draws[1]))
 
 
@@ -45,7 +47,6 @@ def test_distances(a: Histogram, b: Histogram) -> None:
     steps = np.arange(1, 61)
     curves = [np.cumsum([dict(zip(h.lengths, h.probabilities, strict=True)).get(n, 0) for n in steps]) for h in (a, b)]
     assert wasserstein(a, b) == pytest.approx(np.abs(curves[0] - curves[1]).sum())
-    assert kolmogorov(a, b) == pytest.approx(np.abs(curves[0] - curves[1]).max())
     assert wasserstein(a, a) == 0
 
 
@@ -92,6 +93,27 @@ def test_the_longest_allowed_output_is_planned_for() -> None:
     assert (observed.lengths, observed.probabilities) == ((3, 64), (1.0, 0.0))
 
 
+def test_counts_that_chance_explains_and_such_that_it_does_not() -> None:
+    planned = Histogram(lengths=(10, 20), probabilities=(0.5, 0.5))
+    seven = Histogram(lengths=(10, 20), probabilities=(0.7, 0.3))
+    # 70 of 100 where half was planned: 100 KL(0.7 || 0.5) = 8.23 nats with one degree of freedom.
+    assert surprise(seven, 100, planned) == pytest.approx(8.228 - 0.5 - 0.5 * np.log(2 * 8.228), abs=2e-3)
+    assert surprise(planned, 100, planned) == 0
+    assert surprise(seven, 100, planned, 1e9) == pytest.approx(surprise(seven, 100, planned), rel=1e-3)
+    assert surprise(seven, 100, planned, 100) < surprise(seven, 100, planned) / 1.5
+    # What a plan does not have at all: one is chance, two are not.
+    for length in (5, 30):
+        lengths = (length, 10) if length < 10 else (10, length)
+        for count in (1, 2):
+            share = (count / 100, 1 - count / 100) if length < 10 else (1 - count / 100, count / 100)
+            other, constant = (Histogram(lengths=n, probabilities=p) for n, p in ((lengths, share), ((10,), (1.0,))))
+            assert (surprise(other, 100, constant) > np.log(2 / FALSE_ALARM)) == (count == 2)
+    # All 100 are longer than 10, and nothing more is known of them.
+    longer = Histogram(lengths=(11,), probabilities=(1.0,))
+    assert surprise(longer, 100, planned, known_to=11) > 60
+    assert surprise(longer, 100, planned, known_to=10) == 0
+
+
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1000))
 def test_chance_is_no_change(seed: int) -> None:
@@ -118,6 +140,21 @@ def test_a_change_is_found_and_dated(factor: float) -> None:
     assert changed is not None
     assert MIN_FINISHED <= len(changed) <= 1.5 * num_changed
     assert num_changed <= (320 if abs(factor - 1) > 0.2 else 1000)
+
+
+@pytest.mark.parametrize("spread", [0.35, 0.65])
+def test_a_change_of_the_spread_alone_is_found(spread: float) -> None:
+    rng = np.random.default_rng(2)
+    planned = workload(50, 30)
+    window, detector = LengthWindow(), ChangeDetector(planned)
+    run(window, planned, 1000, rng)
+    num_changed, changed = 0, None
+    while changed is None and num_changed < 600:
+        num_changed += 32
+        run(window, workload(50, 30, seed=3, spread=spread), 32, rng)
+        changed = detector.look(window)
+    assert changed is not None
+    assert num_changed <= 550
 
 
 def test_what_was_learnt_from_few_is_looked_at_again() -> None:
