@@ -23,7 +23,9 @@ from benchmarks.tiny_server import SPEC, TEMPLATE, codec, running
 from xgpt.io import write_atomic
 
 RESULTS = Path("results/clients.json")
-GUIDELLM_TIMEOUT_S = 300
+GUIDELLM = "guidellm==0.8.1"
+GUIDELLM_TIMEOUT_S = 150
+NUM_REQUESTS, OUTPUT_TOKENS = 64, 32
 
 
 def with_openai(url: str) -> dict[str, int]:
@@ -62,25 +64,36 @@ def install(venv: Path) -> Path:
     program = venv / "bin" / "guidellm"
     if not program.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([str(venv / "bin" / "pip"), "install", "-q", "guidellm"], check=True)
+        subprocess.run([str(venv / "bin" / "pip"), "install", "-q", GUIDELLM], check=True)
     return program
 
 
-def with_guidellm(program: Path, url: str, directory: Path) -> dict[str, Any]:
-    """A synthetic benchmark with 8 requests at once; what it reports."""
-    report = directory / "report.json"
-    command = [
-        str(program), "benchmark", "--target", url, "--profile", "concurrent", "--rate", "8", "--max-requests", "64",
-        "--data", "prompt_tokens=64,output_tokens=32", "--processor", str(directory), "--model", SPEC.name,
-        "--output-path", str(report),
-    ]  # fmt: skip
+def with_guidellm(program: Path, url: str, directory: Path, kind: str) -> dict[str, Any]:
+    """A synthetic benchmark with 8 requests at once, streamed; what it reports.
+
+    Args:
+        kind: completions or chat/completions.
+    """
+    name = kind.replace("/", "-")
+    report, config = directory / f"{name}-report.json", directory / f"{name}.json"
+    spec = {
+        "backend": {"kind": "openai_http", "target": url, "model": SPEC.name, "request_format": f"/v1/{kind}"},
+        "profile": {"kind": "concurrent", "streams": 8},
+        "constraints": [{"kind": "max_requests", "count": NUM_REQUESTS}],
+        "tokenizer": {"kind": "huggingface_auto", "model": str(directory)},
+        "data": [{"kind": "synthetic_text", "prompt_tokens": 64, "output_tokens": OUTPUT_TOKENS}],
+        "outputs": [{"kind": "json", "path": str(report)}],
+    }
+    config.write_text(json.dumps({"spec": spec}))
+    command = [str(program), "run", "--config", str(config), "--disable-progress"]
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=GUIDELLM_TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"guidellm ended with {done.returncode}: {done.stderr[-2000:] or done.stdout[-2000:]}")
-    benchmark = json.loads(report.read_text())["benchmarks"][0]
-    totals: dict[str, Any] = benchmark["metrics"]["request_totals"]
-    return totals
+    metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
+    totals: dict[str, Any] = metrics["request_totals"]
+    mean_output = metrics["output_token_count"]["successful"]["mean"]
+    return totals | {"mean_output_tokens": mean_output}
 
 
 @click.command()
@@ -92,11 +105,14 @@ def main(venv: str) -> None:
         url = f"http://127.0.0.1:{server.port}"
         found: dict[str, Any] = {"openai": with_openai(url)}
         click.echo(f"openai: {found['openai']}")
-        found["guidellm"] = with_guidellm(program, url, tokenizer_directory(Path(directory)))
-        click.echo(f"guidellm: {found['guidellm']}")
+        tokenizer_directory(Path(directory))
+        for kind in ("completions", "chat/completions"):
+            found[kind] = with_guidellm(program, url, Path(directory), kind)
+            click.echo(f"guidellm, {kind}: {found[kind]}")
     write_atomic(RESULTS, json.dumps(found, indent=1) + "\n")
-    failed = found["guidellm"].get("errored", 0) or not found["guidellm"].get("successful", 0)
-    raise SystemExit(bool(failed) or found["openai"]["refused"] != 1)
+    loads = [found[kind] for kind in ("completions", "chat/completions")]
+    failed = any(load["errored"] or load["incomplete"] or load["successful"] != NUM_REQUESTS for load in loads)
+    raise SystemExit(failed or found["openai"]["refused"] != 1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -64,6 +65,16 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in tokens] == [None] * 299 + ["length"]
     assert (end.choices, end.usage.completion_tokens) == ([], 300)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_usage_with_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    answer = client.completions.create(
+        model="fake", prompt=[[1, 2], [3]], max_tokens=2, stream=True, stream_options=options
+    )
+    usages = [chunk.usage for chunk in answer]
+    assert [usage.completion_tokens for usage in usages] == [1, 2, 3, 4, 4]
+    assert {usage.prompt_tokens for usage in usages} == {3}
 
 
 def test_a_chat_without_max_tokens_fills_the_context(client: openai.OpenAI) -> None:

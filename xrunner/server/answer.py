@@ -176,6 +176,7 @@ class Answer(Response):
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
         has_begun = False
+        num_tokens = 0
         try:
             self._submit()
             while self._num_running:
@@ -184,9 +185,9 @@ class Answer(Response):
                 while not chunks or (self._num_running and not self._inbox.empty()):
                     if (delta := await self._next()) is not None:
                         timings = None if self._num_running else self._timings()
-                        chunks.append(self._writer.chunk(delta, timings))
+                        num_tokens += 1
+                        chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))
                 if not self._num_running:
-                    num_tokens = sum(len(choice.token_ids) for choice in self._choices.values())
                     chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
                 sampled_s = self._take_unwritten()
                 if not has_begun:

@@ -72,7 +72,10 @@ class ApiError(Exception):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`continuous_usage_stats`: usage so far with every chunk, as load generators ask for; vLLM's addition."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -110,6 +113,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def include_continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def stops(self) -> list[str]:

@@ -145,7 +145,12 @@ class Service:
             self._engine_thread,
             request,
             [Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity)) for tokens in prompts],
-            writer(request.model, int(time.time()), include_usage=request.include_usage),
+            writer(
+                request.model,
+                int(time.time()),
+                include_usage=request.include_usage,
+                continuous=request.include_continuous_usage,
+            ),
             self._codec,
             self._eos_token_ids,
             self._limits.max_waiting,

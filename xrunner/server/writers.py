@@ -57,15 +57,21 @@ class ChoiceResult:
 
 
 class Writer(ABC):
-    """Renders one answer; most of a stream's chunk is the same bytes each time."""
+    """Renders one answer; most of a stream's chunk is the same bytes each time.
+
+    Args:
+        include_usage: a stream ends with its usage.
+        continuous: each of its chunks brings what it is so far.
+    """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, model: str, created: int, *, include_usage: bool) -> None:
+    def __init__(self, model: str, created: int, *, include_usage: bool, continuous: bool = False) -> None:
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": "", "created": created, "model": model}
         self._include_usage = include_usage
+        self._continuous = continuous
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
         self._head = f'data: {head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""
@@ -82,15 +88,18 @@ class Writer(ABC):
     def logprobs(self, reports: list[TokenReport]) -> dict[str, Any]:
         """The member `logprobs` of a choice."""
 
-    def chunk(self, delta: Delta, timings: dict[str, float] | None) -> bytes:
-        """One token of one choice; `timings` with the last token of the answer."""
+    def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt_tokens: int, num_tokens: int) -> bytes:
+        """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
         logprobs = "null" if delta.report is None else msgspec.json.encode(self.logprobs([delta.report])).decode()
         reason = f'"{delta.finish}"' if delta.finish else "null"
+        tail = self._tail
+        if self._continuous:
+            tail = f',"usage":{msgspec.json.encode(_usage(prompt_tokens, num_tokens)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
         return (
             f'{self._head}{delta.index},{self.piece(quoted, delta.is_first)},"token_ids":[{delta.token}],'
-            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}{extension}}}\n\n'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
         ).encode()
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
