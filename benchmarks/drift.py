@@ -69,7 +69,8 @@ class Row:
         best, best_s = self.figures["known"]
         # A plan made with full knowledge may itself miss the bound, by what its profile is wrong by.
         kept = latency_s <= max(self.bound_s, best_s)
-        return kept and throughput >= (1 - TOLERANCE) * best and not any(run.num_lost for run in self.runs.values())
+        near = throughput >= (1 - TOLERANCE) * best
+        return bool(kept and near) and not any(run.num_lost for run in self.runs.values())
 
     def cells(self) -> list[str]:
         cells = [self.name, self.clock, f"{self.bound_s:.2f}"]

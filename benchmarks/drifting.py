@@ -195,5 +195,6 @@ def shifted(workload: Workload, *, mean: float = 1.0, sd: float = 1.0, skew: flo
     edges = np.concatenate([grid - 0.5, [grid[-1] + 0.5]])
     share = np.diff(skewnorm(skew, location, scale).cdf(edges))
     output = Histogram(lengths=tuple(grid.tolist()), probabilities=tuple((share / share.sum()).tolist()))
-    name = f"mean x{mean:g}, sd x{sd:g}, skew {skew:+g}"
+    parts = {f"mean x{mean:g}": mean != 1, f"sd x{sd:g}": sd != 1, f"skew {skew:+g}": skew != 0}
+    name = ", ".join(part for part, differs in parts.items() if differs) or "normal"
     return Workload(name=name, input=workload.input, output=output)

@@ -46,6 +46,7 @@ SPEC = ModelSpec(
     vocab_size=VOCAB_SIZE,
     max_context=512,
 )
+STAGES = (Stage(devices=(0,), decode_layers=(0, 1), kv_blocks=1000),)
 
 
 def expected_tokens(prompt: Collection[int], count: int) -> list[int]:
@@ -102,13 +103,13 @@ def fake_engine(
 ) -> Engine:
     """The real engine, pool and rule over a fake executor: ORCA's settings, or with a budget the chunked ones."""
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=token_budget)
-    return Engine(OneLane(lane, Pool(kv_blocks, block_size=16)), executor)
+    return Engine(OneLane(lane, Pool(kv_blocks, block_size=16), STAGES), executor)
 
 
 def fake_plan(**changes: Any) -> Plan:
     """A plan of model "fake", as far as a server reads it."""
     lengths = Histogram(lengths=(3, 8), probabilities=(0.5, 0.5))
-    estimate = dict.fromkeys(Estimate.model_fields, 1.0) | {"memory_bytes": (1,), "warnings": ()}
+    estimate = dict.fromkeys(Estimate.model_fields, 1.0) | {"memory_bytes": (1,), "joint_lengths": None, "warnings": ()}
     certificate = {"method": "given", "evaluations": 1, "space_size": 1, "seconds": 0, "gap": None, "bound": "none"}
     device = DeviceKind(name="fake", type="cpu", memory_bytes=1)
     return Plan(
@@ -118,7 +119,7 @@ def fake_plan(**changes: Any) -> Plan:
         workload=Workload(name="fake", input=lengths, output=lengths),
         constraint=Constraint(latency_bound_s=1.0),
         policy=OrcaSettings(max_batch=16),
-        stages=(Stage(devices=(0,), decode_layers=(0, 1), kv_blocks=1000),),
+        stages=STAGES,
         estimate=Estimate.model_validate(estimate),
         search=SearchCertificate.model_validate(certificate),
         profile=ProfileRef(source="analytic", sha256="0" * 64),
