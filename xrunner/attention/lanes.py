@@ -168,6 +168,23 @@ def address(typing_context: Any, array: Any) -> Any:
     return types.int64(array), generate
 
 
+@_inlined
+def fetch(typing_context: Any, array: Any, element: Any) -> Any:
+    """Ask for the cache line of an element that will soon be read."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        (place,) = _pointers(context, builder, signature, values, 1)
+        integer = ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = builder.bitcast(builder.gep(place, [values[1]]), pointer)
+        builder.call(prefetch, [line, integer(0), integer(3), integer(1)])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
 class _Emit:
     """Appends instructions on vectors of some lanes to a function; arrays are counted in whole vectors."""
 

@@ -14,13 +14,16 @@ from numba import literally, njit, prange
 from torch import Tensor
 
 from xrunner.attention.base import AttentionBackend, Batch
-from xrunner.attention.lanes import add_values, address, score_keys, soften, take_next
+from xrunner.attention.lanes import add_values, address, fetch, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 NEVER = np.float32(-1e30)
 """Below any score. Not -inf, which fastmath may assume away."""
+
+LINE = 16
+"""Elements of a cache line."""
 
 NARROW, WIDE = 16, 32
 """Lanes of a tile: a key that is loaded serves two registers of a wide one."""
@@ -214,12 +217,19 @@ def _decode(q, keys, values, h, table, context, acc):
     highest = np.full(group, NEVER, dtype=np.float32)
     total = np.zeros(group, dtype=np.float32)
     acc[:] = np.float32(0.0)
-    for b in range((context + block_size - 1) // block_size):
+    num_blocks = (context + block_size - 1) // block_size
+    for b in range(num_blocks):
         key, value = keys[table[b], h], values[table[b], h]
+        soon = table[min(b + 1, num_blocks - 1)]
+        next_key, next_value = keys[soon, h], values[soon, h]
         n = min(block_size, context - b * block_size)
         for g in range(group):
             top = highest[g]
             for t in range(n):
+                if g == 0:  # blocks lie apart, where the processor's own prefetching does not follow
+                    for d in range(0, head_dim, LINE):
+                        fetch(next_key, t * head_dim + d)
+                        fetch(next_value, t * head_dim + d)
                 s = np.float32(0.0)
                 for d in range(head_dim):
                     s += q[g, d] * key[t, d]
