@@ -1,18 +1,25 @@
 """ExeGPT's scenarios (sec. 7.3, 7.4): what is chosen under each bound, how fast, and how much is looked at.
 
-    python -m benchmarks.scheduler [--only opt-13b] [--check]
+    python -m benchmarks.scheduler [--only opt-13b] [--check] [--markdown FILE]
 
 FasterTransformer (FT) is static batching with all devices of a node in one tensor-parallel group and the nodes in a
-pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the bottom 10%, 30%, 70% of its latencies,
-and none. Predicted throughout, from the datasheets. --check draws one in a hundred of all points, of every placement,
-and reports by how much the best of them beats what was chosen. Writes results/scheduler.json.
+pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the bottom 10%, 30%, 70% of its latencies at
+the 99th percentile's length, and none. There FT itself has to keep a bound up to the longest output, since its batches
+end with their longest member: /FT is over that one; /static is over static batching at its best placement, which keeps
+the bound at the 99th percentile as all others. Predicted throughout, from the datasheets.
+
+--check sweeps every policy's points, of every placement, once for all bounds of a task, and reports by how much the
+best of them beats what was chosen: all points where that takes a minute at most (the policies with few points first),
+else one in a hundred, drawn at random. Each task is written to results/scheduler/ as it ends, and read from there the
+next time; --again does it anew.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -23,27 +30,30 @@ from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import Constraint, Plan
 from xprofiler import analytic
-from xscheduler.placement import Placement
 from xscheduler.schedule import Problem, Scheduler
-from xscheduler.space import POLICIES, Space
+from xscheduler.space import POINTS_AT_ONCE, POLICIES, Evaluation, Space
 
-RESULTS = Path("results/scheduler.json")
+RESULTS = Path("results/scheduler")
 SMALL, LARGE = ("summarization", "translation", "chat-short"), ("code-generation", "chat-short", "chat-long")
 SCENARIOS = (
     ("t5-11b", "a40x8", SMALL),
     ("opt-13b", "a40x4", SMALL),
     ("gpt3-39b", "a40x16", SMALL),
-    ("gpt3-101b", "a100x16", SMALL),
-    ("gpt3-101b", "a100x16", LARGE),
+    ("gpt3-101b", "a100x16", tuple(dict.fromkeys(SMALL + LARGE))),
     ("gpt3-175b", "a40x32", LARGE),
     ("gpt3-175b", "a100x16", LARGE),
     ("gpt3-341b", "a40x48", LARGE),
 )
 SHARES = (0.1, 0.3, 0.7, None)
 CHOICES = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
-SAMPLED = 0.01
 EXTRA = {"opt-13b": (3.1, 5.9, 11.5), "gpt3-39b": (9.8,)}
 """Bounds that the paper's text and Table 6 name, for summarization."""
+
+SAMPLED = 0.01
+MOST_SECONDS = 60.0
+"""Of a task's sweep; of policies whose points take longer than what is left of it, SAMPLED of them are drawn."""
+PILOT = 2000
+"""Points of a placement that are predicted to see how long a sweep takes."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,11 @@ class Row:
     """One search.
 
     Attributes:
-        over_ft, over_static: throughput over FT's under the bound, and over static batching at its best placement.
-        seconds: of all policies' searches together.
-        slowest_s: of one policy's search.
-        sampled: best of the random points over the chosen one, less 1; None where none were drawn.
+        chosen: None where no schedule keeps the bound.
+        over_ft, over_static: throughput over FT's and over static batching's; None where those keep no bound.
+        seconds: of the processor, from the problem to the plan of each policy of the choice.
+        swept: best of the points swept over the chosen one, less 1; None without a sweep.
+        all_swept: whether those were all points, of every policy.
     """
 
     model: str
@@ -62,24 +73,24 @@ class Row:
     workload: str
     bound_s: float | None
     choice: str
-    chosen: str
-    throughput_rps: float
-    latency_s: float
-    over_ft: float | None
-    over_static: float | None
-    evaluations: int
-    space_size: int
-    seconds: float
-    slowest_s: float
-    gap: float
-    sampled: float | None
+    chosen: str | None
+    throughput_rps: float = 0.0
+    latency_s: float = 0.0
+    over_ft: float | None = None
+    over_static: float | None = None
+    evaluations: int = 0
+    space_size: int = 0
+    seconds: float = 0.0
+    gap: float = 0.0
+    swept: float | None = None
+    all_swept: bool = False
 
 
-def problem(model: str, cluster: str, workload: str, bound_s: float | None) -> Problem:
+def problem(model: str, cluster: str, workload: str, bound_s: float | None, quantile: float = 0.99) -> Problem:
     spec, _ = load_model(model)
     devices = load_cluster(cluster)
     profile = analytic.profile(spec, devices, spec.default_dtype)
-    constraint = Constraint(latency_bound_s=bound_s)
+    constraint = Constraint(latency_bound_s=bound_s, quantile=quantile)
     return Problem(spec, None, devices, load_workload(workload, spec), profile, constraint)
 
 
@@ -87,126 +98,252 @@ def faster_transformer(of: Problem) -> tuple[np.ndarray, np.ndarray]:
     """(latencies, throughputs) of FT's batches in multiples of four that fit."""
     scheduler = Scheduler(of)
     tp = min(of.cluster.devices_per_node, of.cluster.num_devices)
-    placement: Placement = scheduler.uniform_placement("static", tp, of.cluster.num_devices // tp, 1)
+    placement = scheduler.uniform_placement("static", tp, of.cluster.num_devices // tp, 1)
     space = scheduler.space("static", placement)
     batches = np.arange(4, max(5, int(space.capacity) + 1), 4)
     evaluation = space.evaluate({"batch": batches})
     return evaluation.performance.latency[evaluation.fits], evaluation.throughput[evaluation.fits]
 
 
-def sampled_best(scheduler: Scheduler, kinds: tuple[str, ...], rng: np.random.Generator) -> float:
-    """The best throughput among one in a hundred of all points that fit and keep the bound."""
-    best = 0.0
-    for kind in kinds:
-        for space in scheduler.spaces(kind):
-            best = max(best, _best_of_sample(space, rng))
-    return best
-
-
-def _best_of_sample(space: Space, rng: np.random.Generator) -> float:
-    size = 1
-    for axis in space.axes:
-        size *= len(axis.values)
-    count = max(1, round(SAMPLED * size))
-    columns = {axis.variable.name: rng.choice(axis.values, count) for axis in space.axes}
-    evaluation = space.evaluate(columns)
-    return float(evaluation.throughput[evaluation.feasible].max(initial=0.0))
-
-
 def words(plan: Plan) -> str:
     values = [str(getattr(plan.policy, variable.name)) for variable in plan.policy.variables]
     lanes = [[stage.tp for stage in plan.stages if stage.lane == lane] for lane in ("both", "encode", "decode")]
-    shape = " > ".join(str(degrees).replace(",", "") for degrees in lanes if degrees)
+    shape = " > ".join("+".join(_runs(degrees)) for degrees in lanes if degrees)
     micro = getattr(plan.policy, "microbatches", getattr(plan.policy, "decode_microbatches", 1))
-    return f"{plan.policy.kind} {'/'.join(values)} M{micro} {plan.replicas}x{shape}"
+    return f"{plan.policy.kind} {'/'.join(values)} M{micro} {plan.replicas}x({shape})"
 
 
-def rows_of(model: str, cluster: str, workload: str, bound_s: float | None, check: bool) -> list[Row]:
-    of = problem(model, cluster, workload, bound_s)
-    latencies, throughputs = faster_transformer(of)
-    kept = throughputs[latencies <= (bound_s or np.inf)]
-    scheduler, seconds, plans = Scheduler(of), {}, {}
-    for kind in POLICIES:
-        started = time.perf_counter()
-        try:
-            plans |= scheduler.best_of_each((kind,))
-            seconds[kind] = time.perf_counter() - started
-        except InfeasibleError:
-            continue  # what the search says of it takes longer than the search
+def _runs(degrees: Sequence[int]) -> Iterator[str]:
+    """Stages by tensor-parallel degree: 4, 4, 1 -> 2tp4, 1tp1."""
+    for degree in dict.fromkeys(degrees):
+        yield f"{degrees.count(degree)}tp{degree}"
+
+
+# Searches ------------------------------------------------------------------------------------------------------------
+
+
+def searched(of: Problem, ft_rps: float | None) -> list[Row]:
+    """What each choice of policies gives under one bound."""
     rows = []
-    for choice, kinds in CHOICES.items():
-        found = [plans[kind] for kind in kinds if kind in plans]
-        if not found:
+    bound_s = of.constraint.latency_bound_s
+    static: Plan | None = None
+    for choice, kinds in reversed(CHOICES.items()):
+        empty = Row(of.model.name, of.cluster.name, of.workload.name, bound_s, choice, None)
+        started = time.process_time()
+        try:
+            plans = Scheduler(of).best_of_each(kinds)
+        except InfeasibleError:
+            rows.append(empty)
             continue
-        best = max(found, key=lambda plan: plan.estimate.throughput_rps)
-        e = best.estimate
-        assert bound_s is None or e.latency_s <= bound_s, "a bound that is not kept"
-        static = plans.get("static")
-        sample = sampled_best(Scheduler(of), kinds, np.random.default_rng(0)) if check else None
+        seconds = time.process_time() - started
+        best = max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)
+        static = plans.get("static", static)
+        rps = best.estimate.throughput_rps
+        assert bound_s is None or best.estimate.latency_s <= bound_s, "a bound that is not kept"
         rows.append(
-            Row(
-                model,
-                cluster,
-                workload,
-                bound_s,
-                choice,
-                words(best),
-                e.throughput_rps,
-                e.latency_s,
-                e.throughput_rps / kept.max() if len(kept) else None,
-                None if static is None else e.throughput_rps / static.estimate.throughput_rps,
-                sum(plan.search.evaluations for plan in found),
-                sum(plan.search.space_size for plan in found),
-                sum(seconds[plan.policy.kind] for plan in found),
-                max(seconds[plan.policy.kind] for plan in found),
-                max(plan.search.gap or 0.0 for plan in found),
-                None if sample is None else sample / e.throughput_rps - 1,
+            replace(
+                empty,
+                chosen=words(best),
+                throughput_rps=rps,
+                latency_s=best.estimate.latency_s,
+                over_ft=None if ft_rps is None else rps / ft_rps,
+                over_static=None if static is None else rps / static.estimate.throughput_rps,
+                evaluations=sum(plan.search.evaluations for plan in plans.values()),
+                space_size=sum(plan.search.space_size for plan in plans.values()),
+                seconds=seconds,
+                gap=max(plan.search.gap or 0.0 for plan in plans.values()),
             )
         )
+    return rows[::-1]
+
+
+def task_rows(model: str, cluster: str, workload: str) -> list[Row]:
+    latencies, _ = faster_transformer(problem(model, cluster, workload, None))
+    # FT's batches end with their longest member: of what the bound is compared with, that is the one at quantile 1.
+    longest_s, throughputs = faster_transformer(problem(model, cluster, workload, None, 1 - 1e-9))
+    bounds = [None if share is None else float(np.quantile(latencies, share)) for share in SHARES]
+    bounds += EXTRA.get(model, ()) if workload == "summarization" else ()
+    rows = []
+    for bound_s in bounds:
+        kept = throughputs[longest_s <= (bound_s or np.inf)]
+        rows += searched(problem(model, cluster, workload, bound_s), float(kept.max()) if len(kept) else None)
     return rows
 
 
-def show(row: Row) -> str:
-    def ratio(value: float | None) -> str:
-        return "     -" if value is None else f"{value:5.2f}x"
+# Sweeps --------------------------------------------------------------------------------------------------------------
 
+
+def with_sweep(rows: list[Row]) -> list[Row]:
+    """The rows of a task, each with what a sweep of all points, or of a sample, found under its bound."""
+    first = rows[0]
+    scheduler = Scheduler(problem(first.model, first.cluster, first.workload, None))
+    bounds = [row.bound_s for row in rows]
+    spaces = {kind: scheduler.spaces(kind) for kind in POLICIES}
+    left_s, best = MOST_SECONDS, {}
+    for kind in sorted(POLICIES, key=lambda kind: sum(space.num_points for space in spaces[kind])):
+        needed_s = sweep_seconds(spaces[kind])
+        best[kind] = swept(spaces[kind], bounds, everything=needed_s <= left_s), needed_s <= left_s
+        left_s -= needed_s if needed_s <= left_s else 0.0
+    found = []
+    for i, row in enumerate(rows):
+        kinds = CHOICES[row.choice]
+        rps = max(best[kind][0][i] for kind in kinds)
+        assert row.chosen is not None or rps == 0, "a point that the search did not find"
+        over = rps / row.throughput_rps - 1 if row.throughput_rps else 0.0
+        found.append(replace(row, swept=over, all_swept=all(best[kind][1] for kind in kinds)))
+    return found
+
+
+def sweep_seconds(spaces: Sequence[Space]) -> float:
+    """About how long it takes to predict all points of these spaces."""
+    if not spaces:
+        return 0.0
+    largest = max(spaces, key=lambda space: space.num_points)
+    pilot = largest.points(np.arange(min(PILOT, largest.num_points)))
+    largest.evaluate(pilot)  # tables are made on the first call
+    started = time.process_time()
+    largest.evaluate(pilot)
+    each_s = (time.process_time() - started) / len(next(iter(pilot.values())))
+    return each_s * sum(space.num_points for space in spaces)
+
+
+def swept(spaces: Sequence[Space], bounds: Sequence[float | None], *, everything: bool) -> list[float]:
+    """The best throughput of a policy under each bound, among all of its points or a sample."""
+    rng = np.random.default_rng(0)
+    best = np.zeros(len(bounds))
+    for space in spaces:
+        if everything:
+            for _, evaluation in space.sweep():
+                best = np.maximum(best, _best_under(evaluation, bounds))
+        else:
+            indices = drawn(space, rng)
+            for part in np.array_split(indices, -(-len(indices) // POINTS_AT_ONCE)):
+                best = np.maximum(best, _best_under(space.evaluate(space.points(part)), bounds))
+    return best.tolist()
+
+
+def drawn(space: Space, rng: np.random.Generator) -> np.ndarray:
+    """Numbers of SAMPLED of a placement's points: as large a share of its lines, and of the points on each of them."""
+    counts = space.lines[2]
+    starts = np.cumsum(counts) - counts
+    share = SAMPLED if len(counts) == 1 else np.sqrt(SAMPLED)
+    picked = [0] if len(counts) == 1 else rng.choice(len(counts), max(1, round(share * len(counts))), replace=False)
+    parts = [np.arange(0)]
+    for line in np.sort(picked):
+        count = counts[line]
+        if count:
+            parts.append(starts[line] + np.sort(rng.choice(count, max(1, round(share * count)), replace=False)))
+    found = np.concatenate(parts)
+    return found if len(found) else np.zeros(1, int)
+
+
+def _best_under(evaluation: Evaluation, bounds: Sequence[float | None]) -> np.ndarray:
+    throughput = np.where(evaluation.fits, evaluation.throughput, 0.0)
+    latency = evaluation.performance.latency
+    return np.asarray([throughput[latency <= (bound_s or np.inf)].max(initial=0.0) for bound_s in bounds])
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def show(row: Row) -> str:
     bound = "none" if row.bound_s is None else f"{row.bound_s:.2f}"
-    sampled = "" if row.sampled is None else f"  sampled {100 * row.sampled:+.2f}%"
+    head = f"{row.model:10} {row.cluster:8} {row.workload:15} {bound:>6} {row.choice:6}"
+    if row.chosen is None:
+        return f"{head}  no schedule keeps the bound"
     return (
-        f"{row.model:10} {row.cluster:8} {row.workload:15} {bound:>6} {row.choice:6} {row.throughput_rps:8.3f} "
-        f"{row.latency_s:7.2f} {ratio(row.over_ft)} {ratio(row.over_static)} {row.evaluations:6d} {row.space_size:10d} "
-        f"{100 * row.evaluations / row.space_size:6.3f}% {row.seconds:5.2f} {row.slowest_s:5.2f} {100 * row.gap:5.2f}%"
-        f"  {row.chosen}{sampled}"
+        f"{head} {row.throughput_rps:8.3f} {row.latency_s:7.2f} {_ratio(row.over_ft):>6} {_ratio(row.over_static):>6} "
+        f"{row.evaluations:6d} {row.space_size:10d} {100 * row.evaluations / row.space_size:6.3f}% {row.seconds:5.2f} "
+        f"{100 * row.gap:5.2f}%  {_swept(row):15}  {row.chosen}"
     )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _swept(row: Row) -> str:
+    return "" if row.swept is None else f"{100 * row.swept:+.2f}% {'all' if row.all_swept else 'sampled'}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        "| model, devices, task | bound, s | policies | chosen | req/s | latency, s | /FT | /static | looked at | s | "
+        "gap | sweep |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        bound = "none" if row.bound_s is None else f"{row.bound_s:.2f}"
+        cells = [f"{row.model}, {row.cluster}, {row.workload}", bound, row.choice]
+        if row.chosen is None:
+            cells += ["none keeps it", *("-" for _ in range(7)), _swept(row)]
+        else:
+            share = 100 * row.evaluations / row.space_size
+            cells += [row.chosen, f"{row.throughput_rps:.2f}", f"{row.latency_s:.2f}", _ratio(row.over_ft)]
+            cells += [_ratio(row.over_static), f"{row.evaluations} of {row.space_size:.3g} ({share:.2g}%)"]
+            cells += [f"{row.seconds:.2f}", f"{100 * row.gap:.1f}%", _swept(row)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    for choice in CHOICES:
+        of = [row for row in rows if row.choice == choice and row.chosen is not None]
+        over = np.asarray([row.over_ft for row in of if row.over_ft is not None])
+        static = np.asarray([row.over_static for row in of if row.over_static is not None])
+        seconds = np.asarray([row.seconds for row in of])
+        share = max((row.evaluations / row.space_size for row in of), default=0.0)
+        yield (
+            f"{choice}: {len(of)} rows; over FT {over.mean():.2f}x in the mean, {over.min():.2f} to {over.max():.2f}x, "
+            f"over static {static.mean():.2f}x, {static.min():.2f} to {static.max():.2f}x; "
+            f"{np.median(seconds):.2f} s median, {seconds.max():.2f} s most; "
+            f"{100 * share:.2f}% of the space at most; gap {100 * max(row.gap for row in of):.2f}% at most"
+        )
+        for name, exhaustive in (("all points", True), ("samples", False)):
+            beaten = [row.swept for row in of if row.swept is not None and row.all_swept == exhaustive]
+            if beaten:
+                yield f"  {name} of {len(beaten)} rows: {100 * min(beaten):+.2f}% to {100 * max(beaten):+.2f}%"
 
 
 @click.command()
 @click.option("--only", help="One model.")
-@click.option("--check", is_flag=True, help="Compare with one in a hundred of all points, drawn at random.")
-def main(only: str | None, check: bool) -> None:
+@click.option("--check", is_flag=True, help="Compare with a sweep of all points, or of a sample.")
+@click.option("--again", is_flag=True, help="Search again what has been searched.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+def main(only: str | None, check: bool, again: bool, page: Path | None) -> None:
     click.echo(
         "model      cluster  workload         bound choice    req/s latency    /FT /static  evals      space   share"
-        "  sec.  most   gap  chosen"
+        "  sec.   gap  sweep            chosen"
     )
+    tasks = [
+        (RESULTS / f"{model}-{cluster}-{workload}.json", (model, cluster, workload))
+        for model, cluster, workloads in SCENARIOS
+        for workload in workloads
+        if only in (None, model)
+    ]
+    found = {}
+    # All searches before the first sweep: they are quick, and what is asked for first.
+    for path, task in tasks:
+        read = path.is_file() and not again
+        found[path] = [Row(**row) for row in json.loads(path.read_text())] if read else task_rows(*task)
+        _write(path, found[path])
+        if not check:
+            click.echo("\n".join(map(show, found[path])))
+    for path, rows in found.items():
+        if check and any(row.swept is None for row in rows):
+            found[path] = with_sweep(rows)
+            _write(path, found[path])
+        if check:
+            click.echo("\n".join(map(show, found[path])))
+    everything = [row for rows in found.values() for row in rows]
+    for line in summary(everything):
+        click.echo(line)
+    if page is not None:
+        write_atomic(page, markdown(everything))
 
-    rows: list[Row] = []
-    for model, cluster, workloads in SCENARIOS:
-        if only not in (None, model):
-            continue
-        for workload in workloads:
-            latencies, _ = faster_transformer(problem(model, cluster, workload, None))
-            bounds = [None if share is None else float(np.quantile(latencies, share)) for share in SHARES]
-            bounds += EXTRA.get(model, ()) if workload == "summarization" else ()
-            for bound_s in bounds:
-                for row in rows_of(model, cluster, workload, bound_s, check):
-                    rows.append(row)
-                    click.echo(show(row))
-    for choice in CHOICES:
-        over = [row.over_ft for row in rows if row.choice == choice and row.over_ft is not None]
-        click.echo(
-            f"{choice}: over FT {np.mean(over):.2f}x in the mean, {max(over):.2f}x at most, {min(over):.2f}x least"
-        )
-    write_atomic(RESULTS, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    write_atomic(path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

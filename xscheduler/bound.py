@@ -6,25 +6,67 @@ where that corner itself does not fit in memory. The batches of static and of wa
 what each of them serves a period is bounded from its largest, and the period from its smallest settings. As boxes
 shrink the bounds close on what is predicted; and because a box is left out once its slowest corner breaks a latency
 bound, what remains open is what the constraint allows. What whole placements can reach is in xscheduler.screen.
+
+Nothing of this is taken on trust: `breach` draws boxes and points inside of them, and the search gives way to one that
+needs no bounds where a point contradicts its box.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.schema import Constraint
 from xsimulator.analytic import TwoLaneModel
 
 if TYPE_CHECKING:
-    from xscheduler.space import Evaluation, Space
+    from xscheduler.space import Evaluation, Ints, Space
 
 Array = npt.NDArray[np.float64]
 
 BOUND = "fast corners of boxes on monotone tables below the profile, least iteration times of placements"
 SLACK = 0.002
 """By how much predictions may miss the directions of their tables: closed forms put iterations together."""
+
+LATENCY_TOLERANCE = 0.01
+"""A box is left out when its slow corner breaks a bound by more than this share."""
+
+
+def ends_of(space: Space) -> tuple[int, int | None]:
+    """Which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
+    slow = fast = 0
+    for axis in space.searched:
+        slow = 2 * slow + (axis.variable.latency == "falls")
+        fast = 2 * fast + (axis.variable.throughput == "rises")
+    directed = all(axis.variable.throughput != "none" for axis in space.searched)
+    return slow, fast if directed else None
+
+
+def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
+    """By which share every point of each box breaks the constraint at least.
+
+    What a request meets in waa's decode lane falls as larger encode batches take more of the cap: there no corner is
+    the slow one, and the bound is put together from the encode lane's lowest and the decode lane's lowest.
+    """
+    model, of = space.models.floor, floor.performance
+    if not isinstance(model, TwoLaneModel):
+        return floor.excess[slow::corners]
+    low, high = of.encode_batch[::corners], of.encode_batch[corners - 1 :: corners]
+    batch = of.decode_batch.reshape(-1, corners).min(axis=1)
+    microbatches = np.full(len(low), float(space.placement.microbatches))
+    return excess_of(space.constraint, *model.least(low, high, batch, microbatches))
+
+
+def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array) -> Array:
+    """By which share the worst of them exceeds its bound, headroom included; at most 0 where all are kept."""
+    excess = np.full(len(latency), -1.0)
+    for bound, value in ((constraint.latency_bound_s, latency), (constraint.ttft_s, ttft), (constraint.tpot_s, tpot)):
+        if bound is not None:
+            excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
+    return excess
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
@@ -47,3 +89,30 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     else:
         per_replica = most.encode_batch[high] / least.cycle[low]
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
+
+
+def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
+    """By which share a random point beats the bound of a random box around it, at most.
+
+    Infinite where the box would have been left out for its slow corner's memory or latency though the point keeps both.
+    Sound bounds and directions give 0, whatever is drawn.
+    """
+    branches = space.branches()
+    branch = rng.integers(len(branches), size=num_boxes)
+    columns: dict[str, Ints] = {
+        axis.variable.name: np.asarray([branches[b][axis.variable.name] for b in branch]) for axis in space.enumerated
+    }
+    ends = {axis.variable.name: np.sort(rng.choice(axis.values, (num_boxes, 3)), axis=1) for axis in space.searched}
+    corners = list(product((0, 2), repeat=len(ends)))
+    boxes = {name: np.repeat(column, len(corners)) for name, column in columns.items()}
+    for i, (name, values) in enumerate(ends.items()):
+        boxes[name] = values[:, [corner[i] for corner in corners]].ravel()
+    inside = space.evaluate(columns | {name: values[:, 1] for name, values in ends.items()})
+    evaluation = space.evaluate(boxes)
+    floor = space.evaluate_floor(boxes, evaluation)
+    slow, fast = ends_of(space)
+    bounds = box_bounds(space, evaluation, floor, len(corners), fast)
+    left_out = ~floor.in_memory[slow :: len(corners)]
+    left_out |= least_excess(space, floor, len(corners), slow) > LATENCY_TOLERANCE
+    beaten = np.where(left_out, np.inf, inside.throughput / np.maximum(bounds, 1e-300) - 1)
+    return float(np.where(inside.feasible, beaten, 0.0).max(initial=0.0))

@@ -20,7 +20,7 @@ from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
 from xscheduler.sustain import best_sustained, max_arrival_rate
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.lane import LaneCost
+from xsimulator.lane import Degrees, LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import Lane
@@ -63,6 +63,7 @@ class Scheduler:
         self.lengths = Lengths(problem.workload)
         _check_context(problem, self.lengths)
         self._floor = minorant(problem.profile)
+        self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self._floor)
         self._placements = Placements(
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
@@ -70,6 +71,7 @@ class Scheduler:
         self._found: dict[str, Space] = {}
         """Where each policy's best plan lies."""
         self._plan_of = partial(plan_of, problem, self.lengths)
+        self._screen = cache(self._make_screen)
         self._models = cache(self._make_models)
         self._memory = cache(self._make_memory)
 
@@ -87,12 +89,16 @@ class Scheduler:
                 space = self._space(kind, placement, constraint, limits)
                 if space.capacity >= space.least_requests:
                     found.append(space)
-        quantile_decodes = self.lengths.decodes_at(constraint.quantile)
-        screen = Screen(problem.model, self._floor, self.lengths, quantile_decodes, constraint)
-        bounds = screen.bounds(kind, [space.placement for space in found], [space.capacity for space in found])
+        bounds = self._screen(constraint).bounds(
+            kind, [space.placement for space in found], [space.capacity for space in found]
+        )
         for space, bound in zip(found, bounds, strict=True):
             space.bound = float(bound)
         return found
+
+    def _make_screen(self, constraint: Constraint) -> Screen:
+        quantile_decodes = self.lengths.decodes_at(constraint.quantile)
+        return Screen(self.problem.model, self._floor, self.lengths, quantile_decodes, constraint)
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
         models = partial(self._models, *(layout.lane for layout in placement.layouts))
@@ -119,14 +125,14 @@ class Scheduler:
     def _make_models(self, *lanes: Lane) -> Models:
         problem, quantile = self.problem, self.problem.constraint.quantile
 
-        def build(profile: Profile) -> OneLaneModel | TwoLaneModel:
-            costs = [LaneCost(problem.model, profile, lane) for lane in lanes]
+        def build(profile: Profile, degrees: Degrees) -> OneLaneModel | TwoLaneModel:
+            costs = [LaneCost(problem.model, profile, lane, degrees) for lane in lanes]
             if len(costs) == 2:
                 return TwoLaneModel(costs[0], costs[1], self.lengths, quantile)
             return OneLaneModel(costs[0], self.lengths, quantile)
 
-        model = build(problem.profile)
-        return Models(model, model if self._floor is problem.profile else build(self._floor))
+        model = build(problem.profile, self._degrees)
+        return Models(model, model if self._floor is problem.profile else build(self._floor, self._floor_degrees))
 
     # Answers ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +157,7 @@ class Scheduler:
             seconds = time.perf_counter() - started
             if found.settings is not None and found.space is not None:
                 certificate = SearchCertificate(
-                    method=self.method,
+                    method=found.method,
                     evaluations=found.evaluations,
                     space_size=sum(space.num_points for space in spaces),
                     seconds=round(seconds, 4),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Constraint, ModelSpec, Profile
+from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
 from xsimulator.cost import Grid, Line
 from xsimulator.lengths import Lengths
@@ -139,8 +139,8 @@ class Screen:
         most = np.minimum(np.asarray(capacities, float) / micro, m[-1])
         most = np.minimum(most, self._crossing(np.concatenate(met, axis=1), left_s).min(axis=1))
         if kind == "waa":
-            # A decode lane may have less than one request on average.
-            most = np.where((most < 1) & (left_s > 0), 1.0, most)
+            # A decode lane may have less than one request on average; where even one alone takes too long, nobody fits.
+            most = np.where((most >= 0) & (most < 1), 1.0, most)
         gaps = np.concatenate([each * decode, passing], axis=1) * (self._busy if kind == "rra" else 1.0)
         most = np.minimum(most, self._crossing(gaps, np.full(len(placements), self._tpot_s)).min(axis=1))
 
@@ -242,9 +242,9 @@ class Screen:
                 met[k] = shape.decoder_layers * of.met_s + shape.heads * of.head_s
                 encode[k] = shape.decoder_layers * of.encode_s + shape.encoder_layers * of.encoder_s
         near = sum(not stage.far for stage in lane[1:])
-        for curve, hops in ((self._profile.hop, near), (self._profile.inter_node_hop, len(lane) - 1 - near)):
-            if curve is not None and hops:
-                passing += hops * _convex_floor(self.batches, Line.of(curve)(self.batches))
+        for hop_s, hops in zip(self._hops, (near, len(lane) - 1 - near), strict=True):
+            if hop_s is not None and hops:
+                passing += hops * hop_s
         first = self._degree(lane[0].tp)
         through = sum(
             stage.decoder_layers * self._degree(stage.tp).encode_s
@@ -255,7 +255,16 @@ class Screen:
 
     @cached_property
     def _embedding_s(self) -> Array:
-        return _convex_floor(self.batches, Line.of(self._profile.embedding)(self.batches))
+        return self._floor(self._profile.embedding)
+
+    @cached_property
+    def _hops(self) -> tuple[Array | None, Array | None]:
+        """Within a node, and between nodes. # [m]"""
+        near, far = self._profile.hop, self._profile.inter_node_hop
+        return None if near is None else self._floor(near), None if far is None else self._floor(far)
+
+    def _floor(self, curve: Curve) -> Array:
+        return _convex_floor(self.batches, Line.of(curve)(self.batches))
 
     def _degree(self, tp: int) -> _Degree:
         if tp not in self._degrees:
@@ -293,7 +302,7 @@ class Screen:
             decode_s=steps(np.zeros_like(m)),
             mixed_s=steps(prompts),
             met_s=steps(np.maximum(m - 1, 0.0) / self._mean_decodes),
-            head_s=_convex_floor(m, Line.of(profile.head_of(tp))(m)),
+            head_s=self._floor(profile.head_of(tp)),
             encode_s=encode_s,
             encoder_s=encoder_s,
         )

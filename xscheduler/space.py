@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -20,6 +20,7 @@ from xgpt.schema import (
     Variable,
     WaaSettings,
 )
+from xscheduler.bound import excess_of
 from xscheduler.placement import Placement
 from xsimulator.analytic import OneLaneModel, Performance, TwoLaneModel
 from xsimulator.lengths import Lengths, steady_decode_batch
@@ -40,6 +41,18 @@ POLICIES: dict[str, type[Settings]] = {
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
 """Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
+
+LINES = {
+    "rra": "encode_batch",
+    "chunked": "max_batch",
+    "orca": "max_batch",
+    "static": "batch",
+    "waa": "encode_batch",
+}
+"""The variable that numbers points along a line; the other one, if there is one, is the line's own."""
+
+POINTS_AT_ONCE = 20_000
+"""Points of a sweep that are predicted in one call."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,9 @@ class Space:
     @cached_property
     def capacity(self) -> float:
         """Requests that may hold K/V at once, beside the smallest steps."""
-        return float(self.capacity_beside(np.zeros(1))[0])
+        limits = self.limits
+        at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
+        return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
         """Requests that may hold K/V at once when the largest step has so many tokens."""
@@ -183,21 +198,58 @@ class Space:
         names = [axis.variable.name for axis in self.enumerated]
         return [dict(zip(names, values, strict=True)) for values in product(*(axis.values for axis in self.enumerated))]
 
+    @cached_property
+    def lines(self) -> tuple[Axis | None, Axis, Ints]:
+        """The points as lines along one variable: the other one, this one, and how many of its values each line has."""
+        inner = next(axis for axis in self.axes if axis.variable.name == LINES[self.kind])
+        outer = next((axis for axis in self.axes if axis is not inner), None)
+        if outer is None:
+            return None, inner, np.asarray([len(inner.values)])
+        counts = np.full(len(outer.values), len(inner.values))
+        if self.kind == "rra":
+            counts = np.floor(self.capacity / np.maximum(_phases(self.lengths), 1.0) + 1e-9) - inner.values[0] + 1
+        elif self.kind == "waa":
+            counts = outer.values  # a batch larger than the cap never enters
+        return outer, inner, np.clip(counts, 0, len(inner.values)).astype(int)
+
+    def within_memory(
+        self, low: tuple[int, ...], high: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The least box of indices on the searched axes that holds all of a box's points that have a number.
+
+        None where it holds none.
+        """
+        outer, inner, counts = self.lines
+        if outer is None or len(self.searched) == 1:
+            return low, high
+        i, j = self.searched.index(inner), self.searched.index(outer)
+        # The further along the other variable, the more of this one's values there are.
+        first = max(low[j], int(counts.searchsorted(low[i], side="right")))
+        last = min(high[i], int(counts[high[j]]) - 1)
+        if first > high[j] or last < low[i]:
+            return None
+        return (low[i], first) if i < j else (first, low[i]), (last, high[j]) if i < j else (high[j], last)
+
     @property
     def num_points(self) -> int:
         """Settings that fit in memory, but for what their activations take."""
-        if self.kind == "rra":
-            most = self.capacity / np.maximum(_phases(self.lengths), 1.0)
-            return int(np.floor(most).sum())
-        size = 1
-        for axis in self.axes:
-            size *= len(axis.values)
-        return size
+        return int(self.lines[2].sum())
 
-    def all_points(self) -> dict[str, Ints]:
-        """Every point, as columns."""
-        grids = np.meshgrid(*(axis.values for axis in self.axes), indexing="ij")
-        return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
+    def points(self, indices: Ints) -> dict[str, Ints]:
+        """Points by their number, 0 to num_points - 1, as columns."""
+        outer, inner, counts = self.lines
+        if outer is None:
+            return {inner.variable.name: inner.values[indices]}
+        ends = np.cumsum(counts)
+        line = np.searchsorted(ends, indices, side="right")
+        along = indices - (ends - counts)[line]
+        return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
+
+    def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
+        """Every point predicted, so many at a time that memory holds them."""
+        for start in range(0, self.num_points, POINTS_AT_ONCE):
+            columns = self.points(np.arange(start, min(start + POINTS_AT_ONCE, self.num_points)))
+            yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
         """At most about so many points, on a grid that is even on a logarithmic scale, as columns."""
@@ -239,6 +291,12 @@ class Space:
     def settings(self, columns: dict[str, Ints], index: int) -> Settings:
         values = {name: int(column[index]) for name, column in columns.items()}
         return POLICIES[self.kind].model_validate(values | self.placement.fixed)
+
+
+@lru_cache(maxsize=4096)
+def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
+    """Requests that a lane holds beside steps without tokens: the same for all placements on it."""
+    return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv)[0])
 
 
 @lru_cache(maxsize=8)
@@ -288,16 +346,8 @@ class Evaluation:
     @cached_property
     def excess(self) -> Array:
         """By which share the worst latency exceeds its bound, headroom included; at most 0 where all are kept."""
-        constraint, performance = self._constraint, self.performance
-        excess = np.full(len(performance.throughput), -1.0)
-        for bound, value in (
-            (constraint.latency_bound_s, performance.latency),
-            (constraint.ttft_s, performance.ttft),
-            (constraint.tpot_s, performance.tpot),
-        ):
-            if bound is not None:
-                excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)
-        return excess
+        of = self.performance
+        return excess_of(self._constraint, of.latency, of.ttft, of.tpot)
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

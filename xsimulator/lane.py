@@ -92,12 +92,40 @@ class _Degree:
             encoder = profile.encoder_layer(degree)
             self.encoder_rest = Line.of(encoder.rest)
             self.encoder = Grid(encoder.attention)
+        self._of_prompts: dict[Lengths, Table] = {}
+
+    def of_prompts(self, lengths: Lengths) -> Table:
+        """A layer's attention among the tokens of each prompt, against their number."""
+        if lengths not in self._of_prompts:
+            grid = self.encoder if self.cross is not None else self.encode
+            seconds = grid(grid.batches[:, None], lengths.inputs) @ lengths.input_probabilities
+            self._of_prompts[lengths] = Table(grid.batches, seconds)
+        return self._of_prompts[lengths]
+
+
+class Degrees(dict[int, _Degree]):
+    """The tables of a profile's tensor-parallel degrees, made as they are asked for.
+
+    Raises:
+        InputError: the profile does not cover a degree.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()
+        self._profile = profile
+
+    def __missing__(self, degree: int) -> _Degree:
+        self[degree] = _Degree(self._profile, degree)
+        return self[degree]
 
 
 class LaneCost:
     """Step times of the stages of one lane.
 
     Stages that cost the same are one kind; arrays have an entry for each kind.
+
+    Args:
+        degrees: the profile's, where several lanes share them.
 
     Attributes:
         kinds: distinct stages.
@@ -107,7 +135,7 @@ class LaneCost:
         InputError: the profile lacks a degree, or the hop between stages.
     """
 
-    def __init__(self, spec: ModelSpec, profile: Profile, stages: Lane) -> None:
+    def __init__(self, spec: ModelSpec, profile: Profile, stages: Lane, degrees: Degrees | None = None) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
             raise InputError("profile", profile.model, "it holds no times between devices: stages cannot be predicted")
         self.spec = spec
@@ -119,7 +147,8 @@ class LaneCost:
         order = {kind: number for number, kind in enumerate(self.kinds)}
         self.kind_of = np.asarray([order[stage, i > 0] for i, stage in enumerate(stages)])
         self.counts = np.bincount(self.kind_of).astype(float)
-        self._degrees = {stage.tp: _Degree(profile, stage.tp) for stage, _ in self.kinds}
+        tables = Degrees(profile) if degrees is None else degrees
+        self._degrees = {stage.tp: tables[stage.tp] for stage, _ in self.kinds}
         self._embedding = Line.of(profile.embedding)
         self._overhead = Line.of(profile.overhead)
         self._near = None if profile.hop is None else Line.of(profile.hop)
@@ -216,12 +245,11 @@ class LaneCost:
         values = []
         for stage, _ in self.kinds:
             degree = self._degrees[stage.tp]
+            attention = degree.of_prompts(lengths)(x)
             if not self.has_encoder:
-                attention = degree.encode(x[:, None], lengths.inputs) @ lengths.input_probabilities
                 values.append(stage.decoder_layers * attention)
                 continue
             assert degree.cross is not None and degree.cross_kv is not None
-            attention = degree.encoder(x[:, None], lengths.inputs) @ lengths.input_probabilities
             encoder = stage.encoder_layers * (degree.encoder_rest(x * tokens) + attention)
             if stage.embeds:
                 encoder = encoder + self._embedding(x * tokens)

@@ -19,9 +19,9 @@ from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
 from xscheduler.schedule import Problem, Scheduler
 from xscheduler.screen import Screen
-from xscheduler.search import branch_and_bound, exhaustive, optuna_search
+from xscheduler.search import branch_and_bound, checked, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xscheduler.space import POLICIES, Limits, Models, Space, Wish
+from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space, Wish
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
@@ -29,7 +29,8 @@ from xsimulator.placement import Lane
 
 KINDS = tuple(POLICIES)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-SEEDS = range(4)
+FEW = range(4)
+SEEDS = [*FEW, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))]
 
 
 def random_workload(rng: np.random.Generator) -> Workload:
@@ -38,6 +39,11 @@ def random_workload(rng: np.random.Generator) -> Workload:
         return histogram(Uniform(min=low, max=int(rng.integers(low, longest + 1))))
 
     return Workload(name="random", input=lengths(200), output=lengths(24))
+
+
+def every_point(space: Space) -> tuple[dict[str, Ints], Evaluation]:
+    points = space.points(np.arange(space.num_points))
+    return points, space.evaluate(points)
 
 
 class Blocks:
@@ -99,9 +105,41 @@ class Spaces:
 
     def bounds(self) -> list[float | None]:
         """No bound, and bounds that leave ever less of what fits in memory."""
-        evaluations = [space.evaluate(space.all_points()) for space in self.spaces()]
+        evaluations = [every_point(space)[1] for space in self.spaces()]
         latency = np.sort(np.concatenate([[], *(e.performance.latency[e.fits] for e in evaluations)]))
         return [None, *(float(latency[int(share * (len(latency) - 1))]) for share in (0.7, 0.2, 0.02))]
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_setting_that_fits_has_a_number(kind: str, seed: int) -> None:
+    for space in Spaces(kind, seed, monotone=True).spaces():
+        numbered = space.points(np.arange(space.num_points))
+        names = sorted(numbered)
+        grids = np.meshgrid(*(axis.values for axis in space.axes), indexing="ij")
+        whole = {axis.variable.name: grid.ravel() for axis, grid in zip(space.axes, grids, strict=True)}
+        fits = space.evaluate(whole).fits
+        fitting = set(zip(*(whole[name][fits].tolist() for name in names), strict=True))
+        seen = list(zip(*(numbered[name].tolist() for name in names), strict=True))
+        assert len(seen) == len(set(seen))
+        assert fitting <= set(seen)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_box_within_memory_keeps_all_that_fits(kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for space in Spaces(kind, seed, monotone=True).spaces():
+        points = space.points(np.arange(space.num_points))
+        axes = space.searched
+        at = np.stack([axis.values.searchsorted(points[axis.variable.name]) for axis in axes])
+        for _ in range(20):
+            low, high = np.sort([rng.integers(len(axis.values), size=2) for axis in axes], axis=1).T
+            inside = at[:, ((at >= low[:, None]) & (at <= high[:, None])).all(axis=0)]
+            shrunk = space.within_memory(tuple(low.tolist()), tuple(high.tolist()))
+            assert (shrunk is not None) == (inside.size > 0)
+            if shrunk is not None and len(axes) > 1:
+                assert shrunk == (tuple(inside.min(axis=1).tolist()), tuple(inside.max(axis=1).tolist()))
 
 
 @EVERY_KIND
@@ -145,7 +183,7 @@ def test_no_point_exceeds_the_bound_of_its_placement(kind: str, seed: int, monot
     spaces = Spaces(kind, seed, monotone=monotone)
     for latency_bound_s in spaces.bounds():
         for space in spaces.spaces(latency_bound_s):
-            evaluation = space.evaluate(space.all_points())
+            evaluation = every_point(space)[1]
             best = evaluation.throughput[evaluation.feasible].max(initial=0.0)
             assert best <= space.bound * (1 + 1e-9), (space.placement, latency_bound_s)
 
@@ -156,8 +194,7 @@ def test_no_point_exceeds_the_bound_of_its_placement(kind: str, seed: int, monot
 def test_no_point_exceeds_the_bound_of_its_box(kind: str, seed: int, monotone: bool) -> None:
     rng = np.random.default_rng(seed)
     for space in Spaces(kind, seed, monotone=monotone).spaces():
-        points = space.all_points()
-        evaluation = space.evaluate(points)
+        points, evaluation = every_point(space)
         names = [axis.variable.name for axis in space.searched]
         rises = [axis.variable.throughput != "falls" for axis in space.searched]
         fast = None if any(axis.variable.throughput == "none" for axis in space.searched) else 1
@@ -221,9 +258,19 @@ def test_a_wish_of_the_users_own_is_searched_by_optuna() -> None:
 
 
 @EVERY_KIND
-def test_one_more_device_never_gives_less(kind: str) -> None:
-    of = problem("opt-13b", "a40x4", "summarization", 6.0)
-    sizes = range(2 if kind == "waa" else 1, 5)
+@pytest.mark.parametrize(
+    ("model", "cluster", "workload", "bound_s", "sizes"),
+    [
+        ("opt-13b", "a40x4", "summarization", 6.0, range(2, 5)),
+        pytest.param("t5-11b", "a40x8", "translation", 12.0, range(2, 9), marks=pytest.mark.long),
+        pytest.param("llama-3.1-8b", "h100x8", "azure-conv", 20.0, range(2, 9), marks=pytest.mark.long),
+        pytest.param("gpt3-39b", "a40x16", "chat-short", None, range(8, 17), marks=pytest.mark.long),
+    ],
+)
+def test_one_more_device_never_gives_less(
+    kind: str, model: str, cluster: str, workload: str, bound_s: float | None, sizes: range
+) -> None:
+    of = problem(model, cluster, workload, bound_s)
     best = [Scheduler(replace(of, max_devices=n)).best((kind,)).estimate.throughput_rps for n in sizes]
     for fewer, more in pairwise(best):
         assert more >= fewer / (1 + THROUGHPUT_TOLERANCE)
@@ -246,12 +293,49 @@ def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> 
     wrong = (encode_batch._replace(throughput="falls", latency="falls"), decode_iterations)
     monkeypatch.setattr(RraSettings, "variables", wrong)
     losses = []
-    for seed in SEEDS:
+    for seed in FEW:
         spaces = Spaces("rra", seed, monotone=True)
         bound = spaces.bounds()[2]
         best = exhaustive.search(spaces.spaces(bound))
         losses.append(1 - branch_and_bound.search(spaces.spaces(bound)).throughput / best.throughput)
     assert max(losses) > 10 * THROUGHPUT_TOLERANCE
+
+
+def test_a_wrong_direction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_batch, decode_iterations = RraSettings.variables
+    wrong = (encode_batch._replace(throughput="falls", latency="falls"), decode_iterations)
+    monkeypatch.setattr(RraSettings, "variables", wrong)
+    for seed in FEW:
+        spaces = Spaces("rra", seed, monotone=True)
+        bound = spaces.bounds()[1]
+        found = checked.search(spaces.spaces(bound))
+        assert (found.method, found.gap) == ("optuna", None)
+        assert found.throughput >= branch_and_bound.search(spaces.spaces(bound)).throughput
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("monotone", [True, False])
+def test_bounds_that_hold_are_not_doubted(kind: str, seed: int, monotone: bool) -> None:
+    spaces = Spaces(kind, seed, monotone=monotone)
+    for bound in spaces.bounds():
+        if not spaces.spaces(bound):
+            continue
+        found, trusted = checked.search(spaces.spaces(bound)), branch_and_bound.search(spaces.spaces(bound))
+        assert (found.method, found.settings) == (trusted.method, trusted.settings)
+        assert found.gap == pytest.approx(trusted.gap, abs=1e-9)
+
+
+@EVERY_KIND
+def test_a_bound_that_is_none_is_caught(kind: str) -> None:
+    """A placement promised less than it gives."""
+    spaces = Spaces(kind, 1, monotone=True)
+    tried = spaces.spaces()
+    best = exhaustive.search(spaces.spaces()).throughput
+    for space in tried:
+        space.bound = 0.5 * best
+    found = checked.search(tried)
+    assert (found.method, found.gap) == ("optuna", None)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS if kind != "waa")])

@@ -1,10 +1,10 @@
 """Searches of one policy's space, by the name that `--search` takes."""
 
-from xscheduler.search import branch_and_bound, exhaustive, optuna_search
+from xscheduler.search import checked, exhaustive, optuna_search
 from xscheduler.search.base import Found, Method, Search
 
 SEARCHES: dict[Method, Search] = {
-    "branch-and-bound": branch_and_bound.search,
+    "branch-and-bound": checked.search,
     "exhaustive": exhaustive.search,
     "optuna": optuna_search.search,
 }

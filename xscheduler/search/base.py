@@ -22,6 +22,7 @@ class Found:
         evaluations: points predicted.
         gap: no point of the spaces has over (1 + gap) times this throughput; None where nothing proves it.
         bound: what the gap rests on.
+        method: what found it; another one than was asked for where that one's bounds do not hold.
     """
 
     space: Space | None = field(compare=False)
@@ -30,6 +31,7 @@ class Found:
     evaluations: int
     gap: float | None
     bound: str
+    method: Method = "branch-and-bound"
 
     @property
     def throughput(self) -> float:

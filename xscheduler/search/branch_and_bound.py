@@ -12,25 +12,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
 
-from xscheduler.bound import BOUND, box_bounds
+from xscheduler.bound import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
 from xscheduler.search.base import Found
 from xscheduler.space import Evaluation, Ints, Space
 
 THROUGHPUT_TOLERANCE = 0.002
 """A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
-LATENCY_TOLERANCE = 0.01
-"""A block is dropped when its slow corner breaks a bound by more than this share."""
 TARGET_GAP = 0.01
 """Blocks are divided until what they may hold is proven not to beat the incumbent by more than this share."""
 MAX_EVALUATIONS = 30_000
 """Then the search ends with the gap that it has."""
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
+
+PARTS = {1: 8, 2: 2}
+"""Parts into which a block is cut along each of its variables, by their number: a call costs more than a point."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """(lowest indices, highest indices, branch)"""
@@ -55,21 +56,21 @@ class _Open:
         self.blocks: list[_Block] = []
         low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
-        self.roots: list[Box] = [(low, high, branch) for branch in range(len(self.branches))]
+        self.roots = [box for branch in range(len(self.branches)) for box in self._shrunk(low, high, branch)]
 
     @property
     def priority(self) -> float:
         return -self.blocks[0].priority if self.blocks else 0.0
 
     def take(self, best: float) -> list[Box]:
-        """Halves of the most promising blocks; the first time, the whole space."""
+        """Parts of the most promising blocks; the first time, the whole space."""
         if self.roots:
             roots, self.roots = self.roots, []
             return roots
         taken: list[_Block] = []
         while self.blocks and len(taken) < BLOCKS_AT_ONCE and self.priority > best:
             taken.append(heapq.heappop(self.blocks))
-        return [half for block in taken for half in self._halves(block.box)]
+        return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
         """All corners, the one with every index at its lowest first and at its highest last."""
@@ -85,20 +86,30 @@ class _Open:
             columns[name] = np.asarray([self.branches[branch][name] for _, branch in points])
         return columns
 
-    def _halves(self, box: Box) -> list[Box]:
-        """Cut the axis that spans the larger ratio of values."""
+    def _parts(self, box: Box) -> list[Box]:
+        """Cut every axis, each on a logarithmic scale."""
         low, high, branch = box
         axes = self.space.searched
-        spans = [axis.values[hi] / axis.values[lo] for axis, lo, hi in zip(axes, low, high, strict=True)]
-        i = int(np.argmax(spans))
-        values = axes[i].values
-        lo, hi = low[i], high[i]
-        middle = int(np.searchsorted(values, np.sqrt(values[lo] * values[hi]), side="right")) - 1
-        middle = min(max(middle, lo), hi - 1)
+        ranges = [_cut(axis.values, lo, hi, PARTS[len(axes)]) for axis, lo, hi in zip(axes, low, high, strict=True)]
         return [
-            (low, (*high[:i], middle, *high[i + 1 :]), branch),
-            ((*low[:i], middle + 1, *low[i + 1 :]), high, branch),
+            shrunk
+            for part in product(*ranges)
+            for shrunk in self._shrunk(tuple(first for first, _ in part), tuple(last for _, last in part), branch)
         ]
+
+    def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
+        """The box without what lies outside memory; none where all of it does."""
+        inside = self.space.within_memory(low, high)
+        return [] if inside is None else [(*inside, branch)]
+
+
+def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
+    """First and last indices of at most so many parts of low .. high, about even in the ratios of their values."""
+    inside = values[low : high + 1]
+    cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
+    starts = np.clip(inside.searchsorted(cuts, side="right"), 1, high - low) if high > low else ()
+    edges = [low, *sorted({low + int(start) for start in starts}), high + 1]
+    return [(first, after - 1) for first, after in pairwise(edges)]
 
 
 class _Search:
@@ -108,10 +119,7 @@ class _Search:
         self.best_throughput = 0.0
         self.unexplored = 0.0
         """The highest bound of what was dropped without predicting all of it."""
-
-    @property
-    def evaluations(self) -> int:
-        return sum(space.evaluations for space in self.spaces)
+        self.evaluations = 0
 
     def run(self) -> Found:
         waiting = [(-space.bound / (1 + THROUGHPUT_TOLERANCE), i) for i, space in enumerate(self.spaces)]
@@ -142,13 +150,15 @@ class _Search:
         columns = of.columns(points)
         evaluation = of.space.evaluate(columns)
         floor = of.space.evaluate_floor(columns, evaluation)
+        self.evaluations += (1 if floor is evaluation else 2) * len(points)
         self._keep_best(of.space, columns, evaluation)
         num_corners = len(corners[0])
-        slow, fast = self._ends(of.space)
+        slow, fast = ends_of(of.space)
+        least = least_excess(of.space, floor, num_corners, slow)
         bounds = box_bounds(of.space, evaluation, floor, num_corners, fast)
         for k, box in enumerate(boxes):
             at = k * num_corners
-            if not (floor.in_memory[at + slow] and floor.excess[at + slow] <= LATENCY_TOLERANCE):
+            if not floor.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
                 continue
             if box[0] == box[1]:
                 continue
@@ -163,15 +173,6 @@ class _Search:
                 heapq.heappush(of.blocks, _Block(-priority, box, bound))
             else:
                 self.unexplored = max(self.unexplored, bound)
-
-    def _ends(self, space: Space) -> tuple[int, int | None]:
-        """Which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
-        slow = fast = 0
-        for axis in space.searched:
-            slow = 2 * slow + (axis.variable.latency == "falls")
-            fast = 2 * fast + (axis.variable.throughput == "rises")
-        directed = all(axis.variable.throughput != "none" for axis in space.searched)
-        return slow, fast if directed else None
 
     def _keep_best(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
         throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.throughput, -np.inf)

@@ -14,14 +14,13 @@ BOUND = "every point was predicted"
 
 
 def search(spaces: Sequence[Space]) -> Found:
-    """Predict all points, each space in one vectorised sweep."""
+    """Predict all points, each space in vectorised sweeps."""
     best, highest = Found(None, None, {}, 0, 0.0, BOUND), -np.inf
     for space in spaces:
-        columns = space.all_points()
-        evaluation = space.evaluate(columns)
-        score = np.where(evaluation.feasible, evaluation.score, -np.inf)
-        index = int(score.argmax())
-        if score[index] > highest:
-            highest = float(score[index])
-            best = Found(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, BOUND)
-    return replace(best, evaluations=sum(space.evaluations for space in spaces))
+        for columns, evaluation in space.sweep():
+            score = np.where(evaluation.feasible, evaluation.score, -np.inf)
+            index = int(score.argmax())
+            if score[index] > highest:
+                highest = float(score[index])
+                best = Found(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, BOUND)
+    return replace(best, method="exhaustive", evaluations=sum(space.evaluations for space in spaces))

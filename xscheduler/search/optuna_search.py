@@ -44,4 +44,4 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
     found = best or Found(None, None, {}, 0, None, "")
     evaluations = sum(space.evaluations for space in spaces)
-    return replace(found, evaluations=evaluations, bound="none: sampled points prove no bound")
+    return replace(found, method="optuna", evaluations=evaluations, bound="none: sampled points prove no bound")

@@ -49,7 +49,6 @@ class OneLaneModel:
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Of the tokens of a prompt, relative to their mean's square."""
         self._phases: dict[int, _Phase] = {}
-        self._mixed = MixedSteps(self.lane, self.pipeline, lengths, self._self_context, self.quantile_decodes)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -79,6 +78,10 @@ class OneLaneModel:
             if name in type(settings).model_fields:
                 columns[name] = getattr(settings, name)
         return self.evaluate(settings.kind, **columns).at(0)
+
+    @cached_property
+    def _mixed(self) -> MixedSteps:
+        return MixedSteps(self.lane, self.pipeline, self.lengths, self._self_context, self.quantile_decodes)
 
     # Steps ---------------------------------------------------------------------------------------------------
 

@@ -91,21 +91,23 @@ class TwoLaneModel:
         batch = np.maximum(batch, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
 
+        # Whoever decodes alone still passes all stages.
+        own_step = np.maximum(step, self._decode_grid[-1][1])
         met = sd**2
         encoding = through * (1 + met)
         queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
-        first_gap = moving + step / 2 + step
+        first_gap = moving + own_step / 2 + own_step
         decodes = self.quantile_decodes
         emits = not self.decode.has_encoder
         ttft = encoding + queued + (0.0 if emits else first_gap)
-        latency = encoding + queued + ((moving + step / 2) if decodes else 0.0) + decodes * step
+        latency = encoding + queued + ((moving + own_step / 2) if decodes else 0.0) + decodes * own_step
         has_first_gap = emits and 1 / mean_decodes > 0.01
         return Performance(
             throughput=throughput,
             latency=latency,
             ttft=ttft,
             tpot=(latency - ttft) / max(decodes - (not emits), 1),
-            itl_p99=first_gap if has_first_gap else step,
+            itl_p99=first_gap if has_first_gap else own_step,
             encode_batch=encode_batch,
             encode_tokens=tokens,
             decode_batch=batch,
@@ -139,6 +141,26 @@ class TwoLaneModel:
         encode = lanes[0].devices @ self._encode_table(encode_batch)[:-2] * throughput / encode_batch
         decode = np.interp(each, GRID, lanes[1].devices @ self._decode_grid[0]) / step
         return 1 - (encode + decode) / (lanes[0].devices.sum() + lanes[1].devices.sum())
+
+    def least(
+        self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array
+    ) -> tuple[Array, Array, Array]:
+        """Latency, time to first token and time per output token that settings between these do not fall below.
+
+        Args:
+            encode_batch, largest_batch: the least and the most requests encoded at once.
+            decode_batch: the fewest requests in decode.
+        """
+        through, _, moving, _ = self._encoding(encode_batch)
+        met = self._encoding(largest_batch)[3] ** 2
+        rounds, passing = self._decode_grid[-2:]
+        each = decode_batch / microbatches
+        step = np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(np.maximum(each, 1), GRID, passing))
+        encoding = through * (1 + met)
+        decodes, emits = self.quantile_decodes, not self.decode.has_encoder
+        ttft = encoding + (0.0 if emits else moving + 1.5 * step)
+        latency = encoding + ((moving + step / 2) if decodes else 0.0) + decodes * step
+        return latency, ttft, (latency - ttft) / max(decodes - (not emits), 1)
 
     def _encoding(self, encode_batch: Array) -> tuple[Array, Array, Array, Array]:
         """(seconds through the encode lane, from one batch to the next, of the transfer; deviation of its tokens)."""
