@@ -227,6 +227,19 @@ def test_devices_and_arrival_rates(xgpt: Xgpt) -> None:
     document = json.loads(ran.out)
     assert document["constraint"]["arrival_rate_per_s"] == 5
     assert document["estimate"]["max_arrival_rate_per_s"] >= 5
+    assert document["estimate"]["arrival_rate_gap"] is not None
+
+
+def test_the_cheapest_of_several_clusters(xgpt: Xgpt) -> None:
+    plan = ("plan", "--latency-bound", "8", "--model", "opt-13b", "--policy", "orca")
+    rate = ("--arrival-rate", "5")
+    ran = xgpt(*plan, *rate, "--among", "a40x4=1,h200x1=4.5")
+    assert "4.5" in ran.out and "1 of 4" in ran.out and "chosen: orca" in ran.out
+    assert "--arrival-rate" in xgpt.fails(2, *plan, "--among", "a40x4=1")
+    assert "prices above 0" in xgpt.fails(2, *plan, *rate, "--among", "a40x4")
+    assert "leave it out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--devices", "2")
+    assert "leave it out" in xgpt.fails(2, *plan, *rate, "--among", "a40x4=1", "--cluster", "a40x4")
+    assert "a40x4" in xgpt.fails(1, *plan, "--arrival-rate", "1e6", "--among", "a40x4=1,h200x1=4.5")
 
 
 def test_compare_measures_only_here(xgpt: Xgpt) -> None:

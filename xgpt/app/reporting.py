@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.app.planning import scheduler
 from xgpt.app.simulating import simulate
+from xgpt.app.verifying import with_simulated_rate
 from xgpt.app.wording import placement_in_words, proof_in_words, schedule_in_words, settings_text
 from xgpt.schema import Histogram, Plan, Profile
 
@@ -33,6 +34,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     from xgpt.io import sha256
     from xgpt.pages import render
 
+    simulable = plan.estimate.arrival_rate_gap is None and plan.admission.order == "fcfs"
+    rated = with_simulated_rate(plan, profile) if simulable else plan
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
@@ -47,9 +50,9 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{bound} at {_ordinal(constraint.quantile)}"
         ),
         schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
-        cards=_cards(plan),
+        cards=_cards(rated),
         warnings=plan.estimate.warnings,
-        figures=_figures(plan, measured),
+        figures=_figures(rated, measured),
         simulation=(
             f"Simulated: {measured.num_requests} requests at saturation, drawn from the plan's workload, on the "
             "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
@@ -86,6 +89,8 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
         (f"latency, {_ordinal(plan.constraint.quantile)}", f"{e.latency_s:.2f} s"),
         ("time to first token", f"{e.ttft_s:.2f} s"),
     ]
+    if e.max_arrival_rate_per_s is not None:
+        cards.append(("arrivals a second at most", f"{e.max_arrival_rate_per_s:.2f}"))
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
@@ -102,7 +107,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
         return {"name": name, "predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
 
-    return [
+    rows = [
         row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
         row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
         row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, measured.latency_s, c.latency_bound_s),
@@ -110,6 +115,11 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
         row("time per output token, s", e.tpot_s, None, c.tpot_s),
         row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
     ]
+    rate, gap = e.max_arrival_rate_per_s, e.arrival_rate_gap
+    if rate is not None:
+        closed, simulated = (rate, None) if gap is None else (rate * (1 + gap), rate)
+        rows.append(row("highest arrival rate, requests/s", closed, simulated, c.arrival_rate_per_s))
+    return rows
 
 
 def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:

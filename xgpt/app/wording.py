@@ -32,12 +32,19 @@ def placement_in_words(plan: Plan) -> str:
     return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
 
 
-def arrivals_in_words(plan: Plan) -> list[str]:
-    """Up to which arrival rate the plan keeps its bound, where that is known."""
-    most = plan.estimate.max_arrival_rate_per_s
+def arrivals_in_words(plan: Plan, simulating_s: float = 0.0) -> list[str]:
+    """Up to which arrival rate the plan keeps its bound, where that is known.
+
+    Args:
+        simulating_s: how long it took to simulate that, if it was.
+    """
+    most, gap = plan.estimate.max_arrival_rate_per_s, plan.estimate.arrival_rate_gap
     if most is None:
         return []
-    return [f"arrivals: with waiting counted, the bound is kept up to {most:.3g} requests/s (Poisson)"]
+    source = "in closed form: `xgpt report` simulates it"
+    if gap is not None:
+        source = f"simulated in {simulating_s:.1f} s; the closed form says {100 * gap:+.1f}%"
+    return [f"arrivals: with waiting counted, the bound is kept up to {most:.3g} requests/s (Poisson), {source}"]
 
 
 def joint_in_words(plan: Plan) -> list[str]:

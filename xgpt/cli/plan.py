@@ -9,7 +9,7 @@ import click
 from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
 
 if TYPE_CHECKING:
-    from xgpt.app.planning import Subject
+    from xgpt.app.planning import Choice, Subject
     from xgpt.schema import Constraint, KvPromise, Plan
 
 
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     "--devices",
     metavar="auto|N",
     help="Take at most N devices of the cluster; auto: the fewest that sustain --arrival-rate.",
+)
+@click.option(
+    "--among",
+    metavar="CLUSTER=PRICE,…",
+    help="Instead of --cluster: the cheapest of these that sustains --arrival-rate, with the fewest devices. PRICE is "
+    "that of one device for an hour.",
 )
 @click.option(
     "--order",
@@ -61,6 +67,7 @@ def command(
     kv: Any,
     arrival_rate: float | None,
     devices: str | None,
+    among: str | None,
     order: Any,
     output: str,
     as_json: bool,
@@ -72,11 +79,14 @@ def command(
       xgpt plan --latency-bound 9.8
       xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
+      xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
     """
+    import time
     from pathlib import Path
 
-    from xgpt.app.planning import fewest_devices, plan_each, resolve
+    from xgpt.app.planning import cheapest, fewest_devices, plan_each, resolve
     from xgpt.app.simulating import with_joint_lengths
+    from xgpt.app.verifying import with_simulated_rate
     from xgpt.app.wording import (
         arrivals_in_words,
         joint_in_words,
@@ -85,7 +95,7 @@ def command(
         schedule_in_words,
     )
     from xgpt.cli import render
-    from xgpt.errors import InputError
+    from xgpt.errors import InfeasibleError, InputError
     from xgpt.io import dump_json, write_atomic
     from xgpt.resolve import load_trace
     from xgpt.schema import Constraint
@@ -98,19 +108,38 @@ def command(
         tpot_s=tpot,
         arrival_rate_per_s=arrival_rate,
     )
-    with render.progress_bar() as progress:
-        subject = resolve(model, cluster, workload, profile_path, progress, price)
-    if devices == "auto" and arrival_rate is None:
-        raise InputError("--devices", devices, "auto goes with --arrival-rate; or give a number")
+    if (devices == "auto" or among is not None) and arrival_rate is None:
+        raise InputError("--devices" if among is None else "--among", devices or among, "it goes with --arrival-rate")
     if arrival_rate is not None and search != "branch-and-bound":
         raise InputError(
             "--search", search, "with --arrival-rate schedules along the frontier are judged; leave it out"
         )
-    max_devices = None if devices == "auto" else _count(devices, subject.cluster.num_devices)
-    if devices == "auto":
+    choices: list[Choice] = []
+    with render.progress_bar() as progress:
+        if among is None:
+            subject = resolve(model, cluster, workload, profile_path, progress, price)
+        else:
+            _alone(devices, price, profile_path)
+            subjects = [resolve(model, name, workload, None, progress, each) for name, each in _priced(among)]
+    if among is not None:
+        choices = cheapest(subjects, constraint, policy, kv)
+        subject, max_devices = choices[0].subject, choices[0].num_devices
+        if max_devices is None:
+            raise InfeasibleError(
+                "arrival_rate_per_s: " + "; ".join(str(choice.why_not) for choice in choices),
+                nearest_bound_s=None,
+                binding="arrival_rate_per_s",
+            )
+    elif devices == "auto":
         max_devices = fewest_devices(subject, constraint, policy, kv)
+    else:
+        max_devices = _count(devices, subject.cluster.num_devices)
     plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
-    best = next(iter(plans.values()))
+    first, best = next(iter(plans.items()))
+    started = time.perf_counter()
+    if order == "fcfs" and arrival_rate is not None:
+        plans[first] = best = with_simulated_rate(best, subject.profile)
+    simulating_s = time.perf_counter() - started
     trace = load_trace(workload)
     if trace is not None:
         best = with_joint_lengths(best, subject.profile, trace)
@@ -123,11 +152,12 @@ def command(
     render.show(
         f"{subject.model.name} on {subject.cluster.name} ({subject.cluster.device.name}), workload "
         f"{subject.workload.name}, {bound}, headroom {100 * best.constraint.headroom:.1f}%",
+        *([render.choices_table(choices)] if choices else []),
         render.plans_table(plans),
         f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
         *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
         f"proof: {proof_in_words(best)}",
-        *arrivals_in_words(best),
+        *arrivals_in_words(best, simulating_s),
         *joint_in_words(best),
         *_beside_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
@@ -146,6 +176,40 @@ def _count(devices: str | None, most: int) -> int | None:
     return int(devices)
 
 
+def _alone(devices: str | None, price: float | None, profile_path: str | None) -> None:
+    """Refuse options that cannot take effect beside --among."""
+    from xgpt.errors import InputError
+
+    chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
+    for name, value in (
+        ("--cluster", "beside it" if chosen else None),
+        ("--devices", devices),
+        ("--price", price),
+        ("--profile", profile_path),
+    ):
+        if value is not None:
+            raise InputError(name, value, "--among brings its own: leave it out")
+
+
+def _priced(among: str) -> list[tuple[str, float]]:
+    """a40x4=0.5,h100x8=2.9 -> names and prices."""
+    from math import isfinite
+
+    from xgpt.errors import InputError
+
+    found = []
+    for part in among.split(","):
+        name, _, price = part.strip().rpartition("=")
+        try:
+            value = float(price)
+        except ValueError:
+            value = 0.0
+        if not name or not (isfinite(value) and value > 0):
+            raise InputError("--among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
+        found.append((name, value))
+    return found
+
+
 def _beside_uniform(
     best: Plan, subject: Subject, constraint: Constraint, search: str, kv: KvPromise, max_devices: int | None
 ) -> list[str]:
@@ -153,7 +217,7 @@ def _beside_uniform(
     from xgpt.app.planning import plan_uniform
     from xgpt.app.wording import settings_text
 
-    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None:
+    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None or constraint.sla == "request":
         return []
     uniform = plan_uniform(subject, constraint, search, kv, max_devices)
     if uniform is None:

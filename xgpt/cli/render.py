@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from xgpt.app.planning import Progress
+    from xgpt.app.planning import Choice, Progress
     from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 
 
@@ -82,13 +82,29 @@ def plans_table(plans: dict[str, Plan], title: str = "predicted, each policy at 
                 f"{e.ttft_s:.2f}",
                 f"{1000 * e.itl_p99_s:.0f}",
                 gap,
+                "-" if e.max_arrival_rate_per_s is None else f"{e.max_arrival_rate_per_s:.3f}",
                 "-" if e.cost_per_million_tokens is None else f"{e.cost_per_million_tokens:.3g}",
             ]
         )
-    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap", "cost/Mtok"]
-    if all(row[-1] == "-" for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return table(title, columns, rows)
+    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap"]
+    columns += ["arrivals/s", "cost/Mtok"]
+    known = [i for i in range(len(columns)) if i < 8 or any(row[i] != "-" for row in rows)]
+    return table(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows])
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """What each of several clusters takes to sustain the arrival rate, the cheapest first."""
+    rows = [
+        [
+            choice.subject.cluster.name,
+            "-" if choice.num_devices is None else f"{choice.num_devices} of {choice.subject.cluster.num_devices}",
+            f"{choice.subject.cluster.price_per_device_hour:g}",
+            "not sustained" if choice.price_per_hour is None else f"{choice.price_per_hour:.4g}",
+        ]
+        for choice in choices
+    ]
+    columns = ["cluster", "devices", "a device, an hour", "all of them, an hour"]
+    return table("the fewest devices of each cluster that sustain the arrival rate", columns, rows)
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:

@@ -109,6 +109,8 @@ class Estimate(Frozen):
     cost_per_million_tokens: float | None = None
     max_arrival_rate_per_s: float | None = None
     """The highest Poisson rate at which the quantile of the whole time, waiting included, keeps the latency bound."""
+    arrival_rate_gap: float | None = None
+    """That rate is simulated, and the closed form's lies this share above it; None: it is the closed form's."""
     joint_lengths: JointLengths | None = None
     """None: the workload is no trace, or its lengths are all alike."""
     warnings: tuple[str, ...] = ()

@@ -1,0 +1,136 @@
+"""What a simulation of single requests says of plans that closed forms found, and plans that keep their bound in it.
+
+Two answers rest on whole distributions of times, which closed forms only come near: the latency that a quantile of all
+requests keeps (sla "request"), and the arrival rate at which a quantile keeps the bound with waiting. Both are searched
+for in closed form and settled by simulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Plan, Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from xsimulator.cost import Array
+
+NUM_REQUESTS = 4000
+"""Simulated requests whose quantile is read, at saturation."""
+NUM_ARRIVALS = 1500
+"""Simulated requests that arrive at a rate."""
+PRECISION = 0.05
+"""Of the highest arrival rate, relative."""
+MOST_ROUNDS = 4
+"""Searches under ever other bounds for the closed form, until the simulation keeps the real one."""
+UNUSED = 0.02
+"""A plan that leaves no more of its bound unused is not searched for again."""
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A plan, and the latency that it has in simulation."""
+
+    plan: Plan
+    seen_s: float
+
+
+def request_latency(plan: Plan, profile: Profile) -> float:
+    """The quantile over all requests of the time from admission to the last token, simulated at saturation, s."""
+    import numpy as np
+
+    from xgpt.app.simulating import simulate
+
+    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, np.random.default_rng(SEED))
+    return upper_quantile(measured.latencies_s, plan.constraint.quantile)
+
+
+def whole_time(plan: Plan, profile: Profile, rate: float) -> float:
+    """The quantile over all requests of the time from arrival to the last token, simulated at a Poisson rate, s."""
+    import numpy as np
+
+    from xgpt.app.simulating import simulate
+    from xsimulator.queueing import whole_times
+
+    rng = np.random.default_rng(SEED)
+    _, log = simulate(plan, profile, plan.workload, NUM_ARRIVALS, rng, arrival_rate=rate)
+    return upper_quantile(whole_times(log, skip_requests=NUM_ARRIVALS // 10), plan.constraint.quantile)
+
+
+def upper_quantile(times: Array, quantile: float) -> float:
+    """What the quantile lies below with 95% confidence, by the normal approximation of the binomial distribution.
+
+    A finite simulation knows a quantile in the tail to within some places in the order, and where a request more a
+    phase meets another encode pass, a place more is a jump.
+    """
+    import numpy as np
+
+    upper = quantile + 1.645 * np.sqrt(quantile * (1 - quantile) / len(times))
+    return float(np.quantile(times, min(upper, 1.0)))
+
+
+def settle(find: Callable[[float], Plan], seen: Callable[[Plan], float], bound_s: float, *, loosen: bool) -> Settled:
+    """The plan of the highest throughput found that keeps a bound in simulation.
+
+    Args:
+        find: the best plan that keeps a bound in closed form.
+        seen: the latency of a plan in simulation, headroom included.
+        loosen: search again where simulation leaves some of the bound unused, too.
+
+    Raises:
+        InfeasibleError: the closed form keeps no such bound, or the simulation broke it every time.
+    """
+    best: Settled | None = None
+    closed_s, last_s, policy = bound_s, 0.0, None
+    for _ in range(MOST_ROUNDS):
+        try:
+            plan = find(closed_s)
+        except InfeasibleError:
+            if best is not None or not last_s:
+                break
+            raise
+        if plan.policy == policy:
+            break  # nothing better is left under a looser bound
+        policy, last_s = plan.policy, seen(plan)
+        kept = last_s <= bound_s
+        if kept and (best is None or plan.estimate.throughput_rps > best.plan.estimate.throughput_rps):
+            best = Settled(plan, last_s)
+        if kept and (not loosen or last_s >= (1 - UNUSED) * bound_s):
+            break
+        # What the search keeps in closed form moves as what the simulation sees; a little further where it broke.
+        closed_s *= bound_s / last_s * (1.0 if kept else 1 - UNUSED / 4)
+    if best is not None:
+        return best
+    if not last_s:
+        find(closed_s)  # says why not
+    raise InfeasibleError(
+        f"latency_bound_s: in simulation, no schedule that was tried keeps {bound_s:g} s; the nearest took "
+        f"{last_s:.4g} s; take that as the bound",
+        nearest_bound_s=last_s,
+        binding="latency_bound_s",
+    )
+
+
+def with_simulated_rate(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the highest arrival rate at which it keeps its latency bound in simulation.
+
+    The closed form's rate is where the search begins; how far off it was is kept beside.
+    """
+    from xsimulator.queueing import verified_max_rate
+
+    e, bound_s = plan.estimate, plan.constraint.latency_bound_s
+    predicted = e.max_arrival_rate_per_s
+    if bound_s is None or not predicted:
+        return plan
+    kept_s = bound_s / (1 + plan.constraint.headroom)
+    rate = verified_max_rate(lambda r: whole_time(plan, profile, r), predicted, e.throughput_rps, kept_s, PRECISION)
+    # That it sustains what was asked for has been seen.
+    rate = max(rate, plan.constraint.arrival_rate_per_s or 0.0)
+    gap = predicted / rate - 1 if rate else None
+    return plan.model_copy(
+        update={"estimate": e.model_copy(update={"max_arrival_rate_per_s": rate, "arrival_rate_gap": gap})}
+    )
