@@ -10,7 +10,7 @@ the bound at the 99th percentile as all others. Predicted throughout, from the d
 
 --check sweeps every policy's points, of every placement, once for all bounds of a task, and reports by how much the
 best of them beats what was chosen: all points where that takes a minute at most (the policies with few points first),
-else one in a hundred, drawn at random. Each task is written to results/scheduler/ as it ends, and read from there the
+else one in a hundred, drawn at random. Each task is written to results/scenarios/ as it ends, and read from there the
 next time; --again does it anew.
 """
 
@@ -33,7 +33,7 @@ from xprofiler import analytic
 from xscheduler.schedule import Problem, Scheduler
 from xscheduler.space import POINTS_AT_ONCE, POLICIES, Evaluation, Space
 
-RESULTS = Path("results/scheduler")
+RESULTS = Path("results/scenarios")
 SMALL, LARGE = ("summarization", "translation", "chat-short"), ("code-generation", "chat-short", "chat-long")
 SCENARIOS = (
     ("t5-11b", "a40x8", SMALL),
