@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.planning import Subject, cheapest, plan_each
+from xgpt.app.planning import Subject, plan_each
 from xgpt.app.simulating import simulate
+from xgpt.app.sizing import cheapest
 from xgpt.app.verifying import settle, with_simulated_rate
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan

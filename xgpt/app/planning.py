@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from xgpt.errors import InputError
@@ -35,22 +34,6 @@ class Subject:
     cluster: ClusterSpec
     workload: Workload
     profile: Profile
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of several clusters.
-
-    Attributes:
-        num_devices: the fewest that sustain the arrival rate; None where all of them do not.
-        price_per_hour: of so many.
-        why_not: where they do not.
-    """
-
-    subject: Subject
-    num_devices: int | None
-    price_per_hour: float | None
-    why_not: str | None
 
 
 def resolve(
@@ -237,12 +220,13 @@ def plan_each(
     Raises:
         InfeasibleError: no policy has one.
     """
+    from xgpt.app.verifying import settled
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
     kinds = groups.get(policy, (policy,))
     if constraint.arrival_rate_per_s is not None or constraint.sla == "request":
-        plans = _settled(subject, constraint, kinds, search, kv, max_devices)
+        plans = settled(subject, constraint, kinds, search, kv, max_devices)
     else:
         of = scheduler(subject, constraint, search, kv, max_devices)
         plans = of.best_of_each(kinds)
@@ -252,116 +236,6 @@ def plan_each(
             plans = plans | {kind: of.with_max_arrival_rate(plan) for kind, plan in rated.items()}
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}
-
-
-def _settled(
-    subject: Subject,
-    constraint: Constraint,
-    kinds: tuple[str, ...],
-    search: str,
-    kv: KvPromise,
-    max_devices: int | None,
-) -> dict[str, Plan]:
-    """Each policy's best plan that keeps in simulation what closed forms only come near (xgpt.app.verifying).
-
-    Raises:
-        InfeasibleError: no policy has one.
-    """
-    from xgpt.app.verifying import request_latency, settle, whole_time
-    from xgpt.errors import InfeasibleError
-
-    rate, bound_s = constraint.arrival_rate_per_s, constraint.latency_bound_s
-    slack = 1 + round(subject.profile.spread, 4)
-
-    def find(kind: str, closed_s: float | None) -> Plan:
-        of = scheduler(subject, constraint.model_copy(update={"latency_bound_s": closed_s}), search, kv, max_devices)
-        plan = (of.best_of_each((kind,)) if rate is None else of.sustaining((kind,), rate))[kind]
-        real = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
-        return of.with_max_arrival_rate(plan.model_copy(update={"constraint": real}))
-
-    def seen(plan: Plan) -> float:
-        profile = subject.profile
-        return slack * (request_latency(plan, profile) if rate is None else whole_time(plan, profile, rate))
-
-    plans: dict[str, Plan] = {}
-    failure: InfeasibleError | None = None
-    for kind in kinds:
-        try:
-            if bound_s is None:
-                plan = find(kind, None)
-                plans[kind] = plan if rate is not None else _seen(plan, seen(plan) / slack)
-                continue
-            found = settle(partial(find, kind), seen, bound_s, loosen=rate is None)
-        except InfeasibleError as error:
-            failure = error
-            continue
-        plans[kind] = found.plan if rate is not None else _seen(found.plan, found.seen_s / slack)
-    if not plans:
-        # Of several policies, what the closed form says of all of them together.
-        of = scheduler(subject, constraint, search, kv, max_devices)
-        of.best_of_each(kinds) if rate is None else of.sustaining(kinds, rate)
-        assert failure is not None
-        raise failure
-    return plans
-
-
-def _seen(plan: Plan, latency_s: float) -> Plan:
-    """The plan with the simulated quantile of all requests as its latency."""
-    bound = f"{plan.search.bound}; latency of all requests by simulation"
-    return plan.model_copy(
-        update={
-            "estimate": plan.estimate.model_copy(update={"latency_s": latency_s}),
-            "search": plan.search.model_copy(update={"bound": bound}),
-        }
-    )
-
-
-def fewest_devices(
-    subject: Subject, constraint: Constraint, policy: PolicyChoice = "auto", kv: KvPromise = "reserve"
-) -> int:
-    """The smallest number of the cluster's devices that sustains the arrival rate under the constraint.
-
-    Raises:
-        InfeasibleError: all of them together do not.
-    """
-    from xgpt.errors import InfeasibleError
-
-    low, high = 1, subject.cluster.num_devices
-    plan_each(subject, constraint, policy, kv=kv, max_devices=high)
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            plan_each(subject, constraint, policy, kv=kv, max_devices=middle)
-            high = middle
-        except InfeasibleError:
-            low = middle + 1
-    return high
-
-
-def cheapest(
-    subjects: Sequence[Subject], constraint: Constraint, policy: PolicyChoice = "auto", kv: KvPromise = "reserve"
-) -> list[Choice]:
-    """What the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
-
-    Clusters that do not sustain it come last.
-
-    Raises:
-        InputError: a cluster without a price.
-    """
-    from xgpt.errors import InfeasibleError
-
-    choices = []
-    for subject in subjects:
-        price = subject.cluster.price_per_device_hour
-        if price is None:
-            raise InputError("cluster", subject.cluster.name, "it has no price of a device for an hour")
-        try:
-            num_devices = fewest_devices(subject, constraint, policy, kv)
-        except InfeasibleError as error:
-            choices.append(Choice(subject, None, None, str(error)))
-            continue
-        choices.append(Choice(subject, num_devices, price * num_devices, None))
-    return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))
 
 
 def plan_uniform(

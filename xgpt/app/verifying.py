@@ -8,14 +8,16 @@ for in closed form and settled by simulation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Plan, Profile
+from xgpt.schema import Constraint, KvPromise, Plan, Profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from xgpt.app.planning import Subject
     from xsimulator.cost import Array
 
 NUM_REQUESTS = 4000
@@ -133,4 +135,65 @@ def with_simulated_rate(plan: Plan, profile: Profile) -> Plan:
     gap = predicted / rate - 1 if rate else None
     return plan.model_copy(
         update={"estimate": e.model_copy(update={"max_arrival_rate_per_s": rate, "arrival_rate_gap": gap})}
+    )
+
+
+def settled(
+    subject: Subject,
+    constraint: Constraint,
+    kinds: tuple[str, ...],
+    search: str,
+    kv: KvPromise,
+    max_devices: int | None,
+) -> dict[str, Plan]:
+    """Each policy's best plan that keeps its bound on all requests, or at its arrival rate, in simulation.
+
+    Raises:
+        InfeasibleError: no policy has one.
+    """
+    from xgpt.app.planning import scheduler
+
+    rate, bound_s = constraint.arrival_rate_per_s, constraint.latency_bound_s
+    slack = 1 + round(subject.profile.spread, 4)
+
+    def find(kind: str, closed_s: float | None) -> Plan:
+        of = scheduler(subject, constraint.model_copy(update={"latency_bound_s": closed_s}), search, kv, max_devices)
+        plan = (of.best_of_each((kind,)) if rate is None else of.sustaining((kind,), rate))[kind]
+        real = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
+        return of.with_max_arrival_rate(plan.model_copy(update={"constraint": real}))
+
+    def seen(plan: Plan) -> float:
+        profile = subject.profile
+        return slack * (request_latency(plan, profile) if rate is None else whole_time(plan, profile, rate))
+
+    plans: dict[str, Plan] = {}
+    failure: InfeasibleError | None = None
+    for kind in kinds:
+        try:
+            if bound_s is None:
+                plan = find(kind, None)
+                plans[kind] = plan if rate is not None else _seen(plan, seen(plan) / slack)
+                continue
+            found = settle(partial(find, kind), seen, bound_s, loosen=rate is None)
+        except InfeasibleError as error:
+            failure = error
+            continue
+        plans[kind] = found.plan if rate is not None else _seen(found.plan, found.seen_s / slack)
+    if not plans:
+        # Of several policies, what the closed form says of all of them together.
+        of = scheduler(subject, constraint, search, kv, max_devices)
+        of.best_of_each(kinds) if rate is None else of.sustaining(kinds, rate)
+        assert failure is not None
+        raise failure
+    return plans
+
+
+def _seen(plan: Plan, latency_s: float) -> Plan:
+    """The plan with the simulated quantile of all requests as its latency."""
+    bound = f"{plan.search.bound}; latency of all requests by simulation"
+    return plan.model_copy(
+        update={
+            "estimate": plan.estimate.model_copy(update={"latency_s": latency_s}),
+            "search": plan.search.model_copy(update={"bound": bound}),
+        }
     )

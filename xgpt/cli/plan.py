@@ -9,7 +9,8 @@ import click
 from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
 
 if TYPE_CHECKING:
-    from xgpt.app.planning import Choice, Subject
+    from xgpt.app.planning import Subject
+    from xgpt.app.sizing import Choice
     from xgpt.schema import Constraint, KvPromise, Plan
 
 
@@ -84,8 +85,9 @@ def command(
     import time
     from pathlib import Path
 
-    from xgpt.app.planning import cheapest, fewest_devices, plan_each, resolve
+    from xgpt.app.planning import plan_each, resolve
     from xgpt.app.simulating import with_joint_lengths
+    from xgpt.app.sizing import cheapest, fewest_devices
     from xgpt.app.verifying import with_simulated_rate
     from xgpt.app.wording import (
         arrivals_in_words,
