@@ -91,23 +91,21 @@ class TwoLaneModel:
         batch = np.maximum(batch, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
 
-        # Whoever decodes alone still passes all stages.
-        own_step = np.maximum(step, self._decode_grid[-1][1])
         met = sd**2
         encoding = through * (1 + met)
         queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
-        first_gap = moving + own_step / 2 + own_step
+        first_gap = moving + step / 2 + step
         decodes = self.quantile_decodes
         emits = not self.decode.has_encoder
         ttft = encoding + queued + (0.0 if emits else first_gap)
-        latency = encoding + queued + ((moving + own_step / 2) if decodes else 0.0) + decodes * own_step
+        latency = encoding + queued + ((moving + step / 2) if decodes else 0.0) + decodes * step
         has_first_gap = emits and 1 / mean_decodes > 0.01
         return Performance(
             throughput=throughput,
             latency=latency,
             ttft=ttft,
             tpot=(latency - ttft) / max(decodes - (not emits), 1),
-            itl_p99=first_gap if has_first_gap else own_step,
+            itl_p99=first_gap if has_first_gap else step,
             encode_batch=encode_batch,
             encode_tokens=tokens,
             decode_batch=batch,
@@ -155,7 +153,7 @@ class TwoLaneModel:
         met = self._encoding(largest_batch)[3] ** 2
         rounds, passing = self._decode_grid[-2:]
         each = decode_batch / microbatches
-        step = np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(np.maximum(each, 1), GRID, passing))
+        step = np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(each, GRID, passing))
         encoding = through * (1 + met)
         decodes, emits = self.quantile_decodes, not self.decode.has_encoder
         ttft = encoding + (0.0 if emits else moving + 1.5 * step)
