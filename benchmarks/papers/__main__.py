@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.papers import exegpt, orca, scenarios
 from benchmarks.papers.claims import Claim, markdown
@@ -91,7 +95,9 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{cell:>12}" for cell in row))
     if options.markdown:
-        text = PAGE + markdown(claims)
+        versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+        made = f"{date.today()}, {versions}. Of the machine only 7.7 tells."
+        text = f"{PAGE}{made}\n\n{markdown(claims)}"
         if rows:
             table = "\n".join(f"| {' | '.join(row)} |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows])
             text += "\n## Figures 6 and 8: requests a second\n\n" + table + "\n"
