@@ -14,6 +14,8 @@ import json
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ import numpy as np
 from xgpt.app.bench import calibrate
 from xgpt.app.planning import Subject, obtain_profile, plan_each
 from xgpt.app.serving import build_replica
-from xgpt.app.simulating import outstanding_requests, profile_of, read_log, requests_to_send, simulate
+from xgpt.app.simulating import outstanding_requests, profile_of, read_log, simulate, warm_up_requests
 from xgpt.io import load_json
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload
@@ -92,9 +94,17 @@ def placement(plan: Plan) -> str:
 def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[list[StepRecord]], list[float]]:
     """The step log of each replica, and each device's idle share from the first step to the last."""
     logs: list[list[StepRecord]] = [[] for _ in range(plan.replicas)]
-    engine = Replicas(lambda number, _: build_replica(plan, number, logs[number].append), plan.replicas)
+    ended = [0] * plan.replicas
+
+    def note(number: int, record: StepRecord) -> None:
+        logs[number].append(record)
+        ended[number] += len(record.finished)
+
+    engine = Replicas(lambda number, _: build_replica(plan, number, partial(note, number)), plan.replicas)
     try:
-        total = plan.replicas * requests_to_send(plan, num_requests // plan.replicas, saturated=True)
+        # The window opens and closes at steps that encode, so up to two batches more than are asked for must end.
+        enough = num_requests // plan.replicas + warm_up_requests(plan) + 2 * ceil(plan.estimate.encode_batch) + 2
+        total = 2 * plan.replicas * (enough + outstanding_requests(plan))
         inputs, outputs = sample(plan.workload, total, rng)
         waiting = [
             Generation(
@@ -107,9 +117,9 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
         ]
         for _ in range(min(total, plan.replicas * outstanding_requests(plan))):
             engine.submit(waiting.pop())
-        while waiting:
+        while min(ended) < enough:
             for token in engine.step() or ():
-                if token.finish is not None and waiting:
+                if token.finish is not None:
                     engine.submit(waiting.pop())
             engine.wait(0.05)
         time.sleep(2 * ALIVE_S)  # for the workers' last word
