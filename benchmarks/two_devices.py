@@ -118,10 +118,13 @@ def run(plan: Plan, num_requests: int, rng: np.random.Generator) -> tuple[list[l
         for _ in range(min(total, plan.replicas * outstanding_requests(plan))):
             engine.submit(waiting.pop())
         while min(ended) < enough:
-            for token in engine.step() or ():
+            tokens = engine.step()
+            if tokens is None:
+                engine.wait(0.05)
+                continue
+            for token in tokens:
                 if token.finish is not None:
                     engine.submit(waiting.pop())
-            engine.wait(0.05)
         time.sleep(2 * ALIVE_S)  # for the workers' last word
         busy = [use.busy_s for use in engine.uses() if "worker" in use.process]
     finally:
