@@ -28,7 +28,7 @@ import torch
 from xgpt.io import write_atomic
 from xgpt.resolve import load_model
 from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, DType, ModelSpec
-from xprofiler.measure import Bench
+from xprofiler.measure import Bench, timed
 from xrunner.layers import Linear
 from xrunner.weights import DTYPES
 from xrunner.worker import Worker, build_worker
@@ -128,20 +128,6 @@ def in_rounds(points: list[Point], seconds: float) -> None:
                 seconds_of_call = timed(point.run)
                 point.times.append(seconds_of_call)
                 spent += seconds_of_call
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds of a call, the device's work included."""
-    wait_for_device()
-    start = time.perf_counter()
-    run()
-    wait_for_device()
-    return time.perf_counter() - start
-
-
-def wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def machine(device: str, dtype: DType) -> list[Point]:

@@ -215,7 +215,7 @@ class Bench:
         self.worker = worker
         self.model = worker.model
         self.progress = progress
-        self.seconds = seconds or _seconds
+        self.seconds = seconds or timed
 
     def measure(self) -> Measured:
         """The mean of each point, and by how much a slow step exceeds the mean one."""
@@ -330,8 +330,8 @@ def _is_long(key: tuple[str | int, ...]) -> bool:
     return name in ("step", "encode attention") and math.prod(map(int, sizes)) >= LONG_TOKENS
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """A call with all that it has launched, and nothing launched before it."""
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of a call with all that it has launched, and nothing launched before it."""
     _wait_for_gpu()
     started = time.perf_counter()
     run()

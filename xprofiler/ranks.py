@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, DType, ModelSpec
-from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress
+from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress, timed
 from xrunner.cluster.sockets import free_port
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
@@ -157,11 +157,7 @@ def _device(task: Task, rank: int) -> str:
 def _seconds_together(run: Callable[[], object]) -> float:
     """A call that all ranks make at once."""
     dist.barrier()
-    started = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return timed(run)
 
 
 def _mean_of_ranks(measured: Measured) -> Measured:

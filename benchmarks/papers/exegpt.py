@@ -234,17 +234,22 @@ def placement_of(plan: Plan, scheduler: Scheduler) -> Placement:
     )
 
 
-def figure_11() -> Iterator[Claim]:
-    """WAA planned for task T at FT's 30% bound, run on other output lengths."""
+def before_the_drift() -> tuple[Problem, float]:
+    """Task T on OPT-13B under FT's 30% bound, and that bound in seconds."""
     before = shifted(1.0, 1.0)
     bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
-    scheduler = Scheduler(problem("opt-13b", "a40x4", before, bound_s))
-    plan = best(scheduler.problem, ["waa"])
+    return problem("opt-13b", "a40x4", before, bound_s), bound_s
+
+
+def figure_11() -> Iterator[Claim]:
+    """WAA planned for task T at FT's 30% bound, run on other output lengths."""
+    of, bound_s = before_the_drift()
+    plan = best(of, ["waa"])
     if plan is None:
         yield Claim("ExeGPT Fig. 11", "WAA under drift, OPT-13B, T", "10 to 13%", "WAA cannot keep this bound")
         return
-    placement = placement_of(plan, scheduler)
-    decodes = Lengths(before).decodes_at(0.99)
+    placement = placement_of(plan, Scheduler(of))
+    decodes = Lengths(of.workload).decodes_at(0.99)
     for name, mean, sd, (paper_a, paper_b) in (("mean +15%", 1.15, 1.0, (13, 10)), ("sd x1.3", 1.0, 1.3, (5, 0))):
         after = Scheduler(problem("opt-13b", "a40x4", shifted(mean, sd), bound_s)).score(plan.policy, placement)
         same_length = after.estimate.ttft_s + decodes * after.estimate.tpot_s
@@ -268,10 +273,8 @@ def drift_of_rra() -> Iterator[Claim]:
 
     Simulated: the rule goes on aiming at the batches of its plan (ExeGPT 5.2).
     """
-    before = shifted(1.0, 1.0)
-    bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
-    scheduler = Scheduler(problem("opt-13b", "a40x4", before, bound_s))
-    plan = best(scheduler.problem, ["rra"])
+    of, bound_s = before_the_drift()
+    plan = best(of, ["rra"])
     if plan is None:
         yield Claim("ExeGPT 7.6", "RRA under drift, OPT-13B, T", "under 28%, 12.6%", "RRA cannot keep this bound")
         return
