@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,8 @@ from tests.fakes import (
 )
 from xgpt.errors import MachineError
 from xrunner.server import Limits, serve
+from xrunner.server.answer import Answer
+from xrunner.server.writers import Delta
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}
@@ -206,6 +209,21 @@ def test_a_crash_is_visible(caplog: pytest.LogCaptureFixture) -> None:
             assert late.status_code == 500
             assert "the device has gone" in late.json()["error"]["message"]
     assert [record.getMessage() for record in caplog.records] == [health.json()["error"]["message"]]
+
+
+def test_tokens_before_a_crash_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_token = Answer._next
+
+    async def late(answer: Answer) -> Delta | None:
+        time.sleep(0.05)  # the loop is busy: the engine fails before any token is read
+        return await next_token(answer)
+
+    monkeypatch.setattr(Answer, "_next", late)
+    with running(fake_app(fake_engine(FakeExecutor(fail_at=20)))) as url:
+        begun = post(url, stream=True).text
+    *events, failure = (json.loads(event) for event in begun.split("data: ")[1:])
+    assert [event["choices"][0]["token_ids"] for event in events] == [[18], [19]]
+    assert failure["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -177,16 +177,24 @@ class Answer(Response):
         """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
         has_begun = False
         num_tokens = 0
+        failure: ApiError | None = None
         try:
             self._submit()
-            while self._num_running:
-                # All that has come meanwhile goes into one write.
+            while self._num_running and failure is None:
+                # All that has come meanwhile goes into one write, also where a failure came behind it.
                 chunks: list[bytes] = []
                 while not chunks or (self._num_running and not self._inbox.empty()):
-                    if (delta := await self._next()) is not None:
+                    try:
+                        delta = await self._next()
+                    except ApiError as error:
+                        failure = error
+                        break
+                    if delta is not None:
                         timings = None if self._num_running else self._timings()
                         num_tokens += 1
                         chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))
+                if not chunks:
+                    break
                 if not self._num_running:
                     chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
                 sampled_s = self._take_unwritten()
@@ -196,10 +204,12 @@ class Answer(Response):
                 await _send_body(send, b"".join(chunks), more=bool(self._num_running))
                 self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         except ApiError as error:
+            failure = error
+        if failure is not None:
             if has_begun:
-                await _send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+                await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)
             else:
-                await error_response(error)(scope, receive, send)
+                await error_response(failure)(scope, receive, send)
 
     def _take_unwritten(self) -> float:
         """End of the step that sampled the oldest token whose bytes are now about to be written."""
