@@ -4,7 +4,9 @@
 
 The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its own token budget,
 and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
-before it is measured. Writes results/vllm.KIND.json; docs/VLLM.md keeps the last.
+before it is measured; beside it stands what the simulated engine makes of the same requests, and of many: how far the
+sample, and how far the closed form, is the cause of an error. Writes results/vllm.KIND.json; docs/VLLM.md keeps the
+last.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from xgpt.app.bench import Server, bench_plan
 from xgpt.app.planning import Subject, plan_each, resolve, scheduler
 from xgpt.app.serving_vllm import free_port, running
+from xgpt.app.simulating import simulate
 from xgpt.app.wording import settings_text
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
@@ -33,6 +36,8 @@ MAX_BATCH = 256
 """vLLM's own for its server, too."""
 KINDS = ("default", "chunked", "rra")
 HOST = "127.0.0.1"
+MANY = 1500
+"""Requests of a simulation whose figures no longer depend on the sample."""
 
 
 @click.command()
@@ -60,12 +65,20 @@ def main(
     for kind in KINDS if only is None else (only,):
         plan = default_plan(subject, constraint) if kind == "default" else plan_each(subject, constraint, kind)[kind]  # type: ignore[arg-type]
         click.echo(f"{kind}: {settings_text(plan)}: plan {sha256(plan)}")
+        simulated = {n: simulated_figures(subject, plan, n, seed) for n in (num_requests, MANY)}
+        for n, (rps, latency_s) in simulated.items():
+            click.echo(f"{kind}: {n} requests simulated: {rps:.3f} req/s, {latency_s:.2f} s")
         server: Server | None = vllm_as_it_is if kind == "default" else None
         report = bench_plan(
             plan, plan.workload, num_requests, np.random.default_rng(seed), engine="vllm", server=server
         )
         click.echo(" | ".join(row(kind, plan, report)))
-        document = {"kind": kind, "plan": plan.model_dump(mode="json"), "report": report.model_dump(mode="json")}
+        document = {
+            "kind": kind,
+            "plan": plan.model_dump(mode="json"),
+            "simulated": simulated,
+            "report": report.model_dump(mode="json"),
+        }
         write_atomic(Path(f"results/vllm.{kind}.json"), json.dumps(document, indent=1) + "\n")
 
 
@@ -82,6 +95,12 @@ def default_plan(subject: Subject, constraint: Constraint) -> Plan:
     best = kept[np.argmax(evaluation.throughput[kept])]
     settings = ChunkedSettings(token_budget=DEFAULT_TOKEN_BUDGET, max_batch=int(batches[best]))
     return planner.score(settings, placement)
+
+
+def simulated_figures(subject: Subject, plan: Plan, num_requests: int, seed: int) -> tuple[float, float]:
+    """Requests a second, and quantile latency in seconds, of the requests that `bench_plan` draws by this seed."""
+    measured, _ = simulate(plan, subject.profile, plan.workload, num_requests, np.random.default_rng(seed))
+    return measured.throughput_rps, measured.latency_s
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Requests whose lengths change while vLLM serves them: the plan that it goes over to, and whether a request is lost.
 
-    python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 2.5]
+    python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 1.7]
 
 `xgpt serve --engine vllm` starts with rra's best plan for the workload; after so many requests all lengths are by a
 factor others. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
@@ -41,7 +41,7 @@ RESULTS = Path("results/vllm.shift.json")
 @click.option("--profile", "profile_path", required=True)
 @click.option("--workload", default="tcb", show_default=True)
 @click.option("--latency-bound", default=6.0, show_default=True)
-@click.option("--factor", default=2.5, show_default=True, help="Of the lengths after the change, to those before.")
+@click.option("--factor", default=1.7, show_default=True, help="Of the lengths after the change, to those before.")
 @click.option("--requests", "num_requests", default=400, show_default=True, help="Before the change, and after it.")
 @click.option("--seed", default=0, show_default=True)
 def main(

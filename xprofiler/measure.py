@@ -31,6 +31,7 @@ from xgpt.errors import InputError
 from xgpt.machine import num_cores
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xprofiler.passes import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine
@@ -39,10 +40,6 @@ from xrunner.graphs import CudaCapture
 from xrunner.models import DecoderModel
 from xrunner.worker import Worker, build_worker
 
-PASSES = 6
-"""The first is to warm up."""
-LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every second pass only."""
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -237,7 +234,7 @@ class Bench:
 
         times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
         steps: list[float] = []
-        calls = [key for number in range(PASSES) for key in jobs if number % LONG_EVERY == 0 or not _is_long(key)]
+        calls = in_passes(jobs, _prompt_tokens)
         for done, key in enumerate(calls):
             self.progress(done, len(calls), f"profiling: {key[0]}")
             if done % JOBS_A_STEP == 0:
@@ -325,9 +322,9 @@ class ModelFree(Worker):
         return np.zeros(len(batch.logit_rows), np.int64)
 
 
-def _is_long(key: tuple[str | int, ...]) -> bool:
+def _prompt_tokens(key: tuple[str | int, ...]) -> int:
     name, *sizes = key
-    return name in ("step", "encode attention") and math.prod(map(int, sizes)) >= LONG_TOKENS
+    return math.prod(map(int, sizes)) if name in ("step", "encode attention") else 0
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -8,6 +8,7 @@ they follow each other in its engine core. They are taken apart thus:
     longer prompts, longer contexts                                    -> attention, as what they take more
 
 so `head` counts each request after the first of a step, with all the loop's work for it, and `overhead` is nothing.
+Times are means over passes, as in `measure`: what a run pays on average.
 Decodes over long contexts take K/V that was never computed, from vLLM's connector made for that.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -28,14 +28,11 @@ from xgpt.errors import InputError, MachineError
 from xgpt.io import read_step_log
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xgpt.schema.step_log import StepRecord
+from xprofiler.passes import in_passes
 from xrunner.vllm.command import block_size_of, computing_cores, variables
 from xrunner.vllm.offline import DONE
-from xrunner.vllm.process import environment, last_error, package_path, preload, python, version_of
+from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
 
-PASSES = 7
-"""The first is to warm up. Times are means over the others, as in `measure`: what a run pays on average."""
-LONG_TOKENS, LONG_EVERY = 1024, 3
-"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every third pass only."""
 SHORT = 32
 """Tokens of a prompt, or of a context, whose attention is counted as nothing."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -66,6 +63,11 @@ class Point(NamedTuple):
             return [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
         return [(self.length, 2, False)] * self.batch
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its prompts together."""
+        return 0 if self.kind == "decode" else self.batch * self.length
+
 
 def points(max_context: int) -> list[Point]:
     """What is measured in each pass."""
@@ -76,16 +78,6 @@ def points(max_context: int) -> list[Point]:
     sizes |= {(b, SHORT) for b in BATCHES if b * SHORT <= MAX_STEP_TOKENS}
     sizes |= {(1, n) for n in HEAD_BATCHES}
     return decode + [Point("encode", b, n) for b, n in sorted(sizes)]
-
-
-def schedule(once: Sequence[Point]) -> list[Point]:
-    """The points of all passes, one pass after the other."""
-    return [
-        point
-        for number in range(PASSES)
-        for point in once
-        if number % LONG_EVERY == 0 or point.kind == "decode" or point.batch * point.length < LONG_TOKENS
-    ]
 
 
 def profile(
@@ -106,7 +98,7 @@ def profile(
         raise InputError("model", spec.name, "vLLM takes a model from a directory in Hugging Face layout")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
-    jobs = schedule(points(spec.max_context))
+    jobs = in_passes(points(spec.max_context), lambda point: point.prompt_tokens)
     log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs], progress)
     times = _times(log, jobs)
     return fit(spec, cluster, dtype, times, {"vllm": vllm_version})
@@ -139,6 +131,7 @@ def _run(
             "max_num_batched_tokens": MAX_STEP_TOKENS,
             "block_size": block_size,
             "num_gpu_blocks_override": num_blocks,
+            "kv_cache_memory_bytes": num_blocks * block_size * spec.kv_bytes_per_token(dtype),
             "scheduler_cls": "xrunner.vllm.logged.LoggedScheduler",
             "additional_config": {"xgpt": {"step_log": str(log)}},
             "kv_transfer_config": {
@@ -148,25 +141,18 @@ def _run(
             },
         }
         job.write_text(json.dumps({"engine": engine, "groups": groups}), encoding="utf-8")
-        cache_bytes = num_blocks * block_size * spec.kv_bytes_per_token(dtype)
-        needed = variables(cluster, cache_bytes, [0]) | preload(vllm_python)
-        process = subprocess.Popen(
-            [vllm_python, "-m", "xrunner.vllm.offline", str(job)],
-            env=environment(packages, needed),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
+        needed = variables(cluster, [0]) | preload(vllm_python)
         lines, num_done = [], 0
-        with process.stdout:
-            for line in process.stdout:
-                lines.append(line)
-                if line.strip() == DONE:
-                    num_done += 1
-                    if progress is not None:
-                        progress(num_done, len(groups), "profiling vLLM")
-        if process.wait() and num_done < len(groups):
+        with started([vllm_python, "-m", "xrunner.vllm.offline", str(job)], packages, needed) as process:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    lines.append(line)
+                    if line.strip() == DONE:
+                        num_done += 1
+                        if progress is not None:
+                            progress(num_done, len(groups), "profiling vLLM")
+        if num_done < len(groups):
             raise MachineError(f"vLLM ended before its profile was complete: {last_error(lines)}")
         return read_step_log(log), vllm_version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import kubernetes_validate
@@ -32,9 +33,11 @@ from xgpt.schema import (
 )
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Accepted, Ended, EngineSide, Refused, ServerSide
-from xrunner.vllm.command import launch, launch_lane, variables
+from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
 from xrunner.vllm.lane import Room, build_lane, change_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
+from xsimulator.memory import LaneMemory
+from xsimulator.placement import lane_of
 
 ROOM = Room(num_blocks=400, block_size=32, max_running=64)
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))
@@ -112,10 +115,25 @@ def test_each_lane_of_waa_is_a_vllm_with_its_end_of_the_connector() -> None:
 def test_of_a_machines_cores_as_many_compute_with_a_connector_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, reserved in ((1, "0"), (2, "1"), (16, "1")):
         monkeypatch.setattr("xrunner.vllm.command.num_cores", lambda cores=cores: cores)
-        given = variables(cpu(1), 2**30, [0])
-        assert given == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": reserved}
-    assert variables(cpu(2), 2**30, [1])["VLLM_CPU_OMP_THREADS_BIND"] == "8-15"
-    assert variables(cpu(2), 2**30, [0, 1])["VLLM_CPU_OMP_THREADS_BIND"] == "0-7|8-15"
+        assert variables(cpu(1), [0]) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": reserved}
+    assert variables(cpu(2), [1]) == {"VLLM_CPU_OMP_THREADS_BIND": "8-15"}
+    assert variables(cpu(2), [0, 1]) == {"VLLM_CPU_OMP_THREADS_BIND": "0-7|8-15"}
+
+
+@pytest.mark.parametrize(("splits", "tp"), [((0, 12), 1), ((0, 6, 12), 1), ((0, 4, 12), 1), ((0, 6, 12), 2)])
+def test_vllm_is_told_the_memory_that_the_plan_counts_on(splits: tuple[int, ...], tp: int) -> None:
+    """On CPUs: K/V of the plan's blocks on its fullest device, and of the block that vLLM keeps for itself."""
+    stages = tuple(
+        Stage(devices=tuple(range(tp * i, tp * (i + 1))), decode_layers=layers, tp=tp, kv_blocks=800)
+        for i, layers in enumerate(pairwise(splits))
+    )
+    plan = fitting(RRA).model_copy(update={"cluster": cpu(tp * len(stages)), "stages": stages})
+    given = flags(launch(plan, plan_path="plan.json").arguments)
+    memory = LaneMemory(plan.model, plan.cluster, plan.dtype, lane_of(stages, plan.cluster), plan.block_size)
+    with_cache, without = memory.device_bytes(800, 0), memory.device_bytes(0, 0)
+    planned = max(used - fixed for used, fixed in zip(with_cache, without, strict=True))
+    one_block = planned / 800 * CPU_BLOCK_SIZE / plan.block_size
+    assert int(given["--kv-cache-memory-bytes"]) == pytest.approx(planned + one_block, abs=2)
 
 
 def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:

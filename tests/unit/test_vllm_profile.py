@@ -8,7 +8,8 @@ from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import ModelSpec
 from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
-from xprofiler.vllm import NUM_DECODES, PASSES, SHORT, Point
+from xprofiler.passes import PASSES, in_passes
+from xprofiler.vllm import NUM_DECODES, SHORT, Point
 from xsimulator.cost import CostModel
 
 SLOW = 10.0
@@ -49,7 +50,7 @@ def log_of(jobs: list[Point], num_slow: int) -> list[StepRecord]:
 
 def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
     once = vllm.points(spec.max_context)
-    jobs = vllm.schedule(once)
+    jobs = in_passes(once, lambda point: point.prompt_tokens)
     assert len(jobs) < PASSES * len(once)  # long prompts are not in every pass
     times = vllm._times(log_of(jobs, num_slow=len(once)), jobs)
     profile = vllm.fit(spec, load_cluster("local"), "float32", times, {})

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +20,8 @@ from xgpt.errors import MachineError
 from xgpt.schema import Plan
 
 if TYPE_CHECKING:
+    import subprocess
+
     from xgpt.observation import Seen
     from xgpt.schema import Decision, Planner
     from xrunner.vllm.channel import ServerSide
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """Between two looks at a channel that was empty."""
-STOP_S = 20.0
-"""To end in after SIGTERM, before vLLM is killed: less than whoever stops us waits, or vLLM would be left behind."""
 
 
 def check_plan_for_vllm(plan: Plan) -> str:
@@ -113,41 +112,26 @@ def running(launch: Launch, host: str, port: int, log: Path | None = None) -> It
     """
     import httpx
 
-    from xrunner.vllm.process import environment, last_error, package_path, preload, python
+    from xrunner.vllm.process import last_error, package_path, preload, python, started
 
     vllm_python = python()
-    with package_path() as packages:
-        process = subprocess.Popen(
-            launch.command(vllm_python),
-            env=environment(packages, launch.variables | preload(vllm_python)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # a Ctrl-C reaches us, and we end it
-        )
-        tail: deque[str] = deque(maxlen=200)
-        reader = threading.Thread(target=_read, args=(process, tail, log), daemon=True)
+    variables = launch.variables | preload(vllm_python)
+    tail: deque[str] = deque(maxlen=200)
+    with package_path() as packages, started(launch.command(vllm_python), packages, variables) as process:
+        reader = threading.Thread(target=_read, args=(process, tail, log))
         reader.start()
-        try:
-            with httpx.Client(trust_env=False, timeout=2) as client:
-                while True:
-                    if process.poll() is not None:
-                        reader.join()
-                        raise MachineError(f"vLLM did not start: {last_error(list(tail))}")
-                    try:
-                        if client.get(f"http://{host}:{port}/health").status_code == httpx.codes.OK:
-                            break
-                    except httpx.HTTPError:
-                        time.sleep(0.2)
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            reader.join()
+        with httpx.Client(trust_env=False, timeout=2) as client:
+            while True:
+                if process.poll() is not None:
+                    reader.join()
+                    raise MachineError(f"vLLM did not start: {last_error(list(tail))}")
+                try:
+                    if client.get(f"http://{host}:{port}/health").status_code == httpx.codes.OK:
+                        break
+                except httpx.HTTPError:
+                    time.sleep(0.2)
+        yield process
+    reader.join()
 
 
 def _read(process: subprocess.Popen[str], tail: deque[str], log: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,25 +52,27 @@ def computing_cores(cluster: ClusterSpec) -> int:
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
 
 
-def variables(cluster: ClusterSpec, cache_bytes: int, devices: Sequence[int]) -> dict[str, str]:
+def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     """vLLM's variables for these devices of the cluster.
 
     On the CPUs of this machine they say which cores compute. By itself vLLM leaves a core free for its engine's loop,
     and another one where there is a K/V connector, unless none would be left: a profile, which takes a connector, would
     then be of other cores than vLLM serves with.
-
-    Args:
-        cache_bytes: K/V memory of each device.
     """
-    if cluster.device.type == "gpu":
+    if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
-    memory = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-cache_bytes // 2**30)))}
-    if not cluster.is_local:
-        return memory
     cores = computing_cores(cluster)
     if cluster.devices_per_node == 1:
-        return memory | {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(num_cores() - cores)}
-    return memory | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{cores * d}-{cores * (d + 1) - 1}" for d in devices)}
+        return {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(num_cores() - cores)}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{cores * d}-{cores * (d + 1) - 1}" for d in devices)}
+
+
+def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
+    """K/V memory of so many tokens on the fullest device of these stages."""
+    layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
+    heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
+    share = layers / plan.model.num_layers * heads / plan.model.num_kv_heads
+    return math.ceil(tokens * plan.model.kv_bytes_per_token(plan.dtype) * share)
 
 
 def launch(
@@ -147,7 +150,7 @@ def _launch(
     blocks = tokens // block_size
     own = [device for stage in stages for device in stage.devices]
     devices = [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in own]
-    environment |= variables(cluster, (blocks + 1) * block_size * spec.kv_bytes_per_token(plan.dtype), devices)
+    environment |= variables(cluster, devices)
     step = step_tokens(plan)
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
     arguments = [
@@ -168,7 +171,9 @@ def _launch(
         *("--additional-config", json.dumps({"xgpt": config})),
     ]
     if cluster.device.type == "cpu":
-        arguments.append("--enforce-eager")
+        # vLLM asks whether so much memory is free, and by itself would take nine tenths of the machine's.
+        room = cache_bytes(plan, stages, (blocks + 1) * block_size)
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
     if (directory := Path(weights)).is_dir() and not any(directory.glob("tokenizer*")):
         arguments.append("--skip-tokenizer-init")
     if host is not None:

@@ -61,6 +61,29 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
+@contextmanager
+def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process of vLLM's with all that it starts in its turn; none of them outlives us or the context.
+
+    Its output, errors too, is the process's `stdout`, the caller's to read and to close.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xrunner.vllm.leash", *command],
+        env=environment(packages, variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a Ctrl-C reaches us, and we end it
+    )
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
 def preload(vllm_python: str) -> dict[str, str]:
     """Intel's OpenMP beside that Python, which vLLM's CPU kernels are the fastest with; none where it is not there."""
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"

@@ -1,0 +1,80 @@
+"""vLLM's processes end when whoever started them does; here in place of vLLM a process that starts another."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from xrunner.vllm.process import package_path, started
+
+pytestmark = pytest.mark.timeout(60)
+
+FAMILY = """
+import fcntl, subprocess, sys, time
+held = open(sys.argv[1], "w")
+fcntl.flock(held, fcntl.LOCK_EX)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[held.fileno()])
+print("both are here", flush=True)
+{then}
+"""
+"""It and its child hold a lock together, which is free when both have ended."""
+PARENT = """
+import sys, time
+from pathlib import Path
+from xrunner.vllm.process import started
+with started(sys.argv[2:], Path(sys.argv[1]), {}) as process:
+    print(process.stdout.readline(), flush=True)
+    time.sleep(600)
+"""
+
+
+def family(lock: Path, then: str = "time.sleep(600)") -> list[str]:
+    return [sys.executable, "-c", FAMILY.format(then=then), str(lock)]
+
+
+def wait_until_all_have_ended(lock: Path) -> None:
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def parent(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has started the family."""
+    with package_path() as packages:
+        command = [sys.executable, "-c", PARENT, str(packages), *family(lock)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "both are here\n"
+            yield process
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nobody_outlives_who_started_him(how: signal.Signals, tmp_path: Path) -> None:
+    with parent(tmp_path / "lock") as process:
+        process.send_signal(how)
+        wait_until_all_have_ended(tmp_path / "lock")
+
+
+def test_nobody_outlives_the_context(tmp_path: Path) -> None:
+    with package_path() as packages, started(family(tmp_path / "lock"), packages, {}) as process:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == "both are here\n"
+    wait_until_all_have_ended(tmp_path / "lock")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_nobody_outlives_the_first_and_its_exit_code_is_told(tmp_path: Path) -> None:
+    with package_path() as packages, started(family(tmp_path / "lock", "sys.exit(3)"), packages, {}) as process:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.read() == "both are here\n"
+        wait_until_all_have_ended(tmp_path / "lock")
+        assert process.wait() == 3

@@ -1,0 +1,28 @@
+"""The order in which points are measured: several times over all of them, so that none meets one rate of the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+PASSES = 6
+"""The first is to warm up."""
+LONG_TOKENS, LONG_EVERY = 1024, 2
+"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every second pass only."""
+
+Point = TypeVar("Point")
+
+
+def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int]) -> list[Point]:
+    """The points of all passes, one pass after the other.
+
+    Args:
+        prompt_tokens: that a point encodes.
+    """
+    once = list(points)
+    return [
+        point
+        for number in range(PASSES)
+        for point in once
+        if number % LONG_EVERY == 0 or prompt_tokens(point) < LONG_TOKENS
+    ]

@@ -1,0 +1,52 @@
+"""Runs a command for as long as its own standard input stays open: `python -m xrunner.vllm.leash COMMAND ...`.
+
+vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
+group. Whoever started us holds the other end of our input, which the kernel closes when they end, however that comes
+about; then, or when the command ends by itself, nothing of the group is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+STOP_S = 20.0
+"""To end in after SIGTERM, before all are killed."""
+
+
+def main(command: list[str]) -> int:
+    """Run the command to its end, or to that of our input.
+
+    Returns:
+        Its exit code; where a signal ended it, 128 and the signal's number, as a shell has it.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: process.terminate())
+    threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
+    code = process.wait()
+    _kill_group(process.pid)
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_input(process: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 4096):
+        pass
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        _kill_group(process.pid)
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
