@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import linear
 
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
@@ -13,6 +14,7 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Rotary
+from xrunner.packed import ACTIVATIONS, pack
 from xrunner.weights import load_checkpoint
 from xrunner.worker import Worker, build_worker
 
@@ -113,6 +115,26 @@ def test_logits_equal_without_prepacked_weights(checkpoint, name):
     loaded = load_checkpoint(directory)
     cache = KvCache(loaded.spec, 64, 8, torch.float32, torch.device("cpu"))
     compare(Worker(loaded, cache, BACKENDS["reference"]()), model)
+
+
+@pytest.mark.parametrize("name", FIRST_SHAPES)
+def test_logits_equal_on_processors_without_mkl(checkpoint, name, monkeypatch):
+    directory, model = checkpoint(name)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    compare(make_worker(directory, "reference"), model)
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("shape", [(7, 5), (211, 32), (96, 770)])
+def test_a_packed_product_of_any_number_of_rows(shape, activation):
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    product = pack(weight, activation)
+    for rows in (0, 1, 2, 3, 8, 17, 64, 511, 513, 1000):
+        x = torch.randn(rows, shape[1])
+        for b in (bias, None):
+            torch.testing.assert_close(
+                product(x, b), ACTIVATIONS[activation](linear(x, weight, b)), atol=1e-4, rtol=1e-4
+            )
 
 
 def must_differ(directory, model, change=lambda worker: None):
