@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -239,6 +243,30 @@ def test_the_exported_start_of_our_own_engine_is_one_that_it_takes() -> None:
 def test_waa_is_exported_as_two_lanes_and_their_front() -> None:
     files = export(waa(), "vllm")
     assert "kv_producer" in files["encode.sh"] and "kv_consumer" in files["decode.sh"]
+
+
+@pytest.mark.timeout(60)
+def test_both_lanes_end_with_their_script(tmp_path: Path) -> None:
+    """Three programs take part; each of them, here a fake, shares a lock for as long as it runs."""
+    for name, text in export(waa(), "vllm").items():
+        (tmp_path / name).write_text(text)
+    fake = tmp_path / "python3"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import fcntl, sys, time\n"
+        "fcntl.flock(file := open('lock', 'w'), fcntl.LOCK_SH)\n"
+        "print('here', file=sys.stderr, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    fake.chmod(0o755)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(["sh", tmp_path / "serve.sh"], stderr=subprocess.PIPE, env=path) as script:
+        assert script.stderr is not None
+        for _ in range(3):
+            assert script.stderr.readline() == b"here\n"
+        script.terminate()
+        with (tmp_path / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_a_plan_that_does_not_fit_is_not_exported() -> None:

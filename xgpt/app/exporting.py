@@ -83,8 +83,9 @@ def _vllm(plan: Plan) -> dict[str, str]:
         started = launch_lane(plan, lane, connector, host="0.0.0.0", port=port)
         lanes[f"{lane}.sh"] = _script(head.format(f"the {lane} lane, on devices of its own"), _command(started))
     lanes_at = f"--encode http://localhost:{PORT + 100} --decode http://localhost:{PORT + 200}"
-    front = f"exec python3 -m xrunner.vllm.front plan.json {lanes_at} --port {PORT}"
-    both = ["sh encode.sh &", "sh decode.sh &", front]
+    front = f"python3 -m xrunner.vllm.front plan.json {lanes_at} --port {PORT} &"
+    all_end = 'trap "kill $all" EXIT\ntrap exit INT TERM\nwait $!'  # the lanes too when the front ends
+    both = ["sh encode.sh &", "all=$!", "sh decode.sh &", 'all="$all $!"', front, 'all="$all $!"', all_end]
     return requirements | lanes | {"serve.sh": _script(head.format("both lanes and the front"), *both)}
 
 
