@@ -5,7 +5,8 @@
 The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its own token budget,
 and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
 before it is measured; beside it stands what the simulated engine makes of the same requests, and of many: how far the
-sample, and how far the closed form, is the cause of an error. Writes results/vllm.KIND.json; docs/VLLM.md keeps the
+sample, and how far the closed form, is the cause of an error. After it come its steps by kind, beside what the profile
+says of them: how far the profile is. Writes results/vllm.KIND.json; docs/VLLM.md keeps the
 last.
 """
 
@@ -15,6 +16,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -28,7 +30,9 @@ from xgpt.app.wording import settings_text
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
+from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
+from xsimulator.cost import CostModel
 
 DEFAULT_TOKEN_BUDGET = 2048
 """vLLM's own for its server."""
@@ -69,14 +73,18 @@ def main(
         for n, (rps, latency_s) in simulated.items():
             click.echo(f"{kind}: {n} requests simulated: {rps:.3f} req/s, {latency_s:.2f} s")
         server: Server | None = vllm_as_it_is if kind == "default" else None
-        report = bench_plan(
-            plan, plan.workload, num_requests, np.random.default_rng(seed), engine="vllm", server=server
-        )
+        log: list[StepRecord] = []
+        rng = np.random.default_rng(seed)
+        report = bench_plan(plan, plan.workload, num_requests, rng, engine="vllm", server=server, on_log=log.extend)
         click.echo(" | ".join(row(kind, plan, report)))
+        steps = step_times(log, CostModel(subject.model, subject.profile))
+        for name, (count, predicted_s, measured_s) in steps.items():
+            click.echo(f"{kind}: {count} {name} steps: {predicted_s:.1f} s predicted, {measured_s:.1f} s measured")
         document = {
             "kind": kind,
             "plan": plan.model_dump(mode="json"),
             "simulated": simulated,
+            "steps": steps,
             "report": report.model_dump(mode="json"),
         }
         write_atomic(Path(f"results/vllm.{kind}.json"), json.dumps(document, indent=1) + "\n")
@@ -101,6 +109,24 @@ def simulated_figures(subject: Subject, plan: Plan, num_requests: int, seed: int
     """Requests a second, and quantile latency in seconds, of the requests that `bench_plan` draws by this seed."""
     measured, _ = simulate(plan, subject.profile, plan.workload, num_requests, np.random.default_rng(seed))
     return measured.throughput_rps, measured.latency_s
+
+
+def step_times(log: list[StepRecord], cost: CostModel) -> dict[str, tuple[int, float, float]]:
+    """Of each kind of step: how many, and seconds of all, predicted and from the start of each to that of the next."""
+    kinds: dict[str, list[tuple[float, float]]] = {"encode": [], "decode": [], "mixed": []}
+    context: dict[int, int] = {}
+    input_length: dict[int, int] = {}
+    for record, following in pairwise(log):
+        input_length |= {arrival.id: arrival.input_length for arrival in record.arrivals}
+        encode = [(start, start + n, int(start + n == input_length[id_])) for id_, start, n in record.encode]
+        context |= {id_: end for (id_, _, _), (_, end, _) in zip(record.encode, encode, strict=True)}
+        for id_ in record.decode:
+            context[id_] += 1
+        sampled = len(record.decode) + sum(is_sampled for _, _, is_sampled in encode)
+        predicted_s = cost.step(encode, [context[id_] for id_ in record.decode], sampled)
+        kind = "decode" if not encode else "mixed" if record.decode else "encode"
+        kinds[kind].append((predicted_s, (following.start_ns - record.start_ns) / 1e9))
+    return {kind: (len(times), *np.sum(times, axis=0).tolist()) for kind, times in kinds.items() if times}
 
 
 @contextmanager

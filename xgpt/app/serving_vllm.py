@@ -140,7 +140,9 @@ def _read(process: subprocess.Popen[str], tail: deque[str], log: Path | None) ->
         for line in process.stdout:
             tail.append(line)
             file.write(line)
-            if log is None and any(level in line for level in ("ERROR", "CRITICAL")):
+            # What it says once it is to end, its engine gone under it, is no news.
+            is_to_end = process.stdin is None or process.stdin.closed
+            if log is None and not is_to_end and any(level in line for level in ("ERROR", "CRITICAL")):
                 print(line.rstrip(), file=sys.stderr, flush=True)
 
 
