@@ -7,10 +7,12 @@ import pytest
 
 from tests.contract.scenarios import one_lane, problem, random_settings, simulate
 from xgpt.io import dump_json
-from xgpt.schema import Plan, RraSettings, Variable
+from xgpt.schema import ChunkedSettings, Histogram, Plan, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Settings
 from xsimulator.analytic import OneLaneModel
+from xsimulator.cost import CostModel
+from xsimulator.lengths import Lengths
 
 KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
@@ -129,6 +131,20 @@ def alone_in_engine(settings: Settings) -> bool:
     requests themselves show what a stay costs. (Static batches: see Measured.)
     """
     return getattr(settings, "max_batch", None) == 1
+
+
+@pytest.mark.parametrize(("token_budget", "max_batch"), [(128, 8), (512, 8), (1024, 16)])
+def test_slots_that_hardly_decode_leave_no_step_without_a_prompt(token_budget: int, max_batch: int) -> None:
+    """Most outputs are one token, as azure-code's: nearly all slots wait for their prompt's turn."""
+    of = problem("opt-13b", "a40x4", "chat-short")
+    output = Histogram(lengths=(1, 2, 4, 16), probabilities=(0.7, 0.15, 0.1, 0.05))
+    workload = Workload(name="short", input=of.workload.input, output=output)
+    model = OneLaneModel(CostModel(of.model, of.profile), Lengths(workload))
+    settings = ChunkedSettings(token_budget=token_budget, max_batch=max_batch)
+    predicted = model.estimate(settings)
+    measured = simulate(model, workload, settings, 1500, np.random.default_rng(0))
+    assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.05)
+    assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,8 +5,9 @@ that takes budget - b tokens a step. With x prompts a step, b = x E[D] and load 
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
-where W rounds a stay of mean y up to whole steps and the wait is Pollaczek-Khinchine's. The left side rises with x, so
-it has one root; without a budget it is x = max_batch / (E[D] + 1).
+where W rounds a stay of mean y up to whole steps and the wait is Pollaczek-Khinchine's, of what the other slots leave at
+the station (Schweitzer, 1979). The left side rises with x, so it has one root at most; where it has none the station is
+never idle, and without a budget x = max_batch / (E[D] + 1).
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class MixedSteps:
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
         if budget is None:
             rate = max_batch / (lengths.mean_decodes + 1)
-            room = load = None
+            room = load = slots = None
         else:
             budget = np.maximum(np.floor(budget / m), 1.0)
-            rate, room, load, _ = self._steady(max_batch, budget, others)
+            rate, room, load, slots = self._steady(max_batch, budget, others)
         decode_batch = rate * lengths.mean_decodes
 
         # A busy step encodes what the slots freed, up to its room. Whoever is still in encode makes a step busy, so in
@@ -89,9 +90,9 @@ class MixedSteps:
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
         others_busy = busy * others
-        if budget is not None and load is not None:
+        if budget is not None and load is not None and slots is not None:
             busy, idle_batch = np.maximum(busy, load), np.minimum(max_batch, budget)
-            others_busy = np.where(load < 0.99, busy * others, busy)
+            others_busy = busy * np.maximum(others, self._load_of_others(rate, slots, max_batch, budget, others) / load)
         requests, tokens = rate / busy, rate * mean_input / busy
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
@@ -201,12 +202,22 @@ class MixedSteps:
                 share = (max_batch - before) / np.maximum(after - before, 1e-300)
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
+    def _load_of_others(self, rate: Array, slots: Array, max_batch: Array, budget: Array, others: Array) -> Array:
+        """The load with one slot less, as a request in decode meets it: the chord, as the slots' curve is convex."""
+        fewer = self._at(rate * others, budget, others).slots
+        share = (max_batch - 1 - fewer) / np.maximum(slots - fewer, 1e-9)
+        rate = rate * (others + (1 - others) * np.minimum(np.maximum(share, 0.0), 1.0))
+        return rate * self._lengths.mean_input / (budget - rate * self._lengths.mean_decodes)
+
     def _at(self, rate: Array, budget: Array, others: Array) -> _Slots:
         lengths = self._lengths
         room = budget - rate * lengths.mean_decodes
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
-        y = (lengths.mean_input + others * residual * load / np.maximum(1 - load, 1e-9)) / room
+        # Who comes meets what the other slots leave there, in service and waiting: where few of them decode, the
+        # station never runs dry.
+        met = others * load
+        y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (lengths.mean_decodes - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
         return _Slots(rate, room, load, slots)
 
