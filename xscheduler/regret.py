@@ -6,7 +6,7 @@ prompt tokens a phase, whatever the number of requests that bring them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
@@ -41,14 +41,17 @@ class Terms:
 
     Attributes:
         least_gain: share of the running plan's throughput that another must gain.
-        confidence: standard deviations by which the observed lengths must exceed what keeps the bound before the
-            bound counts as broken: the highest quantiles of few requests are mostly chance.
+        confidence: standard deviations within which the quantile of the observed lengths may lie: the highest
+            quantiles of few requests are mostly chance. The bound counts as broken where even the lowest breaks it.
+        caution: share of throughput that is given for a plan that keeps the bound under a higher quantile, where the
+            running one would not.
         horizon_s: time in which a change of placement must repay its pause.
         load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
     """
 
     least_gain: float = 0.05
     confidence: float = 2.0
+    caution: float = 0.02
     horizon_s: float = 600.0
     load_bytes_per_s: float = 2e9
 
@@ -94,7 +97,8 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
     now = under(plan, profile, workload, plan.constraint.quantile)
     # The quantile that the observed lengths exceed for certain.
     q = plan.constraint.quantile
-    certain = max(0.5, q - terms.confidence * sqrt(q * (1 - q) / weight))
+    doubt = terms.confidence * sqrt(q * (1 - q) / weight)
+    certain = max(0.5, q - doubt)
     breaks = bound is not None and under(plan, profile, workload, certain)["latency"] > bound
     running = Outcome(
         policy=plan.policy,
@@ -163,9 +167,45 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
             False,
             f"the best plan gains {100 * gain:.1f}% of throughput, under {100 * terms.least_gain:g}%",
         )
+    if is_swap and plan.policy.kind in SWAPPABLE:
+        careful = _careful(best if switch else plan, problem, doubt, terms.caution)
+        if careful is not None:
+            best, gain = careful, careful.estimate.throughput_rps / now["throughput"] - 1
+            if not switch:
+                switch, reason = True, "further requests may show a broken bound, and caution costs little"
     if switch and best.policy == plan.policy and is_swap and not _differs(plan, best):
         switch, reason = False, "the best plan is the running one"
     return verdict(best, is_swap=is_swap, gain=gain, pause_s=pause_s, switch=switch, reason=reason)
+
+
+def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan | None:
+    """A plan to swap to that keeps the bound even if the lengths' quantile lies higher, where this one does not.
+
+    Args:
+        doubt: by how much higher it may lie.
+        price: share of throughput that may be given for it.
+
+    Returns:
+        None: the plan will do, or nothing cheap does better.
+    """
+    constraint, profile, workload = plan.constraint, problem.profile, problem.workload
+    least_rps = (1 - price) * under(plan, profile, workload, constraint.quantile)["throughput"]
+    for share in (1.0, 0.5):
+        quantile = min(constraint.quantile + share * doubt, 1 - 1e-9)
+        if constraint.latency_bound_s is None or (
+            under(plan, profile, workload, quantile)["latency"] <= constraint.latency_bound_s
+        ):
+            return None
+        harder = replace(problem, constraint=constraint.model_copy(update={"quantile": quantile}))
+        try:
+            found = Scheduler(harder).best_of_each(SWAPPABLE)
+        except InfeasibleError:
+            continue
+        best = _in_place_of(plan, max(found.values(), key=_throughput), in_place=True)
+        if best.estimate.throughput_rps >= least_rps:
+            latency_s = under(best, profile, workload, constraint.quantile)["latency"]
+            return best.model_copy(update={"estimate": best.estimate.model_copy(update={"latency_s": latency_s})})
+    return None
 
 
 def _throughput(plan: Plan) -> float:

@@ -10,7 +10,7 @@ from tests.contract.scenarios import problem
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
 from xgpt.observation import observe_lengths
-from xgpt.schema import Histogram, Plan, TruncatedNormal, Workload
+from xgpt.schema import ChunkedSettings, Histogram, Plan, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.regret import Terms, judge, under, within_context
 from xscheduler.schedule import Scheduler
@@ -53,7 +53,7 @@ def test_under_its_own_lengths_a_plan_does_what_it_promises() -> None:
         plan = plan_of(kind, 6.0)
         now = under(plan, PROFILE, plan.workload, 0.99)
         assert now["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
-        verdict = judge(plan, PROFILE, plan.workload, 1000)
+        verdict = judge(plan, PROFILE, plan.workload, 1_000_000)
         assert not verdict.breaks_bound
 
 
@@ -83,6 +83,25 @@ def test_few_requests_do_not_prove_a_broken_bound() -> None:
     lengths = scaled(plan.workload, 1.0, 1.1)
     assert judge(plan, PROFILE, lengths, 100_000).breaks_bound
     assert not judge(plan, PROFILE, lengths, 20).breaks_bound
+
+
+def test_in_doubt_of_the_bound_a_swap_that_costs_next_to_nothing_is_made() -> None:
+    plan = plan_of("chunked", 6.0)
+    plan = plan.model_copy(
+        update={
+            "policy": ChunkedSettings(token_budget=4096, max_batch=256),
+            "constraint": plan.constraint.model_copy(update={"headroom": 0.3}),
+        }
+    )
+    lengths = scaled(plan.workload, 1.0, 0.2)
+    few, many = judge(plan, PROFILE, lengths, 100), judge(plan, PROFILE, lengths, 100_000)
+    assert not few.breaks_bound and few.switch and few.is_swap and "caution" in few.reason
+    assert few.plan is not None and few.gain >= -0.02
+    assert few.plan.estimate.latency_s < 0.7 * few.running.latency_s
+    assert not many.switch
+    assert not judge(few.plan, PROFILE, lengths, 100, Terms(caution=1e-6)).switch
+    # Where caution costs more than the terms allow, the plan stays.
+    assert not judge(plan, PROFILE, lengths, 100, Terms(caution=-0.1)).switch
 
 
 def test_a_placement_changes_only_where_that_repays_its_pause() -> None:
