@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import tiny_server
 from benchmarks.drift import KINDS, SMALL, Lab
 from benchmarks.drifting import shifted
-from xgpt.app.bench import served
+from xgpt.app.bench import calibrate, served
 from xgpt.cli.render import show, table
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.io import write_atomic
@@ -64,12 +64,18 @@ def streams(num_streams: int, num_tokens: int, max_batch: int, seed: int) -> dic
     seconds = max(r.end_s for r in results)
     return {
         "streams": num_streams,
+        "tokens_each": num_tokens,
+        "decoding_at_once": max_batch,
         "open_at_once": max(accumulate(change for _, change in events)),
         "lost": sum(r.error is not None for r in results),
         "wrong": wrong,
         "tokens_per_s": sum(r.num_tokens for r in results) / seconds,
-        "handover_p99_s": histogram_quantile(metrics, "xgpt_handover_seconds", 0.99),
-        "delivery_p99_s": histogram_quantile(metrics, "xgpt_delivery_seconds", 0.99),
+        **{
+            f"{name}_p{round(100 * q)}_s": histogram_quantile(metrics, f"xgpt_{name}_seconds", q)
+            for name in ("handover", "delivery")
+            for q in (0.5, 0.99)
+        },
+        "machine_gflops": calibrate(),
         "failures": sorted({r.error for r in results if r.error is not None})[:3],
     }
 
@@ -86,15 +92,17 @@ def histogram_quantile(metrics: str, name: str, q: float) -> float:
 
 
 def overload(seconds: float, seed: int) -> dict[str, Any]:
-    """Three times the requests that a plan can serve: those that are taken in keep the bound, waiting included."""
+    """Three times the requests that a plan can serve: those that are taken in keep its bound, and what was promised.
+
+    A plan's bound counts from admission; as much again is promised for waiting.
+    """
     lab = Lab()
     workload = shifted(load_workload("summarization", SMALL))
     plan = lab.plan(workload, lab.bound(workload, 2.0))
     assert plan.policy.kind in KINDS and plan.constraint.latency_bound_s is not None
     estimate = plan.estimate
-    bound_s = 2 * plan.constraint.latency_bound_s
-    # Who waits behind so many is through in time, were the plan a fifth slower than predicted.
-    max_waiting = max(1, int(0.8 * estimate.throughput_rps * (bound_s - 1.2 * estimate.latency_s)))
+    bound_s = plan.constraint.latency_bound_s
+    promised_s = 2 * bound_s
     rate = OVERLOAD * estimate.throughput_rps
     rng = np.random.default_rng(seed)
     inputs, outputs = sample(workload, int(rate * seconds), rng)
@@ -103,22 +111,30 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
         for i, (n, m) in enumerate(zip(inputs, outputs, strict=True))
     ]
     with tempfile.TemporaryDirectory() as directory:
-        options = ("--max-waiting", str(max_waiting))
-        with served(plan, Path(directory), Path(directory) / "steps.jsonl", options=options) as url:
+        options = ("--answer-within", str(promised_s))
+        with served(plan, Path(directory), Path(directory) / "steps.jsonl", replan=True, options=options) as url:
             results = asyncio.run(replay(url, requests, concurrency=None, stream=False))
+            history = httpx.get(f"{url}/plan/history", trust_env=False).json()
     accepted = [r for r in results if r.error is None]
-    total_s = [r.end_s - r.send_s for r in accepted]
+    refused_s = [r.end_s - r.send_s for r in results if "HTTP 429" in (r.error or "")]
+    total_s = np.asarray([r.end_s - r.send_s for r in accepted])
+    admitted_s = np.asarray([r.server.total_s - r.server.queued_s for r in accepted if r.server is not None])
     return {
         "sent": len(results),
         "accepted": len(accepted),
-        "refused_429": sum("HTTP 429" in (r.error or "") for r in results),
+        "refused_429": len(refused_s),
         "other_errors": sum(r.error is not None and "HTTP 429" not in r.error for r in results),
         "planned_rps": estimate.throughput_rps,
         "accepted_rps": len(accepted) / max(r.end_s for r in accepted),
         "bound_s": bound_s,
+        "from_admission_p99_s": float(np.quantile(admitted_s, 0.99)),
+        "share_within_bound": float(np.mean(admitted_s <= bound_s)),
+        "promised_s": promised_s,
         "end_to_end_p99_s": float(np.quantile(total_s, 0.99)),
-        "share_within_bound": float(np.mean(np.asarray(total_s) <= bound_s)),
-        "max_waiting": max_waiting,
+        "share_within_promise": float(np.mean(total_s <= promised_s)),
+        "refusal_p99_s": float(np.quantile(refused_s, 0.99)) if refused_s else 0.0,
+        "machine_gflops": calibrate(),
+        "replans": sum(decision["action"] != "keep" for decision in history),
     }
 
 
@@ -185,23 +201,26 @@ def main(parts: tuple[str, ...], num_streams: int, num_tokens: int, max_batch: i
     """Put load on a server."""
     found: dict[str, dict[str, Any]] = {}
     missed: list[str] = []
-    if not parts or "streams" in parts:
-        it = found["streams"] = streams(num_streams, num_tokens, max_batch, seed)
-        overhead_s = max(it["handover_p99_s"], it["delivery_p99_s"])
-        if it["lost"] or it["wrong"] or it["open_at_once"] < NUM_OPEN or overhead_s > MAX_OVERHEAD_S:
-            missed.append("streams")
-    if not parts or "overload" in parts:
-        it = found["overload"] = overload(seconds, seed)
-        if it["share_within_bound"] < 0.99 or it["other_errors"] or not it["refused_429"]:
-            missed.append("overload")
-    if not parts or "sigterm" in parts:
-        it = found["sigterm"] = sigterm(40, seed)
-        if it["unclear"] or it["ended_after_s"] > DRAIN_S + 3:
-            missed.append("sigterm")
-    for name, figures in found.items():
+
+    def tell(name: str, figures: dict[str, Any], *, is_good: bool) -> None:
+        found[name] = figures
+        missed.extend([] if is_good else [name])
         cells = [[k, f"{v:.4g}" if isinstance(v, float) else str(v)] for k, v in figures.items()]
         show(table(name, ["figure", "value"], cells))
-    write_atomic(RESULTS, json.dumps(found | {"missed": missed}, indent=1) + "\n")
+        write_atomic(RESULTS, json.dumps(found | {"missed": missed}, indent=1) + "\n")
+
+    if not parts or "streams" in parts:
+        it = streams(num_streams, num_tokens, max_batch, seed)
+        overhead_s = max(it["handover_p99_s"], it["delivery_p99_s"])
+        is_whole = not it["lost"] and not it["wrong"] and it["open_at_once"] >= NUM_OPEN
+        tell("streams", it, is_good=is_whole and overhead_s <= MAX_OVERHEAD_S)
+    if not parts or "overload" in parts:
+        it = overload(seconds, seed)
+        kept = min(it["share_within_bound"], it["share_within_promise"])
+        tell("overload", it, is_good=kept >= 0.99 and not it["other_errors"] and bool(it["refused_429"]))
+    if not parts or "sigterm" in parts:
+        it = sigterm(40, seed)
+        tell("sigterm", it, is_good=not it["unclear"] and it["ended_after_s"] <= DRAIN_S + 3)
     raise SystemExit(bool(missed))
 
 

@@ -272,6 +272,24 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         assert "3 are accepted" in post(url, n=4).json()["error"]["message"]
 
 
+def test_who_would_be_answered_too_late_is_a_429() -> None:
+    # The plan answers one request a second, encodes one at once, and takes a second for it.
+    executor = FakeExecutor(step_s=0.02)
+    with (
+        running(fake_app(fake_engine(executor, max_batch=1), limits=Limits(answer_within_s=2.5))) as url,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        long = pool.submit(post, url, max_tokens=60)
+        assert eventually(lambda: bool(executor.running))
+        assert post(url, n=2).status_code == 429
+        waiting = pool.submit(post, url, max_tokens=1)
+        assert eventually(lambda: metric(url, "xgpt_requests_waiting") == 1)
+        refused = post(url)
+        assert refused.status_code == 429
+        assert "the answer would take 3 s, 2.5 s are promised" in refused.json()["error"]["message"]
+        assert [answer.result().status_code for answer in (long, waiting)] == [200, 200]
+
+
 def test_openapi_describes_every_route(url: str) -> None:
     document = get(url, "/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(document["paths"])

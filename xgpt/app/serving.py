@@ -304,6 +304,7 @@ def serve_plan(
     exposure: Exposure,
     *,
     max_waiting: int | None = None,
+    answer_within_s: float | None = None,
     drain_s: float | None = None,
     log_level: str = "info",
     step_log: Path | None = None,
@@ -314,6 +315,7 @@ def serve_plan(
     """Serve until SIGTERM or SIGINT.
 
     Args:
+        answer_within_s: what is promised to who is taken in (see `Limits`); None: nothing.
         nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
@@ -327,7 +329,7 @@ def serve_plan(
     log = None if step_log is None else StepLogWriter(step_log)
     thread = server.single_thread()
     engine = thread.submit(build_engine, plan, log, nodes).result()
-    limits = server.Limits()
+    limits = server.Limits(answer_within_s=answer_within_s)
     app = server.create_app(
         server.EngineThread(engine, thread, server.Watch(plan, planner)),
         model_name=plan.model.name,

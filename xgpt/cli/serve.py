@@ -22,6 +22,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
 @click.option("--max-waiting", type=click.IntRange(1), help="Requests that may wait; more get 429.  [default: 4096]")
 @click.option(
+    "--answer-within",
+    "answer_within_s",
+    type=click.FloatRange(0, min_open=True),
+    metavar="S",
+    help="Time to a whole answer, waiting included; who would take longer gets 429.",
+)
+@click.option(
     "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
 )
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
@@ -42,6 +49,7 @@ def command(
     api_key_file: str | None,
     allowed_hosts: tuple[str, ...],
     max_waiting: int | None,
+    answer_within_s: float | None,
     drain_s: float | None,
     log_level: str,
     no_replan: bool,
@@ -99,6 +107,7 @@ def command(
         plan,
         exposure,
         max_waiting=max_waiting,
+        answer_within_s=answer_within_s,
         drain_s=drain_s,
         log_level=log_level,
         step_log=None if step_log is None else Path(step_log),

@@ -7,9 +7,9 @@ from xrunner.server.access import AllowedHosts, ApiKeys, check_exposure
 from xrunner.server.app import create_app
 from xrunner.server.chat import ChatTemplate
 from xrunner.server.engine_thread import EngineThread, single_thread
+from xrunner.server.limits import Limits
 from xrunner.server.logs import log_json
 from xrunner.server.process import DRAIN_S, serve
-from xrunner.server.service import Limits
 from xrunner.server.text import TextCodec, load_tokenizer
 from xrunner.server.watch import Watch
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from xrunner.generation import Token
 from xrunner.server.engine_thread import EngineThread, Inbox, Stream
 from xrunner.server.info import RequestInfo
+from xrunner.server.limits import Limits
 from xrunner.server.protocol import ApiError, GenerationRequest, parse_deadline
 from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
 from xrunner.server.writers import ChoiceResult, Delta, TokenReport, Writer
@@ -41,7 +42,7 @@ class Answer(Response):
         writer: Writer,
         codec: TextCodec | None,
         eos_token_ids: frozenset[int],
-        max_waiting: int,
+        limits: Limits,
         info: RequestInfo,
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
@@ -50,7 +51,7 @@ class Answer(Response):
         self._prompts = prompts
         self._writer = writer
         self._codec = codec
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._info = info
         seconds = parse_deadline(info.deadline_header, request.deadline_s)
         self._deadline_s = None if seconds is None else info.received_s + seconds
@@ -114,14 +115,7 @@ class Answer(Response):
         if self._deadline_s is not None and self._deadline_s <= time.perf_counter():
             raise ApiError(504, "the deadline had passed before it was the request's turn", code="deadline_exceeded")
         num_choices = self._request.num_choices
-        num_waiting = self._engine_thread.num_waiting
-        if num_waiting + len(self._prompts) * num_choices > self._max_waiting:
-            raise ApiError(
-                429,
-                f"{num_waiting} requests wait already, {self._max_waiting} may; try again later",
-                code="queue_full",
-                retry_after_s=self._engine_thread.retry_after_s(),
-            )
+        self._check_room(len(self._prompts) * num_choices)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
         for prompt in self._prompts:
             for index in range(num_choices):
@@ -139,6 +133,20 @@ class Answer(Response):
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
         self._num_running = len(self._choices)
+
+    def _check_room(self, num_outputs: int) -> None:
+        """Raises ApiError (429): too many wait, or so many that these would be answered too late."""
+        num_waiting, limits = self._engine_thread.num_waiting, self._limits
+        reason = None
+        if num_waiting + num_outputs > limits.max_waiting:
+            reason = f"{num_waiting} requests wait already, {limits.max_waiting} may"
+        elif limits.answer_within_s is not None:
+            answer_s = self._engine_thread.answer_s(num_outputs)
+            if answer_s is not None and answer_s > limits.answer_within_s:
+                reason = f"the answer would take {answer_s:.2g} s, {limits.answer_within_s:g} s are promised"
+        if reason is not None:
+            retry_after_s = self._engine_thread.retry_after_s()
+            raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
 
     async def _next(self) -> Delta | None:
         """What the next token adds; None where its choice has ended before.

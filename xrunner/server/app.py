@@ -20,10 +20,11 @@ from xrunner.server.access import AllowedHosts, ApiKeys
 from xrunner.server.answer import error_response
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.guard import Guard
+from xrunner.server.limits import Limits
 from xrunner.server.live import Live
 from xrunner.server.openapi import describe
 from xrunner.server.protocol import ApiError
-from xrunner.server.service import Limits, Service
+from xrunner.server.service import Service
 from xrunner.server.text import TextCodec
 
 

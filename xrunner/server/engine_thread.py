@@ -18,6 +18,7 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams, Token
 from xrunner.replicas import Pools, Replicas
+from xrunner.server.backlog import Backlog
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import ApiError
 from xrunner.server.watch import Watch
@@ -25,6 +26,8 @@ from xrunner.server.watch import Watch
 MAX_RETRY_AFTER_S = 60
 IDLE_S = 0.1
 """How long an idle engine sleeps at most before it looks whether it shall stop."""
+LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
+"""Over how much time the rate is measured at which those who wait begin: seconds, and latencies of the plan."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,8 @@ class EngineThread:
         self._streams: dict[int, Stream] = {}
         self._waiting: set[int] = set()
         """Streams whose first step is not known to have begun."""
+        latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
+        self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]
@@ -126,6 +131,20 @@ class EngineThread:
         """When somebody who was turned away should come again: half of those who wait have begun by then."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._waiting) / (2 * rate))))
+
+    def answer_s(self, num_outputs: int) -> float | None:
+        """Seconds until so many more outputs would be complete, those before them included; None: nobody knows.
+
+        Who comes last begins when those before it have, and up to a whole phase later; then it takes what the plan
+        says, at the pace of late.
+        """
+        if self.watch is None:
+            return None
+        estimate, headroom = self.watch.plan.estimate, self.watch.plan.constraint.headroom
+        slowness = self.watch.step_ratio or 1.0
+        rate = self._backlog.rate_per_s or estimate.throughput_rps / slowness
+        num_before = len(self._waiting) + num_outputs - 1 + estimate.encode_batch
+        return num_before / rate + (1 + headroom) * slowness * estimate.latency_s
 
     @property
     def is_redeploying(self) -> bool:
@@ -233,6 +252,7 @@ class EngineThread:
     ) -> None:
         """Fan a step's tokens out; `encoding`: the requests that it left with part of a prompt encoded."""
         metrics = self.metrics
+        num_waiting = len(self._waiting)
         for record in records:
             if self.watch is not None and self.watch.wants_step():
                 self.watch.judge_step(record, self._seen(record))
@@ -269,6 +289,7 @@ class EngineThread:
                     continue
             for ready in stream.held or (token,):
                 stream.inbox.put_nowait(ready)
+        self._backlog.note(end_s, num_waiting - len(self._waiting), is_left=bool(self._waiting))
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         """The requests of a step."""

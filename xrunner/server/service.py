@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from xgpt.schema import ModelSpec
 from xrunner.server.answer import Answer, Prompt
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.info import RequestInfo
+from xrunner.server.limits import Limits
 from xrunner.server.protocol import (
     ApiError,
     GenerationRequest,
@@ -26,21 +26,6 @@ from xrunner.server.writers import ChatWriter, CompletionWriter
 
 MAX_OUTPUTS = 1024
 """Prompts times choices of one request, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a server takes in.
-
-    Attributes:
-        max_waiting: outputs that may wait for their first step; what comes beyond is answered with 429.
-        max_body_bytes: longer bodies are answered with 413.
-        body_timeout_s: how long a body may take to come in; then 408.
-    """
-
-    max_waiting: int = 4096
-    max_body_bytes: int = 32 << 20
-    body_timeout_s: float = 60
 
 
 class Service:
@@ -153,6 +138,6 @@ class Service:
             ),
             self._codec,
             self._eos_token_ids,
-            self._limits.max_waiting,
+            self._limits,
             info,
         )
