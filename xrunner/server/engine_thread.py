@@ -133,16 +133,16 @@ class EngineThread:
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._waiting) / (2 * rate))))
 
     def answer_s(self, num_outputs: int) -> float | None:
-        """Seconds until so many more outputs would be complete, those before them included; None: nobody knows.
+        """Seconds until so many more outputs would be complete; None: the engine is idle, or runs no plan.
 
         Who comes last begins when those before it have, and up to a whole phase later; then it takes what the plan
-        says, at the pace of late.
+        says, at the pace of late. Assumes that who came first enters first.
         """
-        if self.watch is None:
+        if self.watch is None or not self._streams:
             return None
         estimate, headroom = self.watch.plan.estimate, self.watch.plan.constraint.headroom
         slowness = self.watch.step_ratio or 1.0
-        rate = self._backlog.rate_per_s or estimate.throughput_rps / slowness
+        rate = self._backlog.rate_per_s(time.perf_counter()) or estimate.throughput_rps / slowness
         num_before = len(self._waiting) + num_outputs - 1 + estimate.encode_batch
         return num_before / rate + (1 + headroom) * slowness * estimate.latency_s
 

@@ -5,9 +5,9 @@ that takes budget - b tokens a step. With x prompts a step, b = x E[D] and load 
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
-where W rounds a stay of mean y up to whole steps and the wait is Pollaczek-Khinchine's, of what the other slots leave at
-the station (Schweitzer, 1979). The left side rises with x, so it has one root at most; where it has none the station is
-never idle, and without a budget x = max_batch / (E[D] + 1).
+where W rounds a stay of mean y up to whole steps and the wait is Pollaczek-Khinchine's, of what the other slots leave
+at the station (Schweitzer, 1979). The left side rises with x, so it has one root at most; where it has none the station
+is never idle, and without a budget x = max_batch / (E[D] + 1).
 """
 
 from __future__ import annotations
