@@ -78,10 +78,10 @@ class MixedSteps:
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
         if budget is None:
             rate = max_batch / (lengths.mean_decodes + 1)
-            room = load = slots = None
+            room = load = None
         else:
             budget = np.maximum(np.floor(budget / m), 1.0)
-            rate, room, load, slots = self._steady(max_batch, budget, others)
+            rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * lengths.mean_decodes
 
         # A busy step encodes what the slots freed, up to its room. Whoever is still in encode makes a step busy, so in
@@ -90,9 +90,9 @@ class MixedSteps:
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
         others_busy = busy * others
-        if budget is not None and load is not None and slots is not None:
+        if budget is not None and load is not None:
             busy, idle_batch = np.maximum(busy, load), np.minimum(max_batch, budget)
-            others_busy = busy * np.maximum(others, self._load_of_others(rate, slots, max_batch, budget, others) / load)
+            others_busy = busy * self._share_of_others(rate, max_batch, budget)
         requests, tokens = rate / busy, rate * mean_input / busy
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
@@ -202,12 +202,18 @@ class MixedSteps:
                 share = (max_batch - before) / np.maximum(after - before, 1e-300)
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
-    def _load_of_others(self, rate: Array, slots: Array, max_batch: Array, budget: Array, others: Array) -> Array:
-        """The load with one slot less, as a request in decode meets it: the chord, as the slots' curve is convex."""
-        fewer = self._at(rate * others, budget, others).slots
-        share = (max_batch - 1 - fewer) / np.maximum(slots - fewer, 1e-9)
-        rate = rate * (others + (1 - others) * np.minimum(np.maximum(share, 0.0), 1.0))
-        return rate * self._lengths.mean_input / (budget - rate * self._lengths.mean_decodes)
+    def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
+        """The prompts a step that a request in decode meets, those of one slot less, over all: at least the other
+        slots' share. Chords, as the slots' curve is convex."""
+        fewer = np.maximum(max_batch - 1, 1e-9)
+        others = np.maximum((fewer - 1) / fewer, 0.0)
+        least = low = rate * fewer / max_batch
+        most = self._at(rate, budget, others).slots
+        for _ in range(2):
+            slots = self._at(low, budget, others).slots
+            share = (fewer - slots) / np.maximum(most - slots, 1e-9)
+            low = low + (rate - low) * np.minimum(np.maximum(share, 0.0), 1.0)
+        return np.maximum(low, least) / rate
 
     def _at(self, rate: Array, budget: Array, others: Array) -> _Slots:
         lengths = self._lengths
