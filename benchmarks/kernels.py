@@ -11,7 +11,6 @@ import json
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -64,6 +63,7 @@ def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> 
     """What one kernel takes of a processor."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     from xrunner.attention.triton_kernels import attend_kernel
@@ -87,7 +87,7 @@ def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> 
         "tile": tuple(tile),
         "shared_bytes": kernel.metadata.shared,
         "tensor_core_products": len(re.findall(r"wgmma\.mma|mma\.sync", kernel.asm["ptx"])),
-        **assembled(kernel.asm["ptx"], Path(triton.__file__).parent),
+        **assembled(kernel.asm["ptx"], get_ptxas(capability).path),
     }
 
 
@@ -115,9 +115,8 @@ def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tupl
     return types | dict.fromkeys(counts, "i32"), constants
 
 
-def assembled(ptx: str, root: Path) -> dict[str, int]:
+def assembled(ptx: str, assembler: str) -> dict[str, int]:
     """Registers of a thread, and what does not fit in them."""
-    assembler = next(root.rglob("ptxas"))
     target = re.search(r"\.target (\w+)", ptx)
     assert target is not None, "every PTX file names its target"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
