@@ -9,31 +9,24 @@ SIGSTOP. Requests are sent again and again until all blows have been dealt; whoe
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import signal
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.placed import SPEC, Served, left_over, listening, one_lane, plan, served, two_lanes
+from benchmarks.placed import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
 from xgpt.app.serving import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.schema import Plan
 from xrunner.cluster.fleet import PERIOD_S, RESTARTS
 from xrunner.generation import Generation
 
-PLANS = {
-    "TP 2": lambda: plan(one_lane([2])),
-    "PP 2": lambda: plan(one_lane([1, 1])),
-    "WAA 1+1": lambda: plan(two_lanes([1], [1])),
-}
 NUM_WORKERS = 2
 CONCURRENCY = 16
 BETWEEN_S = 3.0
@@ -61,6 +54,13 @@ class Row:
     exit_code: int | None
     left_over: list[str]
     seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.plan}: {self.blows} blows, {self.lost} of {self.requests} requests lost, {self.changed} changed, "
+            f"back after {self.back_s} s, longest gap between tokens {self.longest_gap_s} s, "
+            f"exit code {self.exit_code}, left over: {self.left_over}; {self.seconds} s"
+        )
 
 
 def requests(count: int) -> list[ClientRequest]:
@@ -113,9 +113,9 @@ def undisturbed(count: int) -> list[list[int]]:
     return tokens
 
 
-def measure(name: str, what: Plan, count: int, numbers: list[int], expected: list[list[int]]) -> Row:
+def measure(name: str, what: Plan, count: int, expected: list[list[int]]) -> Row:
     began = time.monotonic()
-    blows = [(worker, number) for number in numbers for worker in range(NUM_WORKERS)]
+    blows = [(worker, number) for number in (signal.SIGKILL, signal.SIGSTOP) for worker in range(NUM_WORKERS)]
     with tempfile.TemporaryDirectory() as directory, served(what, Path(directory)) as server:
         rounds, back = asyncio.run(under_load(server, count, blows))
         sockets = listening(server.process.pid)
@@ -136,24 +136,9 @@ def measure(name: str, what: Plan, count: int, numbers: list[int], expected: lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--plan", choices=PLANS, help="only this one")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = []
-    expected = undisturbed(options.requests)
-    for name in [options.plan] if options.plan else PLANS:
-        row = measure(name, PLANS[name](), options.requests, [signal.SIGKILL, signal.SIGSTOP], expected)
-        rows.append(row)
-        print(
-            f"{row.plan}: {row.blows} blows, {row.lost} of {row.requests} requests lost, {row.changed} changed, back "
-            f"after {row.back_s} s, longest gap between tokens {row.longest_gap_s} s, exit code {row.exit_code}, "
-            f"left over: {row.left_over}; {row.seconds} s",
-            flush=True,
-        )
-        if options.json:
-            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    options = parser(__doc__ or "", 500).parse_args()
+    count, expected = options.requests, undisturbed(options.requests)
+    report(lambda name, what: measure(name, what, count, expected), options.plan, options.json)
 
 
 if __name__ == "__main__":

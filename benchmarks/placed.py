@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,10 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from xgpt.io import dump_json
 from xgpt.machine import detect
@@ -99,6 +101,33 @@ def plan(stages: tuple[Stage, ...], *, replicas: int = 1, max_batch: int = 16, m
         search=SearchCertificate(method="exhaustive", evaluations=0, space_size=0, seconds=0.0, gap=None, bound="none"),
         profile=ProfileRef(source="measured", sha256="0" * 64, num_threads=1),
     )
+
+
+PLANS = {
+    "TP 2": lambda: plan(one_lane([2])),
+    "PP 2": lambda: plan(one_lane([1, 1])),
+    "WAA 1+1": lambda: plan(two_lanes([1], [1])),
+}
+"""The ways in which two devices run the model."""
+
+
+def parser(description: str, num_requests: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that runs these plans."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--requests", type=int, default=num_requests)
+    made.add_argument("--plan", choices=PLANS, help="only this one")
+    made.add_argument("--json", type=Path)
+    return made
+
+
+def report(measure: Callable[[str, Plan], Any], only: str | None, path: Path | None) -> None:
+    """Measure each plan, or one of them; print each row (a dataclass) as it comes, and write all so far."""
+    rows = []
+    for name in [only] if only else PLANS:
+        rows.append(measure(name, PLANS[name]()))
+        print(rows[-1], flush=True)
+        if path:
+            path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 @dataclass

@@ -4,7 +4,7 @@
 
 Half of OPT-125M's layers, random weights. The engine runs in this process, its workers in one each, without HTTP; the
 loop is closed: as many requests are outstanding as keep the engine saturated. `--traces` writes each plan's simulated
-and measured steps as Chrome traces.
+and measured steps side by side as a Chrome trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xgpt.workload import sample
 from xrunner.cluster.process import ALIVE_S
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
-from xsimulator.timeline import chrome_trace
+from xsimulator.timeline import Timeline, chrome_trace
 
 MAX_CONTEXT = 256
 """Tokens: the next power of two above the workload's longest request."""
@@ -148,8 +148,8 @@ def measure(plan: Plan, num_requests: int, traces: Path | None, profile_path: st
     each = [read_log(plan, plan.workload, log, num_requests // plan.replicas, saturated=True) for log in logs]
     if traces is not None:
         traces.mkdir(exist_ok=True)
-        (traces / f"{kind}-simulated.json").write_text(chrome_trace(simulated_log, f"{kind}, simulated"))
-        (traces / f"{kind}-measured.json").write_text(chrome_trace(logs[0], f"{kind}, measured"))
+        both = Timeline(f"{kind}, simulated", simulated_log), Timeline(f"{kind}, measured", logs[0])
+        (traces / f"{kind}.json").write_text(chrome_trace(*both))
     return Row(
         kind,
         placement(plan),

@@ -21,24 +21,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.placed import SPEC, one_lane, plan, served, two_lanes
+from benchmarks.placed import SPEC, parser, report, served
 from xgpt.client import ClientRequest, replay
 from xgpt.errors import MachineError
 from xgpt.io import dump_json
 from xgpt.schema import Plan
 
-PLANS = {
-    "TP 2": lambda: plan(one_lane([2])),
-    "PP 2": lambda: plan(one_lane([1, 1])),
-    "WAA 1+1": lambda: plan(two_lanes([1], [1])),
-}
 HOSTS = ("xgpt-host-0", "xgpt-host-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
@@ -72,6 +67,15 @@ class Row:
     tensor_bytes: dict[str, int]
     wire_bytes: int
     exit_codes: list[int | None]
+
+    def __str__(self) -> str:
+        control, tensors = sum(self.control_bytes.values()), sum(self.tensor_bytes.values())
+        return (
+            f"{self.plan}: {self.lost} of {self.requests} requests lost, {self.changed} changed, started in "
+            f"{self.start_s} s, {self.output_tokens} tokens in {self.seconds} s; bytes a token: "
+            f"control {control / self.output_tokens:.0f}, tensors {tensors / self.output_tokens:.0f}, on the "
+            f"wire {self.wire_bytes / self.output_tokens:.0f}; exit codes {self.exit_codes}"
+        )
 
 
 def requests(count: int) -> list[ClientRequest]:
@@ -226,31 +230,15 @@ def measure(name: str, what: Plan, count: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--plan", choices=PLANS, help="only this one")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
-    options = parser.parse_args()
+    accepted = parser(__doc__ or "", 60)
+    accepted.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
+    options = accepted.parse_args()
     if options.ask:
         print(json.dumps(ask(options.ask, options.requests)))
         return
-    rows = []
     try:
         with two_hosts():
-            for name in [options.plan] if options.plan else PLANS:
-                row = measure(name, PLANS[name](), options.requests)
-                rows.append(row)
-                control, tensors = sum(row.control_bytes.values()), sum(row.tensor_bytes.values())
-                print(
-                    f"{row.plan}: {row.lost} of {row.requests} requests lost, {row.changed} changed, started in "
-                    f"{row.start_s} s, {row.output_tokens} tokens in {row.seconds} s; bytes a token: "
-                    f"control {control / row.output_tokens:.0f}, tensors {tensors / row.output_tokens:.0f}, on the "
-                    f"wire {row.wire_bytes / row.output_tokens:.0f}; exit codes {row.exit_codes}",
-                    flush=True,
-                )
-                if options.json:
-                    options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            report(lambda name, what: measure(name, what, options.requests), options.plan, options.json)
     except MachineError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from xgpt.schema import ClusterSpec, ModelSpec, Profile, TensorParallel
+from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
 from xsimulator.cost import Grid, Line
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane, degrees, lane, spread
+from xsimulator.placement import Lane, degrees, lane, lane_of, spread
 
 MAX_SPLITS = 6
 """Values of tp_devices tried for a degree: every multiple of it where there are no more, else evenly spaced ones."""
@@ -81,6 +81,21 @@ class Placement:
     def is_uniform(self) -> bool:
         """Replicas of equal stages: what other planners offer."""
         return len(self.layouts) == 1 and self.layouts[0].is_uniform
+
+    @classmethod
+    def of(cls, plan: Plan) -> Placement:
+        """Where a plan stands, its micro-batches included."""
+        policy = plan.policy
+        searched = {"kind", *(variable.name for variable in policy.variables)}
+        fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}
+        layouts = []
+        for name in dict.fromkeys(stage.lane for stage in plan.stages):
+            stages = [stage for stage in plan.stages if stage.lane == name]
+            grouped = [stage.tp for stage in stages if stage.tp > 1]
+            tp = TensorParallel(degree=max(grouped, default=1), devices=sum(grouped))
+            heads = name != "encode" or not plan.model.is_encoder_decoder
+            layouts.append(Layout(tp, lane_of(stages, plan.cluster, heads=heads)))
+        return cls(plan.replicas, tuple(layouts), fixed)
 
 
 class Placements:

@@ -11,7 +11,7 @@ from math import sqrt
 
 import numpy as np
 
-from xgpt.errors import InfeasibleError, InputError
+from xgpt.errors import InfeasibleError
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import (
     ChunkedSettings,
@@ -21,18 +21,22 @@ from xgpt.schema import (
     Plan,
     Profile,
     RraSettings,
+    SingleLaneSettings,
     StaticSettings,
+    WaaSettings,
     Workload,
 )
 from xgpt.workload import decoding_share
+from xscheduler.placement import Placement
 from xscheduler.schedule import Problem, Scheduler
-from xsimulator.analytic import OneLaneModel
-from xsimulator.cost import CostModel
+from xscheduler.space import POLICIES
+from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.lane import lanes_of
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
 
 SWAPPABLE = ("rra", "chunked", "orca")
-"""Policies that an engine goes over to between two steps; a static batch must end first."""
+"""Policies among which an engine goes over between two steps; a static batch must end first, and waa's lanes empty."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,9 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
         weight: requests that the observed lengths were learnt from.
 
     Raises:
-        InputError: the plan is one that this does not cover.
+        InputError: the profile is not that of the plan's devices.
     """
     terms = terms or Terms()
-    if len(plan.stages) > 1 or plan.replicas > 1:
-        raise InputError("plan.stages", len(plan.stages), "re-planning covers plans of one device so far")
     workload = within_context(observed, plan.model.max_context)
     bound = plan.constraint.latency_bound_s
     now = under(plan, profile, workload, plan.constraint.quantile)
@@ -120,6 +122,7 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
         )
         return Verdict(running, outcome, best, is_swap, breaks, gain, pause_s, switch, reason)
 
+    # The server's workers and replicas are what there is.
     problem = Problem(
         model=plan.model,
         checkpoint=plan.checkpoint,
@@ -128,21 +131,18 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
         profile=profile,
         constraint=plan.constraint,
         kv=plan.admission.kv,
-        max_devices=1,
+        max_devices=plan.replicas * plan.devices_per_replica,
+        replicas=plan.replicas,
     )
+    kinds = tuple(POLICIES) if plan.devices_per_replica > 1 else (*SWAPPABLE, "static")
     try:
-        found = Scheduler(problem).best_of_each((*SWAPPABLE, "static"))
+        found = Scheduler(problem).best_of_each(kinds)
     except InfeasibleError as error:
         return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
-    swaps = [
-        _in_place_of(plan, best, in_place=True)
-        for kind, best in found.items()
-        if (kind in SWAPPABLE) == (plan.policy.kind in SWAPPABLE)
-    ]
     others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
-    swap = max(swaps, key=_throughput, default=None)
     other = max(others, key=_throughput)
-    pause_s = (now["latency"] + plan.estimate.memory_bytes[0] / terms.load_bytes_per_s) if now["latency"] else 0.0
+    swap = _best_swap(plan, problem, found)
+    pause_s = (now["latency"] + max(plan.estimate.memory_bytes) / terms.load_bytes_per_s) if now["latency"] else 0.0
     lost = other.estimate.throughput_rps * pause_s
 
     # A placement must beat what a swap would do, too, and bring back within the horizon what its pause costs.
@@ -196,7 +196,7 @@ def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan |
             under(plan, profile, workload, quantile)["latency"] <= constraint.latency_bound_s
         ):
             return None
-        harder = replace(problem, constraint=constraint.model_copy(update={"quantile": quantile}))
+        harder = replace(_in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
         try:
             found = Scheduler(harder).best_of_each(SWAPPABLE)
         except InfeasibleError:
@@ -206,6 +206,27 @@ def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan |
             latency_s = under(best, profile, workload, constraint.quantile)["latency"]
             return best.model_copy(update={"estimate": best.estimate.model_copy(update={"latency_s": latency_s})})
     return None
+
+
+def _best_swap(plan: Plan, problem: Problem, found: dict[str, Plan]) -> Plan | None:
+    """The best that the running plan's stages and micro-batches can do; None: nothing on them keeps the bound.
+
+    Args:
+        found: the best plans of all placements: on one device there is no other.
+    """
+    kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
+    if plan.devices_per_replica > 1:
+        try:
+            found = Scheduler(_in_place(problem, plan)).best_of_each(kinds)
+        except InfeasibleError:
+            return None
+    swaps = [_in_place_of(plan, found[kind], in_place=True) for kind in kinds if kind in found]
+    return max(swaps, key=_throughput, default=None)
+
+
+def _in_place(problem: Problem, plan: Plan) -> Problem:
+    """The problem on the running plan's stages alone: on one device there are no others."""
+    return problem if plan.devices_per_replica == 1 else replace(problem, placement=Placement.of(plan))
 
 
 def _throughput(plan: Plan) -> float:
@@ -267,23 +288,48 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
 def under(plan: Plan, profile: Profile, workload: Workload, quantile: float) -> dict[str, float]:
     """What a plan does under other lengths, its resolved numbers kept."""
     lengths = Lengths(workload)
-    model = OneLaneModel(CostModel(plan.model, profile), lengths, quantile)
-    inside = float(capacity(lengths, plan.stages[0].kv_blocks, plan.block_size, plan.admission.kv))
+    lanes = lanes_of(plan, profile)
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
+    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv))
     inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
-    match plan.policy:
+    if isinstance(plan.policy, WaaSettings):
+        two = TwoLaneModel(lanes["encode"], lanes["decode"], lengths, quantile)
+        cap = min(plan.policy.max_decode_batch, int(inside))
+        batch = min(plan.estimate.encode_tokens / lengths.mean_input, cap)
+        micro = plan.policy.decode_microbatches
+        found = two.evaluate(encode_batch=batch, max_decode_batch=cap, decode_microbatches=micro).at(0)
+    else:
+        found = _under_one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
+    return found | {"throughput": plan.replicas * found["throughput"]}
+
+
+def _under_one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneModel, inside: float) -> dict[str, float]:
+    """Args:
+    inside: requests that K/V memory holds.
+    """
+    match settings:
         case RraSettings() as rra:
             batch = _encode_batch(plan, rra, model)
-            one = model.evaluate("rra", encode_batch=batch, decode_iterations=rra.decode_iterations).at(0)
-            batch = min(batch, batch * inside / one["peak_requests"])
-            return model.evaluate("rra", encode_batch=batch, decode_iterations=rra.decode_iterations).at(0)
+            peak = _rra(model, rra, batch)["peak_requests"]
+            return _rra(model, rra, min(batch, batch * inside / peak))
         case OrcaSettings() as orca:
-            return model.evaluate("orca", max_batch=min(orca.max_batch, int(inside))).at(0)
+            most = min(orca.max_batch, int(inside))
+            return model.evaluate("orca", max_batch=most, microbatches=orca.microbatches).at(0)
         case ChunkedSettings() as chunked:
-            most = min(chunked.max_batch, int(inside))
-            return model.evaluate("chunked", max_batch=most, token_budget=chunked.token_budget).at(0)
+            most, budget = min(chunked.max_batch, int(inside)), chunked.token_budget
+            micro = chunked.microbatches
+            return model.evaluate("chunked", max_batch=most, token_budget=budget, microbatches=micro).at(0)
         case StaticSettings() as static:
-            return model.evaluate("static", batch=min(static.batch, int(inside))).at(0)
-    raise InputError("plan.policy", plan.policy.kind, "re-planning covers rra, chunked, orca and static so far")
+            return model.estimate(static.model_copy(update={"batch": min(static.batch, int(inside))}))
+
+
+def _rra(model: OneLaneModel, settings: RraSettings, encode_batch: float) -> dict[str, float]:
+    return model.evaluate(
+        "rra",
+        encode_batch=encode_batch,
+        decode_iterations=settings.decode_iterations,
+        microbatches=settings.microbatches,
+    ).at(0)
 
 
 def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> float:
@@ -294,7 +340,7 @@ def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> flo
     """
     estimate = plan.estimate
     batch = estimate.encode_tokens / model.lengths.mean_input
-    one = model.evaluate("rra", encode_batch=batch, decode_iterations=settings.decode_iterations).at(0)
+    one = _rra(model, settings, batch)
     carried_each = max(one["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
     planned = estimate.decode_batch - settings.encode_batch * decoding_share(plan.workload)
     slack = ADJUSTMENT * estimate.decode_batch

@@ -35,6 +35,8 @@ class Problem:
     Attributes:
         max_devices: take no more than so many of the cluster's.
         uniform: only placements that are replicas of equal stages.
+        replicas: so many and no others.
+        placement: nowhere else. It need not be one that would be tried.
         wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
     """
 
@@ -47,6 +49,8 @@ class Problem:
     kv: KvPromise = "reserve"
     max_devices: int | None = None
     uniform: bool = False
+    replicas: int | None = None
+    placement: Placement | None = None
     wish: Wish | None = None
 
 
@@ -81,8 +85,10 @@ class Scheduler:
         """The spaces of one policy: every placement that holds the model and may keep the constraint."""
         problem, constraint = self.problem, constraint or self.problem.constraint
         found = []
-        for placement in self._placements.of(kind):
+        for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
             if problem.uniform and not placement.is_uniform:
+                continue
+            if problem.replicas not in (None, placement.replicas):
                 continue
             limits = self._limits(placement)
             if limits is not None:

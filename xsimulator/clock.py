@@ -48,6 +48,10 @@ class LaneClock:
                 self._on_span(Span(step.lane, stage, start_ns, now_ns, step))
         return now_ns
 
+    def occupy(self, issue_ns: int, seconds: float) -> None:
+        """Every stage does something else for as long, behind what it is at."""
+        self._free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self._free_ns]
+
 
 class TwoLaneClock:
     """Says when the steps of WAA's lanes end."""
@@ -61,7 +65,11 @@ class TwoLaneClock:
         if step.lane == "transfer":
             running = self._schedule.pool.running
             tokens = sum(running[id_].input_length for id_ in step.transfer)
-            return issue_ns + max(1, round(self._transfer.at(tokens) * 1e9))
+            seconds = self._transfer.at(tokens)
+            if self._transfer.occupies:
+                for lane in self._lanes.values():
+                    lane.occupy(issue_ns, seconds)
+            return issue_ns + max(1, round(seconds * 1e9))
         return self._lanes[step.lane](issue_ns, step)
 
 

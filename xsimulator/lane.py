@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import ModelSpec, Profile
+from xgpt.schema import ModelSpec, Plan, Profile, StageLane
 from xsimulator.cost import Array, Grid, Line
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane, StageShape
+from xsimulator.placement import Lane, StageShape, lane_of
 
 
 class Table:
@@ -309,6 +309,20 @@ class LaneCost:
         if decodes:
             per_layer += degree.decode.at(decodes, sum(step.contexts) / decodes)
         return seconds + stage.decoder_layers * per_layer
+
+
+def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
+    """What the lanes of a plan cost, by name.
+
+    Raises:
+        InputError: the profile lacks a degree, or the hop between stages.
+    """
+    found = {}
+    for name in dict.fromkeys(stage.lane for stage in plan.stages):
+        stages = [stage for stage in plan.stages if stage.lane == name]
+        heads = name != "encode" or not plan.model.is_encoder_decoder
+        found[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads))
+    return found
 
 
 class ConcreteStep(NamedTuple):

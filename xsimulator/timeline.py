@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from xgpt.schema.step_log import StepRecord
 from xsimulator.clock import Span
@@ -13,40 +13,63 @@ Stage = tuple[str, int]
 """Lane, and place in it."""
 
 
-def chrome_trace(log: Sequence[StepRecord], title: str, spans: Sequence[Span] = ()) -> str:
+class Timeline(NamedTuple):
+    """Steps to be drawn.
+
+    Attributes:
+        spans: of each stage; without them the steps stand on a line for each micro-batch of each lane, from when they
+            were scheduled to their end.
+    """
+
+    title: str
+    log: Sequence[StepRecord]
+    spans: Sequence[Span] = ()
+
+
+def chrome_trace(*timelines: Timeline) -> str:
     """Steps as spans of the stages that execute them, and the requests inside as a counter. Times in microseconds.
 
-    Args:
-        spans: of each stage; without them the steps stand on one line, from when they were scheduled to their end.
-
-    Source: ExeGPT Figure 4.
+    Each timeline is a process of its own, beside the others, from 0 on. Source: ExeGPT Figure 4.
     """
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+    events: list[dict[str, Any]] = []
+    for pid, timeline in enumerate(timelines):
+        events += [event | {"pid": pid} for event in _events(timeline)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    title, log, spans = timeline
+    yield {"name": "process_name", "ph": "M", "args": {"name": title}}
     start_ns = log[0].start_ns if log else 0
-    rows = {stage: number for number, stage in enumerate(stages(spans))}
-    for (lane, stage), row in rows.items():
-        name = f"stage {stage}" if lane == "both" else f"{lane} {stage}"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}})
+    if spans:
+        rows = stages(spans)
+        names = [f"stage {stage}" if lane == "both" else f"{lane} {stage}" for lane, stage in rows]
+    else:
+        rows = _in_order({(record.lane, record.microbatch) for record in log})
+        names = [f"{'steps' if lane == 'both' else lane} of micro-batch {number}" for lane, number in rows]
+    for row, name in enumerate(names):
+        yield {"name": "thread_name", "ph": "M", "tid": row, "args": {"name": name}}
     for span in spans:
-        event = _span(span.start_ns - start_ns, span.end_ns - start_ns, rows[span.lane, span.stage], span.step)
+        event = _span(span.start_ns - start_ns, span.end_ns - start_ns, rows.index((span.lane, span.stage)), span.step)
         event["args"]["micro-batch"] = span.step.microbatch
-        events.append(event)
+        yield event
     for record in log:
         if not spans:
-            event = _span(record.start_ns - start_ns, record.end_ns - start_ns, 0, record)
+            row = rows.index((record.lane, record.microbatch))
+            event = _span(record.start_ns - start_ns, record.end_ns - start_ns, row, record)
             event["args"] |= {"finished": len(record.finished), "preempted": len(record.preempted)}
-            events.append(event)
+            yield event
         running = {"requests": len(record.encode) + len(record.decode)}
-        events.append(
-            {"name": "running", "ph": "C", "pid": 0, "ts": (record.start_ns - start_ns) / 1e3, "args": running}
-        )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+        yield {"name": "running", "ph": "C", "ts": (record.start_ns - start_ns) / 1e3, "args": running}
 
 
 def stages(spans: Sequence[Span]) -> list[Stage]:
     """The stages that spans tell of, encode lane first."""
-    order = {"both": 0, "encode": 0, "decode": 1}
-    return sorted({(span.lane, span.stage) for span in spans}, key=lambda stage: (order[stage[0]], stage[1]))
+    return _in_order({(span.lane, span.stage) for span in spans})
+
+
+def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return sorted(rows, key=lambda row: (("both", "encode", "transfer", "decode").index(row[0]), row[1]))
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[Stage, float]:
@@ -67,7 +90,6 @@ def _span(start_ns: int, end_ns: int, row: int, step: Any) -> dict[str, Any]:
         "name": " + ".join(kinds) or "transfer",
         "cat": "step",
         "ph": "X",
-        "pid": 0,
         "tid": row,
         "ts": start_ns / 1e3,
         "dur": (end_ns - start_ns) / 1e3,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.agreement import KINDS, errors, random_case, simulate
 from benchmarks.rounds import draw
 from tests.contract.scenarios import problem
+from xgpt.app.simulating import simulate as simulate_plan
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.policies import OneLane, Pool, lane_settings
 from xgpt.schema import Constant, Curve, Histogram, Profile, RraSettings, Workload
 from xgpt.workload import histogram
+from xscheduler.schedule import Scheduler
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -34,6 +38,23 @@ def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
     throughput, latency = np.abs([row[:2] for row in found]).T
     assert throughput.max() <= 0.05, found[int(throughput.argmax())]
     assert latency.max() <= 0.08, found[int(latency.argmax())]
+
+
+def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
+    """As on CPUs: both clocks charge both lanes for it."""
+    of = problem("opt-13b", "a40x4", "summarization", 15.0)
+    slow = of.profile.kv_transfer
+    assert slow is not None
+    slow = slow.model_copy(update={"seconds": tuple(4 * seconds for seconds in slow.seconds)})
+    found = {}
+    for threads in (None, 1):
+        profile = of.profile.model_copy(update={"kv_transfer": slow, "num_threads": threads})
+        one = Scheduler(replace(of, profile=profile, max_devices=2)).best(("waa",))
+        measured, _ = simulate_plan(one, profile, one.workload, 300, np.random.default_rng(0))
+        assert one.estimate.throughput_rps == pytest.approx(measured.throughput_rps, rel=0.05)
+        assert one.estimate.latency_s == pytest.approx(measured.latency_s, rel=0.08)
+        found[threads] = measured.throughput_rps
+    assert found[1] < 0.97 * found[None]
 
 
 def equal_stages(num_stages: int) -> LaneCost:

@@ -1,6 +1,7 @@
 """Judging a running plan under other lengths: against the simulated engine, and by what it decides."""
 
 import functools
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.contract.scenarios import problem
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
 from xgpt.observation import observe_lengths
+from xgpt.policies import build
 from xgpt.schema import ChunkedSettings, Histogram, Plan, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.regret import Terms, judge, under, within_context
@@ -109,6 +111,55 @@ def test_a_placement_changes_only_where_that_repays_its_pause() -> None:
     assert judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=3600)).switch
     short = judge(plan, PROFILE, plan.workload, 1000, Terms(horizon_s=1))
     assert not (short.switch and not short.is_swap)
+
+
+TWO = replace(problem("opt-13b", "a40x4", "summarization", 20.0), max_devices=2)
+
+
+@functools.cache
+def plan_on_two(kind: str, where: str) -> Plan:
+    """A policy's best on one placement on two devices."""
+    of = Scheduler(TWO)
+    if where == "1+1":
+        return of.best((kind,))
+    degree, stages, replicas = {"TP 2": (2, 1, 1), "PP 2": (1, 2, 1), "two": (1, 1, 2)}[where]
+    placement = of.uniform_placement(kind, degree, stages, replicas)
+    return Scheduler(replace(TWO, placement=placement)).best((kind,))
+
+
+ON_TWO = [("rra", "TP 2"), ("rra", "PP 2"), ("orca", "two"), ("chunked", "PP 2"), ("static", "PP 2"), ("waa", "1+1")]
+
+
+@pytest.mark.parametrize(("kind", "where"), ON_TWO)
+def test_a_running_plan_on_two_devices_under_other_lengths(kind: str, where: str) -> None:
+    plan = plan_on_two(kind, where)
+    own = under(plan, TWO.profile, plan.workload, 0.99)
+    assert own["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
+    lengths = scaled(plan.workload, 1.2, 0.8)
+    predicted = under(plan, TWO.profile, lengths, 0.99)
+    measured, _ = simulate(plan, TWO.profile, lengths, 300, np.random.default_rng(0))
+    assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.1)
+    assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("rra", "PP 2"), ("orca", "two"), ("waa", "1+1")])
+def test_other_settings_on_the_same_two_devices(kind: str, where: str) -> None:
+    plan = plan_on_two(kind, where)
+    lengths = scaled(plan.workload, 1.0, 1.5)
+    verdict = judge(plan, TWO.profile, lengths, 1000, Terms(horizon_s=1))  # no pause is repaid in a second
+    assert verdict.breaks_bound and verdict.switch and verdict.is_swap and verdict.pause_s == 0
+    assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 20.0
+    now, then = build(plan), build(verdict.plan)
+    assert now.apply(then)
+
+
+def test_other_stages_on_the_same_two_devices() -> None:
+    plan = plan_on_two("static", "PP 2")
+    verdict = judge(plan, TWO.profile, plan.workload, 1000, Terms(horizon_s=3600))
+    assert verdict.switch and not verdict.is_swap and verdict.pause_s > 0 and verdict.plan is not None
+    assert verdict.plan.stages != plan.stages
+    assert (verdict.plan.replicas, verdict.plan.devices_per_replica) == (1, 2)
+    assert not build(plan).apply(build(verdict.plan))
 
 
 def test_what_cannot_be_kept_is_said() -> None:

@@ -130,7 +130,7 @@ class _Swap:
         self._plan = plan
         self.observed: list[Observation] = []
 
-    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
         return 0.0
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:

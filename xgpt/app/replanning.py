@@ -32,7 +32,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     """Judge a running plan, and say what to do.
 
     Raises:
-        InputError: the plan is one that re-planning does not cover.
+        InputError: the profile is not that of the plan's devices.
     """
     from xgpt.io import sha256
     from xgpt.workload import mean
@@ -125,15 +125,20 @@ class BackgroundPlanner:
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
+        from functools import cache, partial
+
         from xsimulator.cost import CostModel
 
-        self._cost = CostModel(plan.model, profile)
+        self._cost_of = cache(partial(CostModel, plan.model, profile))
+        """By tensor-parallel degree."""
         self._profile_json = profile.model_dump_json()
         self._process: asyncio.subprocess.Process | None = None
 
-    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
+        if len(plan.stages) > 1:
+            return None
         sampled = len(decode_contexts) + sum(done for _, _, done in encode)
-        return self._cost.step(encode, decode_contexts, sampled)
+        return self._cost_of(plan.stages[0].tp).step(encode, decode_contexts, sampled)
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         try:

@@ -354,10 +354,6 @@ def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | No
 
     from xgpt.app.replanning import BackgroundPlanner, find_profile
 
-    if plan.devices_per_replica * plan.replicas > 1:
-        reason = "workers on several devices cannot go over to another plan while they serve"
-        logging.getLogger(__name__).warning("re-planning is off", extra={"fields": {"reason": reason}})
-        return None
     try:
         return BackgroundPlanner(plan, find_profile(plan, profile_path))
     except InputError as error:

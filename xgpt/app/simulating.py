@@ -182,14 +182,9 @@ def _run(
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
     """When the steps of one replica of a plan end."""
     from xsimulator.clock import LaneClock, TwoLaneClock
-    from xsimulator.lane import LaneCost
-    from xsimulator.placement import lane_of
+    from xsimulator.lane import lanes_of
 
-    lanes = {}
-    for name in ("both", "encode", "decode"):
-        if stages := [stage for stage in plan.stages if stage.lane == name]:
-            heads = name != "encode" or not plan.model.is_encoder_decoder
-            lanes[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads))
+    lanes = lanes_of(plan, profile)
     if "both" in lanes:
         return LaneClock(lanes["both"], schedule, on_span)
     return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span)

@@ -92,7 +92,10 @@ def command(
         click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
         if not dry_run:
             log_json(log_level)
-            planner = None if no_replan else find_planner(plan, profile_path)
+            several = plan.replicas * plan.devices_per_replica > 1
+            if several and not no_replan:
+                click.echo("re-planning is off: vLLM keeps a plan for several devices as it is", err=True)
+            planner = None if no_replan or several else find_planner(plan, profile_path)
             serve_in_vllm(plan, host, port, step_log=None if step_log is None else Path(step_log), planner=planner)
         return
     nodes = Nodes.of(nnodes, node_rank, rendezvous)

@@ -58,7 +58,7 @@ def command(
     from xgpt.workload import read_lengths
     from xsimulator.clock import Span
     from xsimulator.queueing import whole_times
-    from xsimulator.timeline import chrome_trace, idle_shares
+    from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
     plan = load_json(Path(plan_path), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
@@ -75,7 +75,7 @@ def command(
         rng = np.random.default_rng(seed)
         result, log = simulate(plan, profile, lengths, num_requests, rng, arrival_rate, burstiness or 1.0, spans.append)
     if trace is not None:
-        write_atomic(Path(trace), chrome_trace(log, f"{plan.policy.kind}, simulated", spans))
+        write_atomic(Path(trace), chrome_trace(Timeline(f"{plan.policy.kind}, simulated", log, spans)))
     figures = {name: value for name, value in asdict(result).items() if name != "latencies_s"}
     idle = idle_shares(spans)
     figures["idle_share"] = sum(idle.values()) / len(idle)

@@ -91,8 +91,12 @@ class Proposal(NamedTuple):
 class Planner(Protocol):
     """Planning, as a server sees it: elsewhere, and never waited for on the path of a request."""
 
-    def predict_s(self, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
-        """Seconds that a step should take; `encode`: (start, end, 1 or 0 for sampled) of each piece of a prompt."""
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
+        """Seconds that a step of a plan should take; None: it waits for others' on its way through several stages.
+
+        Args:
+            encode: (start, end, 1 or 0 for sampled) of each piece of a prompt.
+        """
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         """Judge the running plan under the observed lengths.

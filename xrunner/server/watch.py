@@ -104,7 +104,9 @@ class Watch:
             return  # some are held, or gone
         contexts = {id_: running[id_].input_length + running[id_].generated for id_ in running}
         encode = [(start, start + length, int(start + length == contexts[i])) for i, start, length in record.encode]
-        predicted_s = self._planner.predict_s(encode, [contexts[id_] for id_ in record.decode])
+        predicted_s = self._planner.predict_s(self.plan, encode, [contexts[id_] for id_ in record.decode])
+        if predicted_s is None:
+            return
         self._measured_s = STEP_MEMORY * self._measured_s + (record.end_ns - record.start_ns) / 1e9
         self._predicted_s = STEP_MEMORY * self._predicted_s + predicted_s
 

@@ -7,7 +7,8 @@ every t_E, the K/V transfers, or the cap on requests inside:
     B + X (wait + encode + transfer + joining) + (B_E - 1) / 2 <= B_max,   X = B / (E[S] T(B))
 
 as a batch waits until all of it fits, and then until the encode lane is free (as in a queue whose arrivals are
-batches). Whoever has been transferred joins after half an iteration in the mean.
+batches). Whoever has been transferred joins after half an iteration in the mean. Where a device is a CPU core, moving
+K/V is that core's work: both lanes then do nothing else for as long (Transfer.occupies).
 Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
 """
 
@@ -75,7 +76,7 @@ class TwoLaneModel:
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-        grid = self._decoding(encode_batch, through + moving, microbatches)
+        grid = self._decoding(encode_batch, through, moving, microbatches)
         mean_decodes = max(self.mean_decodes, 1e-9)
         waiting = _Waiting(1 / encode_batch, sd * sd, interval, limit)
 
@@ -121,7 +122,7 @@ class TwoLaneModel:
         The first rises with encode_batch; the second falls with it, and rises with max_decode_batch.
         """
         through, interval, moving, _ = self._encoding(encode_batch)
-        grid = self._decoding(encode_batch, through + moving, microbatches)
+        grid = self._decoding(encode_batch, through, moving, microbatches)
         index, share = _locate(grid[2], max_decode_batch)
         rows = np.arange(len(index))
         low, high = grid[:2, rows, index], grid[:2, rows, index + 1]
@@ -167,15 +168,15 @@ class TwoLaneModel:
         sd = self._sd_tokens / encode_batch
         # As many batches are under way as there are stages: the longest of them sets their pace.
         pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
-        return through, np.maximum(np.maximum.reduce(te), pace), moving, sd
+        return through, np.maximum(np.maximum.reduce(te), pace) + self.transfer.occupies * moving, moving, sd
 
-    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array) -> Array:
+    def _decoding(self, encode_batch: Array, through: Array, moving: Array, microbatches: Array) -> Array:
         """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all.
 
         At the grid's points. # [3, n, grid]
 
         Args:
-            before: seconds from admission to the decode lane.
+            through, moving: seconds of a batch's way through the encode lane, and of its transfer.
         """
         m = microbatches[:, None]
         found = np.empty((3, len(m), len(GRID)))
@@ -185,9 +186,12 @@ class TwoLaneModel:
         else:
             np.maximum(m * self._decode_grid[1], self._decode_grid[2], out=found[1])
         seconds = found[1]
+        mean_decodes = max(self.mean_decodes, 1e-9)
+        if self.transfer.occupies:  # as often as a batch's worth of requests has ended
+            seconds += inside / mean_decodes * (moving / encode_batch)[:, None]
         # A batch's prompts vary in number where they are packed by tokens.
         forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
-        each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
+        each = ((through + moving)[:, None] / seconds + 0.5) / mean_decodes
         found[2] = inside * (1 + each) + forming[:, None]
         return found
 
@@ -254,6 +258,8 @@ class Transfer:
             share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
         self.line = Line(line.points / share, line.values)
         """Against all tokens of the prompts."""
+        self.occupies = encode.profile.num_threads is not None
+        """Whether it takes the devices' own time: a CPU's cores have nobody who copies for them."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)
