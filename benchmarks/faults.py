@@ -4,7 +4,7 @@
 
 `xgpt serve` runs a small model on two cores as two devices, in three ways: a stage of both, a stage on each, and WAA
 with one that encodes and one that decodes. Clients stream answers; meanwhile each worker in turn gets SIGKILL, then
-SIGSTOP. Requests are sent again and again until all blows have been dealt; whoever is under way then is counted, too.
+SIGSTOP. The same hundred requests are sent again and again until all blows have been dealt, and so many have been sent.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from xrunner.generation import Generation
 
 NUM_WORKERS = 2
 CONCURRENCY = 16
+ROUND = 100
 BETWEEN_S = 3.0
 """From workers that are ready again to the next blow."""
 
@@ -92,19 +93,19 @@ async def strike(server: Served, blows: list[tuple[int, int]]) -> list[float]:
 async def under_load(
     server: Served, count: int, blows: list[tuple[int, int]]
 ) -> tuple[list[list[ClientResult]], list[float]]:
-    """The same requests, round after round, until the last blow has been dealt."""
+    """The same requests, round after round, until the last blow has been dealt and there were `count` of them."""
     striking = asyncio.create_task(strike(server, blows))
     rounds: list[list[ClientResult]] = []
-    while not rounds or not striking.done():
-        rounds.append(await replay(server.url, requests(count), concurrency=CONCURRENCY))
+    while len(rounds) * ROUND < count or not striking.done():
+        rounds.append(await replay(server.url, requests(ROUND), concurrency=CONCURRENCY))
     return rounds, await striking
 
 
-def undisturbed(count: int) -> list[list[int]]:
+def undisturbed() -> list[list[int]]:
     """The tokens of one process, by request."""
     engine = build_engine(plan(one_lane([1])))
-    tokens: list[list[int]] = [[] for _ in range(count)]
-    for id_, request in enumerate(requests(count)):
+    tokens: list[list[int]] = [[] for _ in range(ROUND)]
+    for id_, request in enumerate(requests(ROUND)):
         engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
     while (made := engine.step()) is not None:
         for token in made:
@@ -137,7 +138,7 @@ def measure(name: str, what: Plan, count: int, expected: list[list[int]]) -> Row
 
 def main() -> None:
     options = parser(__doc__ or "", 500).parse_args()
-    count, expected = options.requests, undisturbed(options.requests)
+    count, expected = options.requests, undisturbed()
     report(lambda name, what: measure(name, what, count, expected), options.plan, options.json)
 
 

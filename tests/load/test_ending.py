@@ -26,4 +26,5 @@ def test_sigterm_in_mid_stream_leaves_no_process_and_no_socket(name: str, tmp_pa
             assert sockets
         assert server.process.returncode == 0
         assert left_over(server.process.pid, sockets) == []
+        assert not [line for line in server.lines if "Traceback" in line]
         streams.cancel()

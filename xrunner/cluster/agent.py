@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -50,15 +52,24 @@ def run() -> None:
         local_addr=settings.host,
         shutdown_timeout=SHUTDOWN_S,
     )
-    told = Settings(settings.engine, settings.secret, settings.host, settings.first_device)
+    with tempfile.TemporaryDirectory(prefix="xgpt-") as directory:
+        farewell = Path(directory) / "farewell"
+        told = Settings(settings.engine, settings.secret, settings.host, settings.first_device, farewell)
+        _launch(config, told)
+
+
+def _launch(config: LaunchConfig, told: Settings) -> None:
     try:
         elastic_launch(config, main)(told)
     except SignalException:
         pass
     except RendezvousError:
-        sys.exit(f"the machine at {settings.rendezvous} cannot be reached any more")
+        if not told.farewell.exists():
+            sys.exit(f"the machine at {config.rdzv_endpoint} cannot be reached any more")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all there is to do now is to end
+        # Semaphores go before their tracker, which removes them: each would then complain that it is not there.
+        util._run_finalizers(0)  # type: ignore[attr-defined]
         # Not before its children: nobody would wait for them. At their ends these close by themselves, but later.
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

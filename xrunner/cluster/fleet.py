@@ -34,8 +34,8 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than so many restarts in so short a time are no accident."""
 POLL_MS = 50
-FAREWELL_S = 0.5
-"""For the last words to other machines to arrive."""
+FAREWELL_S = 5.0
+"""For workers on other machines to answer that they know of the end."""
 
 
 class DeploymentRefused(XgptError):
@@ -70,6 +70,8 @@ class _Shared:
     members: dict[int, Member] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     lost: str | None = None
+    gone: set[int] = field(default_factory=set)
+    """Workers on other machines that have said goodbye."""
 
 
 class Fleet:
@@ -208,8 +210,8 @@ class Fleet:
         elsewhere = [worker for worker, member in self.members.items() if not member.is_here]
         for worker in elsewhere:
             self._orders.put((worker, m.encode(m.Stop())))
-        if elsewhere:
-            time.sleep(FAREWELL_S)
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._shared.gone.issuperset(elsewhere), FAREWELL_S)
         self._closing = True
         assert self._agent.stdin is not None
         self._agent.stdin.close()
@@ -261,6 +263,9 @@ class Fleet:
                 shared.changed.notify_all()
             case m.Loaded():
                 shared.loaded[message.worker] = message
+                shared.changed.notify_all()
+            case m.Goodbye(worker):
+                shared.gone.add(worker)
                 shared.changed.notify_all()
             case m.Alive():
                 member = shared.members.get(message.worker)

@@ -96,7 +96,7 @@ class Transfer(_Message):
 
 
 class Stop(_Message):
-    """End."""
+    """The first machine ends in good order, and every other one is to."""
 
 
 # From a worker -----------------------------------------------------------------------------------------------
@@ -153,8 +153,14 @@ class Moved(_Message):
     worker: int
 
 
+class Goodbye(_Message):
+    """It knows that the first machine ends."""
+
+    worker: int
+
+
 ToWorker = Deploy | Work | Read | Transfer | Stop
-ToEngine = Hello | Loaded | Alive
+ToEngine = Hello | Loaded | Alive | Goodbye
 Answer = Done | HasRead | Moved
 
 encode = msgspec.msgpack.Encoder().encode

@@ -43,16 +43,18 @@ class Settings:
         secret: the private key that all share.
         host: address of the interface to listen on.
         first_device: number of the first device on this machine that the replica has.
+        farewell: a file that is made once the first machine has said that it ends in good order.
     """
 
     engine: str
     secret: bytes
     host: str
-    first_device: int = 0
+    first_device: int
+    farewell: Path
 
 
 def main(settings: Settings) -> None:
-    """Run until told to stop. Started by torch's elastic launcher, which sets the environment."""
+    """Run until the launcher, torch's elastic one, ends this process; it also sets the environment."""
     die_with_parent()
     worker = int(os.environ["RANK"])
     traffic = Traffic()
@@ -66,8 +68,6 @@ def main(settings: Settings) -> None:
         if os.environ.get("XGPT_DEBUG"):
             raise
         os._exit(1)
-    # Peers may still be receiving what we have sent last; the engine stops all at once, so nobody waits for an end.
-    os._exit(0)
 
 
 def _connect(epoch: int) -> None:
@@ -136,7 +136,11 @@ class ControlPlane(threading.Thread):
                     for peer in peers:
                         peer.close()
                     peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.hands_on_to]
-                self._orders.put(message)
+                if isinstance(message, m.Stop):
+                    self._settings.farewell.touch()
+                    engine.send(m.encode(m.Goodbye(self._worker)))
+                else:
+                    self._orders.put(message)
 
 
 class Executing:
@@ -167,8 +171,6 @@ class Executing:
                     self._transfer(transfer)
                 case m.Deploy() as order:
                     self._deploy(order)
-                case m.Stop():
-                    return
 
     def _deploy(self, order: m.Deploy) -> None:
         started = time.perf_counter()
