@@ -12,8 +12,9 @@ from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
 from xgpt.observation import observe_lengths
 from xgpt.policies import build
-from xgpt.schema import ChunkedSettings, Histogram, Plan, TruncatedNormal, Workload
+from xgpt.schema import ChunkedSettings, Constraint, Histogram, Plan, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
+from xscheduler.placement import Placement
 from xscheduler.regret import Terms, judge, under, within_context
 from xscheduler.schedule import Scheduler
 
@@ -144,13 +145,14 @@ def test_a_running_plan_on_two_devices_under_other_lengths(kind: str, where: str
 
 @pytest.mark.parametrize(("kind", "where"), [("rra", "PP 2"), ("orca", "two"), ("waa", "1+1")])
 def test_other_settings_on_the_same_two_devices(kind: str, where: str) -> None:
-    plan = plan_on_two(kind, where)
-    lengths = scaled(plan.workload, 1.0, 1.5)
-    verdict = judge(plan, TWO.profile, lengths, 1000, Terms(horizon_s=1))  # no pause is repaid in a second
+    placement = Placement.of(plan_on_two(kind, where))
+    short, long = (scaled(TWO.workload, 1.0, factor) for factor in (0.6, 1.4))
+    constraint = Constraint(latency_bound_s=4.0)
+    plan = Scheduler(replace(TWO, placement=placement, workload=short, constraint=constraint)).best((kind,))
+    verdict = judge(plan, TWO.profile, long, 1000, Terms(horizon_s=1))  # no pause is repaid in a second
     assert verdict.breaks_bound and verdict.switch and verdict.is_swap and verdict.pause_s == 0
-    assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 20.0
-    now, then = build(plan), build(verdict.plan)
-    assert now.apply(then)
+    assert verdict.plan is not None and verdict.plan.estimate.latency_s <= 4.0
+    assert build(plan).apply(build(verdict.plan))
 
 
 def test_other_stages_on_the_same_two_devices() -> None:
