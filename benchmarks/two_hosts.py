@@ -104,7 +104,10 @@ def ip(*arguments: str) -> str:
 def two_hosts() -> Iterator[None]:
     """Two namespaces that reach each other and nobody else, until the end of the block."""
     with ExitStack() as stack:
+        left = ip("netns", "list").split()
         for host in HOSTS:
+            if host in left:
+                ip("netns", "del", host)  # of a run that was killed
             ip("netns", "add", host)
             stack.callback(ip, "netns", "del", host)
         ends = [f"{INTERFACE}{number}" for number in range(2)]
