@@ -2,10 +2,10 @@
 
     python -m benchmarks.load [streams] [overload] [sigterm]
 
-streams: 1,400 streams opened at 50 a second, so that 1,000 are open at once, over a model of three million parameters;
-every token is compared with that of the same prompt alone. overload: a plan under a latency bound gets three times the
-requests it can serve. sigterm: the server is told to end while streams run. Client and server are processes of their
-own. Prints tables, writes results/load.json, and ends with 1 where a figure is missed.
+streams: 1,600 streams opened at 50 a second, as long as it takes to have 1,000 open at once, over a model of three
+million parameters; every token is compared with that of the same prompt alone. overload: a plan under a latency bound
+gets three times the requests it can serve. sigterm: the server is told to end while streams run. Client and server are
+processes of their own. Prints tables, writes results/load.json, and ends with 1 where a figure is missed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from xgpt.workload import sample
 RESULTS = Path("results/load.json")
 NUM_OPEN = 1000
 RATE_PER_S = 50.0
+ENDING_PER_S = 18.0
+"""Streams that are to end a second: while 1,600 are opened, so few that 1,000 are open in the end."""
+MOST_TOKENS = 480
 MAX_OVERHEAD_S = 0.05
 PROMPTS = 8
 """Different prompts: each is asked once alone, for the tokens that are right."""
@@ -45,13 +48,22 @@ OVERLOAD = 3.0
 DRAIN_S = 5.0
 
 
-def streams(num_streams: int, num_tokens: int, max_batch: int, seed: int) -> dict[str, Any]:
-    """Many streams at once, each token right."""
+def streams(num_streams: int, num_tokens: int | None, max_batch: int, seed: int) -> dict[str, Any]:
+    """Many streams at once, each token right.
+
+    Args:
+        num_tokens: of each stream; None: as many as the server's pace allows for so many to be open at once.
+    """
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, tiny_server.SPEC.vocab_size, 16).tolist() for _ in range(PROMPTS)]
-    blocks = max_batch * -(-(16 + num_tokens) // tiny_server.BLOCK_SIZE)
+    blocks = max_batch * -(-(16 + MOST_TOKENS) // tiny_server.BLOCK_SIZE)
     with tiny_server.running(max_batch, blocks) as server:
         url = f"http://127.0.0.1:{server.port}"
+        if num_tokens is None:
+            short = [ClientRequest(prompts[i % PROMPTS], 40, 40) for i in range(2 * max_batch)]
+            results = asyncio.run(replay(url, short, concurrency=max_batch))
+            pace = sum(r.num_tokens for r in results) / max(r.end_s for r in results)
+            num_tokens = min(max(20, round(pace / ENDING_PER_S)), MOST_TOKENS)
         alone = [ClientRequest(prompt, num_tokens, num_tokens) for prompt in prompts]
         right = [result.token_ids for result in asyncio.run(replay(url, alone, concurrency=1))]
         requests = [
@@ -192,12 +204,14 @@ def _serves(pid: int, plan_path: str) -> bool:
 
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(("streams", "overload", "sigterm")))
-@click.option("--num-streams", default=1400, show_default=True)
-@click.option("--num-tokens", default=400, show_default=True, help="Of each stream.")
+@click.option("--num-streams", default=1600, show_default=True)
+@click.option("--num-tokens", type=click.IntRange(1, MOST_TOKENS), help="Of each stream.  [default: by the pace]")
 @click.option("--max-batch", default=64, show_default=True, help="Streams in decode at once; the others wait.")
 @click.option("--seconds", default=30.0, show_default=True, help="Of overload.")
 @click.option("--seed", default=0, show_default=True)
-def main(parts: tuple[str, ...], num_streams: int, num_tokens: int, max_batch: int, seconds: float, seed: int) -> None:
+def main(
+    parts: tuple[str, ...], num_streams: int, num_tokens: int | None, max_batch: int, seconds: float, seed: int
+) -> None:
     """Put load on a server."""
     found: dict[str, dict[str, Any]] = {}
     missed: list[str] = []
