@@ -135,7 +135,9 @@ def simulated(
                 engine.submit(further._replace(arrival_ns=record.end_ns))
         if watch is not None:
             watch.note(record, engine)
-    return Run(log, [] if watch is None else watch.decided)
+    ended = {id_ for record in log for id_ in record.finished}
+    num_lost = sum(phase.num_requests for phase in phases) - len(ended)
+    return Run(log, [] if watch is None else watch.decided, num_lost)
 
 
 def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True) -> Run:
