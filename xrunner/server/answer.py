@@ -126,7 +126,7 @@ class Answer(Response):
                     output_length=self._request.output_length,
                     sampling=self._request.sampling(seed + index * SEED_STRIDE),
                     deadline_s=self._deadline_s,
-                    received_s=self._info.received_s,
+                    read_s=self._info.read_s,
                     inbox=self._inbox,
                     hold=not (self._request.stream or self._request.stops),
                 )

@@ -164,7 +164,7 @@ class EngineThread:
         output_length: int | None,
         sampling: SamplingParams,
         deadline_s: float | None,
-        received_s: float,
+        read_s: float,
         inbox: Inbox,
         hold: bool = False,
     ) -> Stream:
@@ -172,7 +172,7 @@ class EngineThread:
 
         Args:
             deadline_s: after which its tokens are of no use, on the clock of `time.perf_counter`.
-            received_s: when its head had come, on the same clock.
+            read_s: when its body had come, on the same clock.
             hold: let them come all at once, with the last: waking a task for each token of each request would take
                 the engine's cores from it for as much as a tenth of a decode step.
 
@@ -188,7 +188,7 @@ class EngineThread:
         stream = Stream(
             generation.id, inbox, time.perf_counter(), [] if hold else None, len(prompt), deadline_s=deadline_s
         )
-        self.metrics.handover_s.observe(stream.submitted_s - received_s)
+        self.metrics.handover_s.observe(stream.submitted_s - read_s)
         if self.watch is not None:
             stream.seen = self.watch.arrive(len(prompt), max_output)
         self._streams[stream.id] = stream

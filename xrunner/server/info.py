@@ -12,6 +12,7 @@ class RequestInfo:
 
     Attributes:
         received_s: `time.perf_counter` when its head had come.
+        read_s: the same when its body had; 0: not yet.
         deadline_header: the value of X-Deadline-S.
         log: further fields of its line. Never anything that a prompt could have come into.
     """
@@ -20,3 +21,4 @@ class RequestInfo:
     received_s: float
     deadline_header: str | None
     log: dict[str, Any]
+    read_s: float = 0.0

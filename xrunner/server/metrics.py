@@ -63,7 +63,7 @@ class Metrics:
         )
         self.handover_s = Histogram(
             "xgpt_handover_seconds",
-            "Own overhead: from a request's head to its hand-over to the engine, its body's way included.",
+            "Own overhead: from a request that has been read to its hand-over to the engine.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )

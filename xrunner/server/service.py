@@ -90,6 +90,8 @@ class Service:
                         raise ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self._limits.body_timeout_s} s") from None
+        info: RequestInfo = http.scope["xgpt"]
+        info.read_s = time.perf_counter()
         return b"".join(parts)
 
     def _check(self, request: GenerationRequest) -> None:
