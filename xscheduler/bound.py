@@ -83,9 +83,14 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
         return np.minimum(floor.throughput[fast::corners] * (1 + SLACK), space.bound)
     if isinstance(model, TwoLaneModel):
         micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
-        encode, _ = model.limits(most.encode_batch[high], most.peak_requests[high], micro)
-        _, decode = model.limits(most.encode_batch[low], most.peak_requests[high], micro)
-        per_replica = np.minimum(encode, decode)
+        bound_s, slack = space.constraint.latency_bound_s, 1 + space.constraint.headroom
+        per_replica = model.most(
+            most.encode_batch[low],
+            most.encode_batch[high],
+            most.peak_requests[high],
+            micro,
+            None if bound_s is None else bound_s / slack,
+        )
     else:
         per_replica = most.encode_batch[high] / least.cycle[low]
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)

@@ -200,9 +200,9 @@ class Screen:
 
     @property
     def _some(self) -> Array:
-        """Probability that one of m requests is still in decode. # [m, iterations]"""
+        """Probability that one of m requests, or of one where m is less, is still in decode. # [m, iterations]"""
         survival = np.minimum(self._lengths.survival, 1.0)
-        return 1 - (1 - survival) ** np.floor(self.batches)[:, None]
+        return 1 - (1 - survival) ** np.maximum(np.floor(self.batches), 1.0)[:, None]
 
     @cached_property
     def _busy(self) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -219,16 +220,23 @@ class Space:
 
         None where it holds none.
         """
-        outer, inner, counts = self.lines
-        if outer is None or len(self.searched) == 1:
+        if self._line_axes is None:
             return low, high
-        i, j = self.searched.index(inner), self.searched.index(outer)
+        i, j, counts = self._line_axes
         # The further along the other variable, the more of this one's values there are.
-        first = max(low[j], int(counts.searchsorted(low[i], side="right")))
-        last = min(high[i], int(counts[high[j]]) - 1)
+        first = max(low[j], bisect_right(counts, low[i]))
+        last = min(high[i], counts[high[j]] - 1)
         if first > high[j] or last < low[i]:
             return None
         return (low[i], first) if i < j else (first, low[i]), (last, high[j]) if i < j else (high[j], last)
+
+    @cached_property
+    def _line_axes(self) -> tuple[int, int, list[int]] | None:
+        """Of the searched axes those along and across the lines, and the values of each line."""
+        outer, inner, counts = self.lines
+        if outer is None or len(self.searched) == 1:
+            return None
+        return self.searched.index(inner), self.searched.index(outer), counts.tolist()
 
     @property
     def num_points(self) -> int:
@@ -323,6 +331,12 @@ class Evaluation:
         """What is to be as high as can be: throughput, or a user's own objective."""
         wish = self._space.wish
         return self.throughput if wish is None or wish.objective is None else wish.objective(self.performance)
+
+    def take(self, indices: Ints) -> Evaluation:
+        """These points, in this order, with what is known of them."""
+        taken = Evaluation(self.performance.take(indices), self._space)
+        taken.__dict__.update({name: of[indices] for name, of in vars(self).items() if isinstance(of, np.ndarray)})
+        return taken
 
     def at(self, index: int) -> dict[str, float]:
         """One point's predictions, by name; the throughput is that of all replicas."""

@@ -37,7 +37,6 @@ class Table:
         """# [stretches, ...]: what belongs to one is read together"""
         # The inner points alone: what lies outside belongs to the first or the last stretch.
         self._inner = self.points[1:-1]
-        self._own = np.arange(self.values.shape[-2]) if self.values.ndim > 1 else None
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Table:
@@ -47,17 +46,11 @@ class Table:
     def __call__(self, x: Array) -> Array:
         """# [n] -> [..., n]"""
         index = self._inner.searchsorted(x, side="right")
-        if self._own is None:
+        if self.values.ndim == 1:
             return self._starts[index] + self._slopes[index] * x
         if self.values.ndim == 2:
             return (self._starts[index] + self._slopes[index] * x[:, None]).T
         return np.moveaxis(self._starts[index] + self._slopes[index] * x[:, None, None], 0, -1)
-
-    def each(self, x: Array) -> Array:
-        """The last axis but one, each at its own column. # values [k, i, points], x [n, i] -> [k, n, i]"""
-        index = self._inner.searchsorted(x, side="right")
-        starts, slopes = self._starts[index, :, self._own], self._slopes[index, :, self._own]  # [n, i, k]
-        return (starts + slopes * x[..., None]).transpose(2, 0, 1)
 
     def __add__(self, other: Table) -> Table:
         """The sum, exact: both are linear between the union of their points."""
@@ -71,6 +64,37 @@ class Table:
         if theirs.ndim < mine.ndim:
             theirs = np.broadcast_to(theirs[:, None], (len(theirs), *mine.shape[1:]))
         return Table(points, np.concatenate([mine, theirs]))
+
+
+class ContextTable:
+    """Functions of requests and of the context that each attends to: bilinear between points.
+
+    Args:
+        points, contexts: rising; beyond the first and last points, functions go on as they are; contexts lie inside.
+        values: # [functions, contexts, points]
+    """
+
+    def __init__(self, points: Array, contexts: Array, values: Array) -> None:
+        self._inner, self._contexts = points[1:-1], contexts
+        slopes = np.diff(values, axis=-1) / np.diff(points)
+        starts = values[..., :-1] - slopes * points[:-1]
+        at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [stretches, contexts, 2, functions]
+        self._corners = np.stack([at[:, :-1], at[:, 1:]], axis=3).copy()
+        """# [stretches, contexts - 1, 2, 2, functions]: what belongs to one place is read together"""
+
+    def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
+        """Where contexts lie among the table's: the one before, and the share of the way to the next."""
+        index = self._contexts[1:-1].searchsorted(contexts, side="right")
+        before = self._contexts[index]
+        return index, (contexts - before) / (self._contexts[index + 1] - before)
+
+    def __call__(self, x: Array, place: tuple[npt.NDArray[np.intp], Array]) -> Array:
+        """# x [n, i], place as located, [n, i] or [i] -> [functions, n, i]"""
+        index, share = place
+        corners = self._corners[self._inner.searchsorted(x, side="right"), index]  # [n, i, 2, 2, functions]
+        ends = corners[..., 0, :, :] + corners[..., 1, :, :] * x[..., None, None]
+        low = ends[..., 0, :]
+        return (low + (ends[..., 1, :] - low) * share[..., None]).transpose(2, 0, 1)
 
 
 class _Degree:
@@ -206,6 +230,11 @@ class LaneCost:
                 attention = attention + degree.cross(points, inputs)
             values[k] = base[k] + stage.decoder_layers * attention
         return Table(points, values)
+
+    def contexts_between(self, first: float, last: float) -> Array:
+        """Contexts at which the times of decode attention may bend, and these two."""
+        inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
+        return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 
     def decode_attention(self, context: float, inputs: float) -> Table:
         """Attention of a decode batch alone, against its requests. # [kinds]"""

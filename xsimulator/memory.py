@@ -72,6 +72,9 @@ class LaneMemory:
         self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * size
         self._activation_bytes = activation_bytes_per_token(spec, dtype)
         self.fixed_bytes: Array = self.weight_bytes + WORKSPACE_BYTES
+        kinds = dict.fromkeys(zip(self.fixed_bytes.tolist(), self._block_bytes.tolist(), strict=True))
+        self._distinct = np.asarray(list(kinds)).T[:, :, None]
+        """fixed_bytes and _block_bytes of stages that differ. # [2, distinct, 1]"""
         worst = int(np.argmax(self.fixed_bytes))
         if self.fixed_bytes[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
@@ -85,9 +88,10 @@ class LaneMemory:
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
         """K/V blocks that every stage has beside the activations of a step of so many tokens. # [n] -> [n]"""
         at_once = np.minimum(np.atleast_1d(np.asarray(step_tokens, float)), SLICE_TOKENS)
-        free = self._usable - self.fixed_bytes[:, None] - at_once * self._activation_bytes
+        fixed, block = self._distinct
+        free = self._usable - fixed - at_once * self._activation_bytes
         with np.errstate(divide="ignore"):
-            blocks = np.where(self._block_bytes[:, None] > 0, free / self._block_bytes[:, None], np.inf)
+            blocks = np.where(block > 0, free / block, np.inf)
         return np.floor(np.maximum(blocks.min(axis=0), 0.0))
 
     def device_bytes(self, blocks: float, step_tokens: float) -> tuple[int, ...]:

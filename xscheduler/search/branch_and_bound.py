@@ -54,6 +54,8 @@ class _Open:
         self.space = space
         self.branches = space.branches()
         self.blocks: list[_Block] = []
+        self._cuts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        """Of an axis, from one index to another: many boxes lie side by side."""
         low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
         self.roots = [box for branch in range(len(self.branches)) for box in self._shrunk(low, high, branch)]
@@ -89,13 +91,19 @@ class _Open:
     def _parts(self, box: Box) -> list[Box]:
         """Cut every axis, each on a logarithmic scale."""
         low, high, branch = box
-        axes = self.space.searched
-        ranges = [_cut(axis.values, lo, hi, PARTS[len(axes)]) for axis, lo, hi in zip(axes, low, high, strict=True)]
+        ranges = [self._cut(i, lo, hi) for i, (lo, hi) in enumerate(zip(low, high, strict=True))]
         return [
             shrunk
             for part in product(*ranges)
             for shrunk in self._shrunk(tuple(first for first, _ in part), tuple(last for _, last in part), branch)
         ]
+
+    def _cut(self, i: int, low: int, high: int) -> list[tuple[int, int]]:
+        key = i, low, high
+        if key not in self._cuts:
+            axes = self.space.searched
+            self._cuts[key] = _cut(axes[i].values, low, high, PARTS[len(axes)])
+        return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
         """The box without what lies outside memory; none where all of it does."""
@@ -107,8 +115,8 @@ def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]
     """First and last indices of at most so many parts of low .. high, about even in the ratios of their values."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
-    starts = np.clip(inside.searchsorted(cuts, side="right"), 1, high - low) if high > low else ()
-    edges = [low, *sorted({low + int(start) for start in starts}), high + 1]
+    starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
+    edges = [low, *sorted({low + min(max(start, 1), high - low) for start in starts}), high + 1]
     return [(first, after - 1) for first, after in pairwise(edges)]
 
 
@@ -147,11 +155,17 @@ class _Search:
             return
         corners = [of.corners(box) for box in boxes]
         points = [(point, box[2]) for box, its in zip(boxes, corners, strict=True) for point in its]
-        columns = of.columns(points)
+        order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes have corners in common
+        columns = of.columns(list(order))
         evaluation = of.space.evaluate(columns)
         floor = of.space.evaluate_floor(columns, evaluation)
-        self.evaluations += (1 if floor is evaluation else 2) * len(points)
+        self.evaluations += (1 if floor is evaluation else 2) * len(order)
         self._keep_best(of.space, columns, evaluation)
+        if len(order) < len(points):
+            where = np.asarray([order[point] for point in points])
+            same = floor is evaluation
+            evaluation = evaluation.take(where)
+            floor = evaluation if same else floor.take(where)
         num_corners = len(corners[0])
         slow, fast = ends_of(of.space)
         least = least_excess(of.space, floor, num_corners, slow)

@@ -16,17 +16,20 @@ from scipy.special import ndtr
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import SingleLaneSettings
 from xsimulator.analytic.mixed import MixedSteps
-from xsimulator.analytic.performance import Performance, stack, upper_deviate
+from xsimulator.analytic.performance import Performance, stack
+from xsimulator.analytic.phases import phases_of, segments
 from xsimulator.analytic.pipeline import Pipeline, expected_max_deviate
 from xsimulator.cost import Array, CostModel
-from xsimulator.lane import LaneCost, Table
+from xsimulator.lane import ContextTable, LaneCost, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import whole
 
 Counts = npt.NDArray[np.int_]
 
-MOST_SEGMENTS, MOST_STATIC_SEGMENTS = 12, 24
-"""Stretches into which a phase's, and a static batch's, iterations are put at most: within one, costs are linear."""
+MOST_STATIC_SEGMENTS = 24
+"""Stretches into which a static batch's iterations are put at most: within one, costs are linear."""
+AT_ONCE = 2000
+"""Candidates of rra predicted in one go: their tables stay in the processor's caches."""
 
 
 class OneLaneModel:
@@ -48,7 +51,6 @@ class OneLaneModel:
         """Tokens that self-attention meets before the first output token."""
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Of the tokens of a prompt, relative to their mean's square."""
-        self._phases: dict[int, _Phase] = {}
 
     @cached_property
     def cost(self) -> CostModel:
@@ -96,14 +98,17 @@ class OneLaneModel:
         sums = [self.pipeline.counts[None] @ whole.values, after @ whole.values, after @ alone.values]
         return Table(whole.points, np.concatenate([alone.values, *sums]))
 
-    def decode_table(self, ages: Array) -> Table:
-        """Steps that decode and nothing else, against the requests in them: on each kind of stage; through all; and on
-        each kind with the hop to it. # [2 kinds + 1, ages]
+    @cached_property
+    def _decode_table(self) -> ContextTable:
+        """Steps that decode and nothing else, against the requests in them and their context: on each kind of stage;
+        through all; and on each kind with the hop to it. # 2 kinds + 1 functions
         """
-        alone, hop = self.lane.decode(self._self_context + ages, self.lengths.mean_input), self.lane.hop
-        whole = alone + Table(hop.points, np.repeat(hop.values[:, None], len(ages), axis=1))
+        lane, longest = self.lane, len(self.lengths.survival) + 1
+        contexts = lane.contexts_between(self._self_context, self._self_context + longest)
+        alone, hop = lane.decode(contexts, self.lengths.mean_input), lane.hop
+        whole = alone + Table(hop.points, np.repeat(hop.values[:, None], len(contexts), axis=1))
         through = self.pipeline.all_stages(whole.values)[None]
-        return Table(whole.points, np.concatenate([alone(whole.points), through, whole.values]))
+        return ContextTable(whole.points, contexts, np.concatenate([alone(whole.points), through, whole.values]))
 
     def _most_tokens(self, requests: Array) -> Array:
         """Prompt tokens of so many requests at once, hardly ever exceeded (four standard deviations)."""
@@ -115,30 +120,21 @@ class OneLaneModel:
 
     # Policies ------------------------------------------------------------------------------------------------
 
-    def _rra(self, encode_batch: Array, decode_iterations: npt.NDArray[np.int_], microbatches: Array) -> Performance:
-        parts = []
-        if len(decode_iterations) == 1:
-            return self._rra_at(encode_batch, int(decode_iterations[0]), microbatches)
-        for iterations in np.unique(decode_iterations):
-            where = np.flatnonzero(decode_iterations == iterations)
-            parts.append((where, self._rra_at(encode_batch[where], int(iterations), microbatches[where])))
-        return parts[0][1] if len(parts) == 1 else stack(len(encode_batch), parts)
-
-    def _phase(self, iterations: int) -> _Phase:
-        if iterations not in self._phases:
-            self._phases[iterations] = _Phase(self, iterations)
-        return self._phases[iterations]
-
-    def _rra_at(self, encode_batch: Array, n: int, microbatches: Array) -> Performance:
-        """One N_D: the cohorts of k phases ago decode together.
+    def _rra(self, encode_batch: Array, decode_iterations: Counts, microbatches: Array) -> Performance:
+        """The cohorts of k phases ago decode together.
 
         The time of a cycle is the longest of the ways through it (for equal stages this is exact): one stage's work;
         a micro-batch's own steps; decode rounds, then from stage x on the encode round.
 
         Source: ExeGPT sec. 6 with the exact steady state; MODEL's (2), its form for unequal stages.
         """
-        lengths, pipeline, phase = self.lengths, self.pipeline, self._phase(n)
-        weights, kinds = phase.weights, len(self.lane.kinds)
+        if len(encode_batch) > AT_ONCE:
+            parts = [slice(start, start + AT_ONCE) for start in range(0, len(encode_batch), AT_ONCE)]
+            found = [(p, self._rra(encode_batch[p], decode_iterations[p], microbatches[p])) for p in parts]
+            return stack(len(encode_batch), found)
+        lengths, pipeline, kinds = self.lengths, self.pipeline, len(self.lane.kinds)
+        phase = phases_of(lengths, self.quantile_decodes)(decode_iterations)
+        weights, table = phase.weights, self._decode_table
         each = encode_batch / microbatches  # requests that a micro-batch encodes
         tokens = each * lengths.mean_input
         encoding = self._encode_table(each)
@@ -151,18 +147,18 @@ class OneLaneModel:
         present = column * phase.share
         running = np.maximum(-np.expm1(column * phase.nobody), present / (np.maximum(present[:, :1], 1.0) + 1))
         running = np.maximum(np.minimum(running, present), 1e-300)
-        decode = phase.table.each(present / running)  # [.., n, segments]
+        decode = table(present / running, table.locate(self._self_context + phase.age))  # [.., n, segments]
         td, own_way = decode[:kinds], decode[kinds]
         # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
         anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
         active = (m * running / anywhere) * td  # [kinds, n, segments]
         rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
+        times = anywhere * weights
         spent = rounds * anywhere
-        decoding, first_round, last_round = (spent * weights).sum(axis=1), spent[:, 0], spent[:, -1]
+        decoding, first_round, last_round = (rounds * times).sum(axis=1), spent[:, 0], spent[:, -1]
 
         # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
-        sd_tokens = self._sd_phase_tokens(each, phase)
-        raggedness = sd_tokens / tokens
+        raggedness = self._sd_phase_tokens(each, phase.stray) / tokens
         at_end = anywhere[:, -1]
         slowest_then = pipeline.slowest_from(te)
         held = expected_max_deviate(microbatches) * raggedness
@@ -170,26 +166,25 @@ class OneLaneModel:
         at_runs -= held * slowest_then
         change = pipeline.before @ (decode[kinds + 1 :, :, -1] * at_end) + down + held * down_without_hops
         change += at_runs[pipeline.run_of_end]
-        times = anywhere * weights
         stage_s = active * times  # [kinds, n, segments]
         work = microbatches * te + stage_s.sum(axis=2)  # [kinds, n]
-        one_stage = np.maximum.reduce(work)
-        own_cycle = own + held * (own - np.maximum.reduce(te)) + (own_way * times).sum(axis=1)
-        until = pipeline.slowest_until(stage_s)  # [runs, n, segments]
-        up_to = (until.sum(axis=2) - until[..., -1] / weights[-1])[pipeline.run_of_end] + change
-        cycle = np.maximum(np.maximum(one_stage, own_cycle), np.maximum.reduce(up_to))
-        if n >= 2:
-            around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round
-            cycle = np.maximum(cycle, around + np.maximum.reduce(change))
+        slowest = np.maximum.reduce(te)
+        own_cycle = own + held * (own - slowest) + (own_way * times).sum(axis=1)
+        until = pipeline.slowest_until(stage_s).sum(axis=2) - pipeline.slowest_until(active[..., -1] * at_end)
+        cycle = np.maximum(
+            np.maximum(np.maximum.reduce(work), own_cycle), np.maximum.reduce(until[pipeline.run_of_end] + change)
+        )
+        around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round + np.maximum.reduce(change)
+        cycle = np.where(decode_iterations >= 2, np.maximum(cycle, around), cycle)
 
         # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
         # As long as it is there, somebody is left in decode: none of its phases ends early.
         decodes = self.quantile_decodes
-        num_phases = -(-decodes // n)
+        num_phases = -(-decodes // decode_iterations)
         whole = cycle + (rounds * weights).sum(axis=1) - decoding
         unneeded = (rounds * phase.unneeded).sum(axis=1)
         spacing = np.maximum(np.maximum.reduce(td[..., -1]), own_way[:, -1] / microbatches)
-        queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(te) - spacing, 0.0)
+        queue = (microbatches - 1) / 2 * np.maximum(slowest - spacing, 0.0)
 
         # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean; a
         # request meets a large phase more often than a small one.
@@ -198,17 +193,14 @@ class OneLaneModel:
         latency = num_phases * whole - unneeded + met if decodes else ttft
 
         # Gaps that span an encode phase: one for each phase after a request's first.
-        if phase.boundary > 0.01:
-            longest_gap = cycle - (decoding - first_round) + max(phase.boundary_deviate, 0.0) * raggedness * own
-        else:
-            longest_gap = np.maximum.reduce(rounds, axis=1)
-        carried = encode_batch * phase.share[0]
+        spanning = cycle - (decoding - first_round) + np.maximum(phase.boundary_deviate, 0.0) * raggedness * own
+        carried = encode_batch * phase.share[:, 0]
         return Performance(
             throughput=encode_batch / cycle,
             latency=latency,
             ttft=ttft,
             tpot=(latency - ttft) / max(decodes, 1),
-            itl_p99=longest_gap,
+            itl_p99=np.where(phase.boundary > 0.01, spanning, np.maximum.reduce(rounds, axis=1)),
             encode_batch=encode_batch,
             encode_tokens=encode_batch * lengths.mean_input,
             decode_batch=carried,
@@ -218,7 +210,7 @@ class OneLaneModel:
             bubble=pipeline.bubble(work, cycle),
         )
 
-    def _sd_phase_tokens(self, each: Array, phase: _Phase) -> Array:
+    def _sd_phase_tokens(self, each: Array, stray: Array) -> Array:
         """Standard deviation of the prompt tokens of a micro-batch's phase.
 
         Up to half a prompt moves from phase to phase, and where the decode batch strays the target follows it.
@@ -228,8 +220,8 @@ class OneLaneModel:
         if len(lengths.inputs) == 1:
             # Prompts all alike: a phase takes either of the two numbers next to its mean.
             carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
-        stray = 2 * ndtr(phase.stray * np.sqrt(each))
-        return np.sqrt(carried + stray * (ADJUSTMENT * lengths.mean_input * each) ** 2)
+        strays = 2 * ndtr(stray * np.sqrt(each))
+        return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
 
     def _static(self, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:
         """A batch is encoded, then decodes at full size until its longest member ends.
@@ -247,9 +239,9 @@ class OneLaneModel:
         ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
         encoding = own + (encode_parts - 1) * slowest + ragged
 
-        table, starts, weights, nobody = self._static_rounds
+        place, starts, weights, nobody = self._static_rounds
         together = batch / decode_parts
-        decode = table.each(np.broadcast_to(together[:, None], (len(batch), len(starts))))
+        decode = self._decode_table(np.broadcast_to(together[:, None], (len(batch), len(starts))), place)
         some = -np.expm1(batch[:, None] * nobody)
         active = -np.expm1(together[:, None] * nobody)
         some, active = np.add.reduceat(np.concatenate([some, active]), starts, axis=1).reshape(2, len(batch), -1)
@@ -279,63 +271,15 @@ class OneLaneModel:
         )
 
     @cached_property
-    def _static_rounds(self) -> tuple[Table, Counts, Counts, Array]:
-        """Decode steps of a static batch: a table for each stretch of iterations, where it starts, how many it has.
+    def _static_rounds(self) -> tuple[tuple[Counts, Array], Counts, Counts, Array]:
+        """Decode steps of a static batch: each stretch's place in the table, where it starts, how many steps it has.
 
         And for each iteration the log of the probability that a request has ended before.
         """
         length = len(self.lengths.survival)
-        edges = _segments(length, {self.quantile_decodes}, MOST_STATIC_SEGMENTS)
+        edges = segments(length, {self.quantile_decodes}, MOST_STATIC_SEGMENTS)
         weights = np.diff(edges)
         middles = edges[:-1] + (weights + 1) / 2
         with np.errstate(divide="ignore"):
             nobody = np.log1p(-np.minimum(self.lengths.survival, 1.0))
-        return self.decode_table(middles), edges[:-1], weights, nobody
-
-
-class _Phase:
-    """What rra's closed form needs of one N_D: its iterations in a few stretches, and their decode tables."""
-
-    def __init__(self, model: OneLaneModel, n: int) -> None:
-        lengths = model.lengths
-        survival = lengths.survival
-        num_cohorts = -(-len(survival) // n)
-        padded = np.zeros(num_cohorts * n)
-        padded[: len(survival)] = survival
-        cohorts = padded.reshape(num_cohorts, n)  # [cohort, iteration of the phase]
-        ages = np.arange(1, num_cohorts * n + 1).reshape(num_cohorts, n)
-        decodes = model.quantile_decodes
-        rest = decodes - (-(-decodes // n) - 1) * n  # iterations of the quantile's last phase
-        edges = _segments(n, {rest} if decodes else set(), MOST_SEGMENTS)
-        starts = edges[:-1]
-        self.weights = np.diff(edges)
-        """Iterations of each stretch."""
-        self.unneeded = np.where(starts >= rest, self.weights, 0)
-        per_iteration = cohorts.sum(axis=0)
-        self.share = np.add.reduceat(per_iteration, starts) / self.weights
-        """Requests in decode, for each request encoded a phase."""
-        age = np.add.reduceat((cohorts * ages).sum(axis=0), starts) / np.maximum(self.share * self.weights, 1e-300)
-        # Phases encode alike in tokens, so ragged prompts come in uneven numbers, of a variance that is their squared
-        # coefficient of variation times the mean: more often than even numbers would they leave nobody.
-        ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
-        with np.errstate(divide="ignore"):
-            gone = -np.log1p(-np.minimum(cohorts, 1.0))
-        gone = np.log1p(ragged * gone) / ragged if ragged > 1e-6 else gone
-        self.nobody = -np.add.reduceat(gone.sum(axis=0), starts) / self.weights
-        """Log of the probability that nobody is in decode, for each request encoded a phase."""
-        self.boundary = cohorts[1:, 0].sum() / max(lengths.mean_decodes, 1e-300)
-        """Share of the gaps between tokens that span an encode phase."""
-        self.boundary_deviate = float(upper_deviate(self.boundary))
-        variance = float((cohorts[:, 0] * (1 - cohorts[:, 0])).sum())
-        self.stray = -ADJUSTMENT * self.share[0] / np.sqrt(max(variance, 1e-300))
-        """How far the decode batch strays until the target follows, in deviations of one request's share of it."""
-        self.table = model.decode_table(age)
-
-
-def _segments(length: int, edges: set[int], most: int) -> npt.NDArray[np.int_]:
-    """Edges of stretches of 0 .. length: single ones first, then ever longer ones, with these edges among them."""
-    if length <= most:
-        return np.arange(length + 1)
-    spaced = np.unique(np.round(np.linspace(0, 1, most) ** 1.5 * (length - 1)).astype(int) + 1)
-    inner = {edge for edge in (*spaced.tolist(), *edges) if 0 < edge < length}
-    return np.asarray([0, *sorted(inner), length])
+        return self._decode_table.locate(self._self_context + middles), edges[:-1], weights, nobody

@@ -58,6 +58,8 @@ class TwoLaneModel:
         first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
+        self._joined: dict[tuple[float, float, float], Array] = {}
+        """Of `_rounds`, by least and largest encode batch and micro-batches."""
 
     def estimate(self, settings: WaaSettings) -> dict[str, float]:
         """Predict one plan's settings."""
@@ -76,20 +78,13 @@ class TwoLaneModel:
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-        grid = self._decoding(encode_batch, through, moving, microbatches)
+        rounds = self._rounds(encode_batch, encode_batch, microbatches)
+        batch, step = self._balance(
+            self._decoding(encode_batch, through + moving, microbatches, rounds, cap),
+            _Waiting(1 / encode_batch, sd * sd, interval, limit),
+            cap,
+        )
         mean_decodes = max(self.mean_decodes, 1e-9)
-        waiting = _Waiting(1 / encode_batch, sd * sd, interval, limit)
-
-        # Slots are free while the encode lane is busy. As its load comes near 1 that bends up within one stretch of the
-        # grid: a second grid for that.
-        index, _ = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
-        rows = np.arange(len(cap))
-        low, high = grid[:, rows, index], grid[:, rows, index + 1]
-        fine = low[..., None] + (high - low)[..., None] * FINER
-        index, share = _locate(fine[2] + waiting(fine[0] / (mean_decodes * fine[1])), cap)
-        low, high = fine[:2, rows, index], fine[:2, rows, index + 1]
-        batch, step = low + share * (high - low)
-        batch = np.maximum(batch, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
 
         met = sd**2
@@ -116,19 +111,59 @@ class TwoLaneModel:
             bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
         )
 
-    def limits(self, encode_batch: Array, max_decode_batch: Array, microbatches: Array) -> tuple[Array, Array]:
-        """Requests a second that the encode lane, and that the cap, allow: the throughput is at most either.
+    def most(
+        self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: float | None
+    ) -> Array:
+        """Requests a second that settings between these do not exceed where they keep a latency.
 
-        The first rises with encode_batch; the second falls with it, and rises with max_decode_batch.
+        The encode lane serves most with its largest batch, and then keeps slots waiting least; what is inside before
+        decode, and until its first step, is least with the smallest.
+
+        Args:
+            encode_batch, largest_batch: the least and the most requests encoded at once.
+            cap: the most requests inside.
         """
-        through, interval, moving, _ = self._encoding(encode_batch)
-        grid = self._decoding(encode_batch, through, moving, microbatches)
-        index, share = _locate(grid[2], max_decode_batch)
-        rows = np.arange(len(index))
+        mean_decodes = max(self.mean_decodes, 1e-9)
+        through, _, moving, _ = self._encoding(encode_batch)
+        _, interval, at_most, sd = self._encoding(largest_batch)
+        limit = largest_batch / np.maximum(interval, at_most)
+        rounds = self._rounds(encode_batch, largest_batch, microbatches)
+        grid = self._decoding(encode_batch, through + moving, microbatches, rounds, cap)
+        batch, step = self._balance(grid, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap, levels=2)
+        most = np.minimum(batch / (mean_decodes * step), limit)
+        if latency_s is None or not self.quantile_decodes:
+            return most
+        # Steps as long as the latency allows, and what they serve.
+        longest = (latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
+        size = grid.shape[-1]
+        inside, seconds = microbatches[:, None] * GRID[:size], rounds[:, :size]
+        allowed = seconds <= longest[:, None]
+        served = np.where(allowed, inside / seconds, 0.0).max(axis=1)
+        last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last that is allowed, if any is
+        rows, after = np.arange(len(last)), np.minimum(last + 1, size - 1)
+        start, end = seconds[rows, last], seconds[rows, after]
+        share = np.clip((longest - start) / np.maximum(end - start, 1e-300), 0.0, 1.0)
+        at_end = inside[rows, last] + share * (inside[rows, after] - inside[rows, last])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            served = np.maximum(served, np.where(share < 1, at_end / np.maximum(longest, 1e-300), served))
+        return np.where(allowed.any(axis=1), np.minimum(most, served / mean_decodes), 0.0)
+
+    def _balance(self, grid: Array, waiting: _Waiting, cap: Array, levels: int = 1) -> tuple[Array, Array]:
+        """Requests in decode, and seconds of an iteration, at which as many are inside as the cap allows.
+
+        Slots are free while the encode lane is busy. As its load comes near 1 that bends up within one stretch of the
+        grid: a finer grid for that. What is found lies on the bend's chord, so a little low: the less, the more levels.
+        """
+        mean_decodes = max(self.mean_decodes, 1e-9)
+        rows = np.arange(len(cap))
+        for _ in range(levels):
+            index, _ = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
+            low, high = grid[:, rows, index], grid[:, rows, index + 1]
+            grid = low[..., None] + (high - low)[..., None] * FINER
+        index, share = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
         low, high = grid[:2, rows, index], grid[:2, rows, index + 1]
         batch, step = low + share * (high - low)
-        decode = np.maximum(batch, 1e-9) / (max(self.mean_decodes, 1e-9) * step)
-        return encode_batch / np.maximum(interval, moving), decode
+        return np.maximum(batch, 1e-9), step
 
     def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
         """Of both lanes' devices.
@@ -152,9 +187,11 @@ class TwoLaneModel:
         """
         through, _, moving, _ = self._encoding(encode_batch)
         met = self._encoding(largest_batch)[3] ** 2
-        rounds, passing = self._decode_grid[-2:]
+        rounds = self._rounds(encode_batch, largest_batch, microbatches)
         each = decode_batch / microbatches
-        step = np.maximum(microbatches * np.interp(each, GRID, rounds), np.interp(each, GRID, passing))
+        before = np.minimum(GRID.searchsorted(each, side="right"), len(GRID) - 1) - 1
+        start, end = rounds[np.arange(len(each)), before], rounds[np.arange(len(each)), before + 1]
+        step = start + (end - start) * (each - GRID[before]) / (GRID[before + 1] - GRID[before])
         encoding = through * (1 + met)
         decodes, emits = self.quantile_decodes, not self.decode.has_encoder
         ttft = encoding + (0.0 if emits else moving + 1.5 * step)
@@ -170,41 +207,58 @@ class TwoLaneModel:
         pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
         return through, np.maximum(np.maximum.reduce(te), pace) + self.transfer.occupies * moving, moving, sd
 
-    def _decoding(self, encode_batch: Array, through: Array, moving: Array, microbatches: Array) -> Array:
+    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array, rounds: Array, cap: Array) -> Array:
         """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all.
 
-        At the grid's points. # [3, n, grid]
+        At the grid's points up to the largest cap. # [3, n, grid]
 
         Args:
-            through, moving: seconds of a batch's way through the encode lane, and of its transfer.
+            before: seconds from admission to the decode lane.
+            rounds: seconds of an iteration. # [n, grid]
         """
-        m = microbatches[:, None]
-        found = np.empty((3, len(m), len(GRID)))
-        inside = np.multiply(m, GRID, out=found[0])
-        if self.decode.has_encoder:
-            found[1] = self._with_joining(encode_batch, microbatches)
-        else:
-            np.maximum(m * self._decode_grid[1], self._decode_grid[2], out=found[1])
-        seconds = found[1]
-        mean_decodes = max(self.mean_decodes, 1e-9)
-        if self.transfer.occupies:  # as often as a batch's worth of requests has ended
-            seconds += inside / mean_decodes * (moving / encode_batch)[:, None]
+        size = min(int(GRID.searchsorted((cap / microbatches).max())) + 2, len(GRID))
+        found = np.empty((3, len(cap), size))
+        inside, seconds = np.multiply(microbatches[:, None], GRID[:size], out=found[0]), found[1]
+        seconds[:] = rounds[:, :size]
         # A batch's prompts vary in number where they are packed by tokens.
         forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
-        each = ((through + moving)[:, None] / seconds + 0.5) / mean_decodes
+        each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
         found[2] = inside * (1 + each) + forming[:, None]
         return found
 
-    def _with_joining(self, encode_batch: Array, microbatches: Array) -> Array:
+    def _rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
+        """Seconds of an iteration that encode batches between these do not fall below, against the grid. # [n, grid]"""
+        _, slowest, through = self._decode_grid
+        if self.decode.has_encoder:
+            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches)
+        else:
+            rounds = np.maximum(microbatches[:, None] * slowest, through)
+        if self.transfer.occupies:  # as often as a batch's worth of requests has ended; least each in the largest
+            each = self._encode_table(largest_batch)[-1] / largest_batch / max(self.mean_decodes, 1e-9)
+            rounds = rounds + (microbatches * each)[:, None] * GRID
+        return rounds
+
+    def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
+        columns = encode_batch.tolist(), largest_batch.tolist(), microbatches.tolist()
+        keys = list(zip(*columns, strict=True))
+        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # many candidates share an encode batch
+        new = [key for key in order if key not in self._joined]
+        if new:
+            self._joined.update(zip(new, self._with_joining(*np.asarray(new).T), strict=True))
+        return np.stack([self._joined[key] for key in order])[[order[key] for key in keys]]
+
+    def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
         """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
 
         The requests of a batch join together, and most steps are joined by nobody: these layers' weights are read only
-        where somebody joins, and all steps behind such a one wait for it.
+        where somebody joins, and all steps behind such a one wait for it. Of larger batches fewer steps are joined, of
+        smaller ones each takes less.
         """
         cost, slowest, through = self._decode_grid
         joining = GRID / max(self.mean_decodes, 1e-9)
         some = -np.expm1(-joining / encode_batch[:, None])  # [n, grid]
         tokens = joining / np.maximum(some, 1e-12) * self.lengths.mean_input
+        some = -np.expm1(-joining / largest_batch[:, None])
         extra = self.decode.cross_kv(tokens)  # [kinds, n, grid]
         size = some.size
         long = np.stack([(cost[:, None] + extra).max(axis=0), through + self._decode_pipeline.all_stages(extra)])

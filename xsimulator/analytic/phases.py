@@ -1,0 +1,111 @@
+"""What rra's closed form needs of the lengths: who is in decode when, for every number of decode iterations a phase.
+
+It depends on no device, so that all placements of a search share it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.policies.rule import ADJUSTMENT
+from xsimulator.analytic.performance import upper_deviate
+from xsimulator.cost import Array
+from xsimulator.lengths import Lengths
+
+Counts = npt.NDArray[np.int_]
+
+MOST_SEGMENTS = 12
+"""Stretches into which a phase's iterations are put, and one more: within one, costs are linear."""
+
+
+class PhaseColumns(NamedTuple):
+    """Candidates' phases, their iterations in a few stretches. # [n, stretches], and [n] from boundary on
+
+    A phase of fewer stretches repeats its last one, without weight.
+    """
+
+    weights: Array
+    """Iterations of each stretch."""
+    unneeded: Array
+    """Those of them that a request of the quantile's length has no need of in its last phase."""
+    share: Array
+    """Requests in decode, for each request encoded a phase."""
+    age: Array
+    """Mean decode iterations of those in decode."""
+    nobody: Array
+    """Log of the probability that nobody is in decode, for each request encoded a phase."""
+    boundary: Array
+    """Share of the gaps between tokens that span an encode phase."""
+    boundary_deviate: Array
+    stray: Array
+    """How far the decode batch strays until the target follows, in deviations of one request's share of it."""
+
+
+class Phases:
+    """The phases of one workload, made as they are asked for.
+
+    Args:
+        decodes: decode iterations of a request of the quantile's length.
+    """
+
+    def __init__(self, lengths: Lengths, decodes: int) -> None:
+        self._lengths, self._decodes = lengths, decodes
+        self._rows: dict[int, int] = {}
+        self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
+        # Phases encode alike in tokens, so ragged prompts come in uneven numbers, of a variance that is their squared
+        # coefficient of variation times the mean: more often than even numbers would they leave nobody.
+        ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
+        survival = lengths.survival
+        with np.errstate(divide="ignore"):
+            gone = -np.log1p(-np.minimum(survival, 1.0))
+        gone = np.log1p(ragged * gone) / ragged if ragged > 1e-6 else gone
+        ages = np.arange(1, len(survival) + 1)
+        self._by_iteration = np.stack([survival, survival * ages, gone, survival * (1 - survival)])
+
+    def __call__(self, decode_iterations: Counts) -> PhaseColumns:
+        keys = decode_iterations.tolist()
+        new = set(keys) - self._rows.keys()
+        if new:
+            made = [self._made(n) for n in sorted(new)]
+            self._rows.update(zip(sorted(new), range(len(self._rows), len(self._rows) + len(new)), strict=True))
+            self._stretches = np.concatenate([self._stretches, np.stack([of for of, _ in made], axis=1)], axis=1)
+            self._scalars = np.concatenate([self._scalars, np.asarray([of for _, of in made]).T], axis=1)
+        rows = [self._rows[n] for n in keys]
+        return PhaseColumns(*self._stretches[:, rows], *self._scalars[:, rows])
+
+    def _made(self, n: int) -> tuple[Array, tuple[float, float, float]]:
+        """# [5, stretches], and the three scalars"""
+        of, decodes, size = self._by_iteration, self._decodes, MOST_SEGMENTS + 1
+        num_cohorts = -(-of.shape[1] // n)
+        padded = np.zeros((len(of), num_cohorts * n))
+        padded[:, : of.shape[1]] = of
+        cohorts = padded.reshape(len(of), num_cohorts, n)  # [.., cohort, iteration of the phase]
+        rest = decodes - (-(-decodes // n) - 1) * n  # iterations of the quantile's last phase
+        edges = segments(n, {rest} if decodes else set(), MOST_SEGMENTS)
+        starts, weights = edges[:-1], np.diff(edges)
+        share, age, gone, _ = np.add.reduceat(cohorts.sum(axis=1), starts, axis=1) / weights
+        found = np.stack([weights, np.where(starts >= rest, weights, 0), share, age / np.maximum(share, 1e-300), -gone])
+        found = np.concatenate([found, np.repeat(found[:, -1:], size - len(weights), axis=1)], axis=1)
+        found[:2, len(weights) :] = 0
+        boundary = cohorts[0, 1:, 0].sum() / max(self._lengths.mean_decodes, 1e-300)
+        variance = float(cohorts[3, :, 0].sum())
+        stray = -ADJUSTMENT * share[0] / np.sqrt(max(variance, 1e-300))
+        return found, (float(boundary), float(upper_deviate(boundary)), float(stray))
+
+
+@lru_cache(maxsize=8)
+def phases_of(lengths: Lengths, decodes: int) -> Phases:
+    return Phases(lengths, decodes)
+
+
+def segments(length: int, edges: set[int], most: int) -> Counts:
+    """Edges of stretches of 0 .. length: single ones first, then ever longer ones, with these edges among them."""
+    if length <= most:
+        return np.arange(length + 1)
+    spaced = np.unique(np.round(np.linspace(0, 1, most) ** 1.5 * (length - 1)).astype(int) + 1)
+    inner = {edge for edge in (*spaced.tolist(), *edges) if 0 < edge < length}
+    return np.asarray([0, *sorted(inner), length])
