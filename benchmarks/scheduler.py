@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -267,7 +268,28 @@ def _swept(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
+    """A line for each model, cluster and choice of policies, and one for each search."""
     lines = [
+        "| model, devices | policies | searches | over FT | over static | chosen | s, median / most | "
+        "looked at, most | gap, most |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((f"{row.model}, {row.cluster}", row.choice), []).append(row)
+    for (where, choice), of in groups.items():
+        over = np.asarray([row.over_ft for row in of if row.over_ft is not None])
+        static = np.asarray([row.over_static for row in of if row.over_static is not None])
+        seconds = np.asarray([row.seconds for row in of if row.chosen is not None])
+        kinds = Counter(row.chosen.split()[0] for row in of if row.chosen is not None)
+        cells = [where, choice, str(len(of)), f"{over.mean():.2f}x ({over.min():.2f} to {over.max():.2f})"]
+        cells += [f"{static.mean():.2f}x", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())]
+        cells += [f"{np.median(seconds):.2f} / {seconds.max():.2f}"]
+        cells += [f"{100 * max(row.evaluations / row.space_size for row in of if row.chosen is not None):.3f}%"]
+        cells += [f"{100 * max(row.gap for row in of):.2f}%"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
         "| model, devices, task | bound, s | policies | chosen | req/s | latency, s | /FT | /static | looked at | s | "
         "gap | sweep |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -296,7 +318,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         yield (
             f"{choice}: {len(of)} rows; over FT {over.mean():.2f}x in the mean, {over.min():.2f} to {over.max():.2f}x, "
             f"over static {static.mean():.2f}x, {static.min():.2f} to {static.max():.2f}x; "
-            f"{np.median(seconds):.2f} s median, {seconds.max():.2f} s most; "
+            f"{np.median(seconds):.2f} s median, {seconds.max():.2f} s most, {(seconds < 1).sum()} under 1 s; "
             f"{100 * share:.2f}% of the space at most; gap {100 * max(row.gap for row in of):.2f}% at most"
         )
         for name, exhaustive in (("all points", True), ("samples", False)):

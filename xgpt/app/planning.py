@@ -242,12 +242,18 @@ def plan_uniform(
     subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve", max_devices: int | None = None
 ) -> Plan | None:
     """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
+    from xgpt.app.verifying import settled
     from xgpt.errors import InfeasibleError
 
+    kinds = ("chunked", "orca", "static")
     try:
-        return scheduler(subject, constraint, search, kv, max_devices, uniform=True).best(("chunked", "orca", "static"))
+        if constraint.sla == "request":
+            plans = settled(subject, constraint, kinds, search, kv, max_devices, uniform=True)
+        else:
+            plans = scheduler(subject, constraint, search, kv, max_devices, uniform=True).best_of_each(kinds)
     except InfeasibleError:
         return None
+    return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)
 
 
 def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:

@@ -145,8 +145,13 @@ def settled(
     search: str,
     kv: KvPromise,
     max_devices: int | None,
+    *,
+    uniform: bool = False,
 ) -> dict[str, Plan]:
     """Each policy's best plan that keeps its bound on all requests, or at its arrival rate, in simulation.
+
+    Args:
+        uniform: only replicas of equal stages.
 
     Raises:
         InfeasibleError: no policy has one.
@@ -157,7 +162,8 @@ def settled(
     slack = 1 + round(subject.profile.spread, 4)
 
     def find(kind: str, closed_s: float | None) -> Plan:
-        of = scheduler(subject, constraint.model_copy(update={"latency_bound_s": closed_s}), search, kv, max_devices)
+        under = constraint.model_copy(update={"latency_bound_s": closed_s})
+        of = scheduler(subject, under, search, kv, max_devices, uniform=uniform)
         plan = (of.best_of_each((kind,)) if rate is None else of.sustaining((kind,), rate))[kind]
         real = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
         return of.with_max_arrival_rate(plan.model_copy(update={"constraint": real}))
@@ -181,7 +187,7 @@ def settled(
         plans[kind] = found.plan if rate is not None else _seen(found.plan, found.seen_s / slack)
     if not plans:
         # Of several policies, what the closed form says of all of them together.
-        of = scheduler(subject, constraint, search, kv, max_devices)
+        of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
         of.best_of_each(kinds) if rate is None else of.sustaining(kinds, rate)
         assert failure is not None
         raise failure

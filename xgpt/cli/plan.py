@@ -219,7 +219,7 @@ def _beside_uniform(
     from xgpt.app.planning import plan_uniform
     from xgpt.app.wording import settings_text
 
-    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None or constraint.sla == "request":
+    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None:
         return []
     uniform = plan_uniform(subject, constraint, search, kv, max_devices)
     if uniform is None:

@@ -28,6 +28,7 @@ Counts = npt.NDArray[np.int_]
 
 MOST_STATIC_SEGMENTS = 24
 """Stretches into which a static batch's iterations are put at most: within one, costs are linear."""
+MICROBATCHES = "microbatches", "encode_microbatches", "decode_microbatches"
 AT_ONCE = 2000
 """Candidates of rra predicted in one go: their tables stay in the processor's caches."""
 
@@ -75,10 +76,9 @@ class OneLaneModel:
 
     def estimate(self, settings: SingleLaneSettings) -> dict[str, float]:
         """Predict one plan's settings."""
-        columns = {variable.name: getattr(settings, variable.name) for variable in settings.variables}
-        for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
-            if name in type(settings).model_fields:
-                columns[name] = getattr(settings, name)
+        fields = vars(settings)
+        names = [variable.name for variable in settings.variables]
+        columns = {name: fields[name] for name in (*names, *MICROBATCHES) if name in fields}
         return self.evaluate(settings.kind, **columns).at(0)
 
     @cached_property

@@ -68,13 +68,14 @@ class Phases:
 
     def __call__(self, decode_iterations: Counts) -> PhaseColumns:
         keys = decode_iterations.tolist()
-        new = set(keys) - self._rows.keys()
-        if new:
+        if new := set(keys) - self._rows.keys():
             made = [self._made(n) for n in sorted(new)]
             self._rows.update(zip(sorted(new), range(len(self._rows), len(self._rows) + len(new)), strict=True))
             self._stretches = np.concatenate([self._stretches, np.stack([of for of, _ in made], axis=1)], axis=1)
             self._scalars = np.concatenate([self._scalars, np.asarray([of for _, of in made]).T], axis=1)
-        rows = [self._rows[n] for n in keys]
+        rows: slice | list[int] = [self._rows[n] for n in keys]
+        if len(keys) == 1:
+            rows = slice(self._rows[keys[0]], self._rows[keys[0]] + 1)
         return PhaseColumns(*self._stretches[:, rows], *self._scalars[:, rows])
 
     def _made(self, n: int) -> tuple[Array, tuple[float, float, float]]:
