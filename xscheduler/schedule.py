@@ -284,11 +284,18 @@ class Scheduler:
 
     def _infeasible(self, kinds: Sequence[str]) -> InfeasibleError:
         """The least constrained spaces' points of lowest excess say what binds and what would be met."""
-        relaxed = self.problem.constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
+        constraint = self.problem.constraint
+        relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
         headroom = 1 + relaxed.headroom
+        latency_alone = constraint.ttft_s is None and constraint.tpot_s is None
         nearest: dict[str, float] = {}
         for kind in kinds:
-            for space in self.spaces(kind, relaxed):
+            spaces = self.spaces(kind, relaxed)
+            least_s = headroom * self._screen(relaxed).least_latency([space.placement for space in spaces])
+            for i in np.argsort(least_s, kind="stable"):
+                if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
+                    break
+                space = spaces[i]
                 evaluation = space.evaluate(space.slowest_points())
                 if not evaluation.fits.any():
                     continue
@@ -309,7 +316,6 @@ class Scheduler:
             )
         if not nearest:
             return self._no_memory()
-        constraint = self.problem.constraint
         bounds = {name: getattr(constraint, name) for name in nearest}
         broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
         binding = broken[0] if broken else "latency_bound_s"

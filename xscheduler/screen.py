@@ -152,6 +152,14 @@ class Screen:
         replicas = np.asarray([float(placement.replicas) for placement in placements])
         return np.where(most >= 0, best * replicas, 0.0)
 
+    def least_latency(self, placements: Sequence[Placement]) -> Array:
+        """Seconds that no request of the quantile's length falls below: alone in every step, its prompt at its cheapest.
+
+        The first decode step may overlap with encoding.
+        """
+        lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
+        return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
+
     def _phase_s(self, placements: Sequence[Placement], lanes: Sequence[_Stages]) -> Array:
         """Least seconds of an encode phase, for each request in it. # [placements, 1]"""
         parts = [p.fixed.get("encode_microbatches", p.microbatches) for p in placements]
