@@ -153,7 +153,7 @@ class Screen:
         return np.where(most >= 0, best * replicas, 0.0)
 
     def least_latency(self, placements: Sequence[Placement]) -> Array:
-        """Seconds that no request of the quantile's length falls below: alone in every step, its prompt at its cheapest.
+        """Seconds that no request of the quantile's length falls below: alone in its steps, its prompt at its cheapest.
 
         The first decode step may overlap with encoding.
         """

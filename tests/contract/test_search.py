@@ -107,6 +107,8 @@ class Spaces:
         """No bound, and bounds that leave ever less of what fits in memory."""
         evaluations = [every_point(space)[1] for space in self.spaces()]
         latency = np.sort(np.concatenate([[], *(e.performance.latency[e.fits] for e in evaluations)]))
+        if not len(latency):
+            return [None]
         return [None, *(float(latency[int(share * (len(latency) - 1))]) for share in (0.7, 0.2, 0.02))]
 
 
