@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -25,14 +26,14 @@ TYPICAL_BATCH = 32
 """Requests in decode for which stages, and the lanes of WAA, are balanced."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """One lane on some devices."""
 
     tp: TensorParallel
     lane: Lane
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         return sum(stage.tp for stage in self.lane)
 
@@ -120,6 +121,8 @@ class Placements:
         self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
         self._shared: dict[tuple[int, int, bool, bool, int], tuple[Layout, ...]] = {}
         self._seconds: dict[tuple[int, bool, bool], float] = {}
+        self._heads: dict[int, float] = {}
+        self._spread: dict[tuple[tuple[int, ...], int, bool, bool], tuple[int, ...]] = {}
 
     def of(self, kind: str) -> list[Placement]:
         """Every placement that a policy may take; devices may be left idle.
@@ -191,11 +194,22 @@ class Placements:
     def _shares(self, tps: tuple[int, ...], num_layers: int, encode: bool, decode: bool) -> tuple[int, ...] | None:
         if len(tps) > num_layers:
             return None
+        key = tps, num_layers, encode, decode
+        if key not in self._spread:
+            self._spread[key] = self._spread_over(*key)
+        return self._spread[key]
+
+    def _spread_over(self, tps: tuple[int, ...], num_layers: int, encode: bool, decode: bool) -> tuple[int, ...]:
         layer_s = [self._layer_seconds(tp, encode, decode) for tp in tps]
-        head = Line.of(self._profile.head_of(tps[-1]))
         fixed_s = [0.0] * len(tps)
-        fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * float(head(TYPICAL_BATCH)) / TYPICAL_BATCH
+        fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * self._head_seconds(tps[-1])
         return spread(num_layers, layer_s, fixed_s)
+
+    def _head_seconds(self, tp: int) -> float:
+        """Of the output head, for each request, at a typical batch."""
+        if tp not in self._heads:
+            self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
+        return self._heads[tp]
 
     def _layer_seconds(self, tp: int, encode: bool, decode: bool) -> float:
         """Of a layer, for each request, at a typical batch."""
