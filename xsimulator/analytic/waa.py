@@ -133,8 +133,8 @@ class TwoLaneModel:
         most = np.minimum(batch / (mean_decodes * step), limit)
         if latency_s is None or not self.quantile_decodes:
             return most
-        # Steps as long as the latency allows, and what they serve.
-        longest = (latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
+        # Steps as long as the latency allows, to within rounding, and what they serve.
+        longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
         size = grid.shape[-1]
         inside, seconds = microbatches[:, None] * GRID[:size], rounds[:, :size]
         allowed = seconds <= longest[:, None]
