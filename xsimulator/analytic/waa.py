@@ -124,9 +124,11 @@ class TwoLaneModel:
             cap: the most requests inside.
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
-        through, _, moving, _ = self._encoding(encode_batch)
+        through, least_interval, moving, _ = self._encoding(encode_batch)
         _, interval, at_most, sd = self._encoding(largest_batch)
         limit = largest_batch / np.maximum(interval, at_most)
+        # Beyond the profile's points a batch may cost more by the prompt than a smaller one.
+        limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
         rounds = self._rounds(encode_batch, largest_batch, microbatches)
         grid = self._decoding(encode_batch, through + moving, microbatches, rounds, cap)
         batch, step = self._balance(grid, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap, levels=2)
