@@ -26,9 +26,10 @@ print("both are here", flush=True)
 """
 """It and its child hold a lock together, which is free when both have ended."""
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from xrunner.vllm.process import started
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
 with started(sys.argv[2:], Path(sys.argv[1]), {}) as process:
     print(process.stdout.readline(), flush=True)
     time.sleep(600)
@@ -51,8 +52,11 @@ def parent(lock: Path) -> Iterator[subprocess.Popen[str]]:
         command = [sys.executable, "-c", PARENT, str(packages), *family(lock)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == "both are here\n"
-            yield process
+            try:
+                assert process.stdout.readline() == "both are here\n"
+                yield process
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
