@@ -189,12 +189,12 @@ def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan |
         None: the plan will do, or nothing cheap does better.
     """
     constraint, profile, workload = plan.constraint, problem.profile, problem.workload
+    if constraint.latency_bound_s is None:
+        return None
     least_rps = (1 - price) * under(plan, profile, workload, constraint.quantile)["throughput"]
     for share in (1.0, 0.5):
         quantile = min(constraint.quantile + share * doubt, 1 - 1e-9)
-        if constraint.latency_bound_s is None or (
-            under(plan, profile, workload, quantile)["latency"] <= constraint.latency_bound_s
-        ):
+        if under(plan, profile, workload, quantile)["latency"] <= constraint.latency_bound_s:
             return None
         harder = replace(_in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
         try:
