@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from xgpt.app.replanning import propose
 from xgpt.app.simulating import clock_of, outstanding_requests
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.io import read_step_log
-from xgpt.observation import ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.observation import Seen
+from xgpt.observer import Observer
 from xgpt.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import quantile, sample
@@ -43,12 +45,14 @@ class Run:
     Attributes:
         changes: (ended requests, decision) of each time that the plan was judged.
         num_lost: requests without an answer, or with another length than asked for.
+        slowdown: measured time of the steps over the profile's, at the end.
     """
 
     log: list[StepRecord]
     changes: list[tuple[int, Decision]] = field(default_factory=list)
     num_lost: int = 0
     longest_look_s: float = 0.0
+    slowdown: float = 1.0
 
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
         """Throughput and latency after `skip` ended requests."""
@@ -72,61 +76,72 @@ def requests_of(phases: Sequence[Phase], rng: np.random.Generator) -> Iterator[S
 
 
 class _SimulatedWatch:
-    """What `xrunner.server.watch` does, on the simulated clock."""
+    """What `xrunner.server.watch` does, on the simulated clock.
 
-    def __init__(self, plan: Plan, profile: Profile) -> None:
-        self.plan = plan
+    Args:
+        slowdown: how many times as long as the profile says the simulated machine takes.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, slowdown: float) -> None:
         self.decided: list[tuple[int, Decision]] = []
+        self._observer = Observer(plan)
         self._profile = profile
-        self._window = LengthWindow()
-        self._detector = ChangeDetector(plan.workload)
+        self._slowdown = slowdown
         self._seen: dict[int, Seen] = {}
         self._num_ended = 0
         self._looked_s = 0.0
         self._due: tuple[float, Plan | None] | None = None
 
     def note(self, record: StepRecord, engine: SimulatedEngine) -> None:
+        observer = self._observer
         for arrival in record.arrivals:
-            self._seen[arrival.id] = self._window.arrive(
+            self._seen[arrival.id] = observer.window.arrive(
                 arrival.arrival_ns / 1e9, arrival.input_length, arrival.max_output
             )
         ended = [id_ for id_, start, n in record.encode if start + n == self._seen[id_].input_length]
         for id_ in (*ended, *record.decode):
             self._seen[id_].generated += 1
         now_s = record.end_ns / 1e9
+        step_s = (record.end_ns - record.start_ns) / 1e9
+        if observer.pace.wants_step(step_s):
+            observer.pace.note(now_s, step_s, step_s / self._slowdown * observer.plan.profile.slowdown)
         if self._due is not None and now_s >= self._due[0]:
             plan, self._due = self._due[1], None
             if plan is not None:
                 assert engine.schedule.apply(policies.build(plan)), "only swaps can be simulated"
-                self.plan = plan
+                observer.go_over_to(plan)
         for id_ in record.finished:
             self._seen.pop(id_).has_ended = True
             self._num_ended += 1
             due = self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S
             if due and self._due is None:
                 self._looked_s = now_s
-                if (changed := self._detector.look(self._window)) is not None:
-                    self._judge(now_s, changed)
-
-    def _judge(self, now_s: float, changed: Sample) -> None:
-        self._window.forget_before(len(changed))
-        observation = observe(changed, self.plan.workload)
-        self._detector = ChangeDetector(observation.workload, observation.weight)
-        decision, plan = propose(self.plan, self._profile, observation)
-        self.decided.append((self._num_ended, decision))
-        self._due = now_s + PLANNING_S, plan
+                if (observation := observer.look()) is not None:
+                    decision, plan = propose(observer.plan, self._profile, observation)
+                    self.decided.append((self._num_ended, decision))
+                    self._due = now_s + PLANNING_S, plan
 
 
 def simulated(
-    plan: Plan, profile: Profile, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True
+    plan: Plan,
+    profile: Profile,
+    phases: Sequence[Phase],
+    rng: np.random.Generator,
+    *,
+    replan: bool = True,
+    slowdown: float = 1.0,
 ) -> Run:
-    """A closed loop that keeps the engine saturated, on the simulated clock."""
+    """A closed loop that keeps the engine saturated, on the simulated clock.
+
+    Args:
+        slowdown: how many times as long as the profile says the machine takes.
+    """
     schedule = policies.build(plan)
     requests = requests_of(phases, rng)
-    engine = SimulatedEngine(schedule, clock_of(plan, profile, schedule), [])
-    for request, _ in zip(requests, range(outstanding_requests(plan)), strict=False):
+    engine = SimulatedEngine(schedule, clock_of(plan, profile.slowed(slowdown), schedule), [])
+    for request in islice(requests, outstanding_requests(plan)):
         engine.submit(request)
-    watch = _SimulatedWatch(plan, profile) if replan else None
+    watch = _SimulatedWatch(plan, profile, slowdown) if replan else None
     log = []
     while (record := engine.step()) is not None:
         log.append(record)
@@ -137,7 +152,7 @@ def simulated(
             watch.note(record, engine)
     ended = {id_ for record in log for id_ in record.finished}
     num_lost = sum(phase.num_requests for phase in phases) - len(ended)
-    return Run(log, [] if watch is None else watch.decided, num_lost)
+    return Run(log, [] if watch is None else watch.decided, num_lost, slowdown=slowdown)
 
 
 def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True) -> Run:
@@ -154,11 +169,13 @@ def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, repla
             loop = replay(url, requests, concurrency=outstanding_requests(plan), stream=False)
             results = asyncio.run(loop)
             history = httpx.get(f"{url}/plan/history", trust_env=False).json()
+            observed = httpx.get(f"{url}/plan", trust_env=False).json()["observed"]
             metrics = httpx.get(f"{url}/metrics", trust_env=False).text
         log = read_step_log(step_log)
     look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
     lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
-    return Run(log, [(0, Decision.model_validate(entry)) for entry in history], lost, max(look, default=0.0))
+    changes = [(0, Decision.model_validate(entry)) for entry in history]
+    return Run(log, changes, lost, max(look, default=0.0), observed["slowdown"] or 1.0)
 
 
 def is_lost(result: ClientResult, request: ClientRequest) -> bool:

@@ -157,8 +157,10 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
 
 
-def observe(sample: Sample, planned: Workload, step_ratio: float | None = None) -> Observation:
-    """What a sample says, beside what was planned."""
+def observe(
+    sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
+) -> Observation:
+    """What a sample says, beside what was planned; the paces are told along with it."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -169,6 +171,7 @@ def observe(sample: Sample, planned: Workload, step_ratio: float | None = None) 
         input_distance=wasserstein(inputs, planned.input),
         output_distance=wasserstein(outputs, planned.output),
         step_ratio=step_ratio,
+        slowdown=slowdown,
     )
 
 

@@ -84,16 +84,28 @@ class Verdict:
     reason: str
 
 
-def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms: Terms | None = None) -> Verdict:
-    """Compare the running plan with the best one under the observed lengths.
+def judge(
+    plan: Plan,
+    profile: Profile,
+    observed: Workload,
+    weight: float,
+    terms: Terms | None = None,
+    *,
+    slowdown: float | None = None,
+) -> Verdict:
+    """Compare the running plan with the best one under the observed lengths, at the observed pace.
 
     Args:
+        profile: as it was measured, whatever the plan's slowdown.
         weight: requests that the observed lengths were learnt from.
+        slowdown: how many times as long as the profile says steps last; None: as many as the plan rests on.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
     terms = terms or Terms()
+    if slowdown is not None:
+        plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
     workload = within_context(observed, plan.model.max_context)
     bound = plan.constraint.latency_bound_s
     now = under(plan, profile, workload, plan.constraint.quantile)
@@ -128,7 +140,7 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
         checkpoint=plan.checkpoint,
         cluster=plan.cluster,
         workload=workload,
-        profile=profile,
+        profile=profile.slowed(plan.profile.slowdown),
         constraint=plan.constraint,
         kv=plan.admission.kv,
         max_devices=plan.replicas * plan.devices_per_replica,
@@ -168,7 +180,7 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
             f"the best plan gains {100 * gain:.1f}% of throughput, under {100 * terms.least_gain:g}%",
         )
     if is_swap and plan.policy.kind in SWAPPABLE:
-        careful = _careful(best if switch else plan, problem, doubt, terms.caution)
+        careful = _careful(best if switch else plan, profile, problem, doubt, terms.caution)
         if careful is not None:
             best, gain = careful, careful.estimate.throughput_rps / now["throughput"] - 1
             if not switch:
@@ -178,7 +190,7 @@ def judge(plan: Plan, profile: Profile, observed: Workload, weight: float, terms
     return verdict(best, is_swap=is_swap, gain=gain, pause_s=pause_s, switch=switch, reason=reason)
 
 
-def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan | None:
+def _careful(plan: Plan, profile: Profile, problem: Problem, doubt: float, price: float) -> Plan | None:
     """A plan to swap to that keeps the bound even if the lengths' quantile lies higher, where this one does not.
 
     Args:
@@ -188,7 +200,7 @@ def _careful(plan: Plan, problem: Problem, doubt: float, price: float) -> Plan |
     Returns:
         None: the plan will do, or nothing cheap does better.
     """
-    constraint, profile, workload = plan.constraint, problem.profile, problem.workload
+    constraint, workload = plan.constraint, problem.workload
     if constraint.latency_bound_s is None:
         return None
     least_rps = (1 - price) * under(plan, profile, workload, constraint.quantile)["throughput"]
@@ -252,7 +264,6 @@ def _in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
             "stages": plan.stages if in_place else best.stages,
             "estimate": best.estimate,
             "search": best.search,
-            "profile": best.profile,
         }
     )
 

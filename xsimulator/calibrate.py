@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import Calibration, Curve, Plan, Profile, Surface
+from xgpt.schema import Calibration, Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.cost import CostModel
 
@@ -157,21 +157,13 @@ def bias(steps: Steps, factors: Array) -> float:
 def corrected(profile: Profile, calibration: Calibration) -> Profile:
     """The profile with each table times its factor."""
     by = calibration.factors
-
-    def curve(of: Curve, part: str) -> Curve:
-        return of.model_copy(update={"seconds": tuple(by[part] * s for s in of.seconds)})
-
-    def surface(of: Surface, part: str) -> Surface:
-        rows = tuple(tuple(by[part] * s for s in row) for row in of.seconds)
-        return of.model_copy(update={"seconds": rows})
-
     layers = tuple(
         layer.model_copy(
             update={
-                "rest": curve(layer.rest, "tokens"),
-                "encode_attention": surface(layer.encode_attention, "encode_attention"),
-                "decode_attention": surface(layer.decode_attention, "decode_attention"),
-                "head": None if layer.head is None else curve(layer.head, "head"),
+                "rest": layer.rest.times(by["tokens"]),
+                "encode_attention": layer.encode_attention.times(by["encode_attention"]),
+                "decode_attention": layer.decode_attention.times(by["decode_attention"]),
+                "head": None if layer.head is None else layer.head.times(by["head"]),
             }
         )
         for layer in profile.layers
@@ -180,9 +172,9 @@ def corrected(profile: Profile, calibration: Calibration) -> Profile:
     return profile.model_copy(
         update={
             "layers": layers,
-            "embedding": curve(profile.embedding, "tokens"),
-            "head": curve(profile.head, "head"),
-            "overhead": curve(profile.overhead, "overhead"),
+            "embedding": profile.embedding.times(by["tokens"]),
+            "head": profile.head.times(by["head"]),
+            "overhead": profile.overhead.times(by["overhead"]),
             "provenance": profile.provenance | {"calibration": f"{text}; {calibration.num_steps_used} measured steps"},
         }
     )

@@ -341,12 +341,16 @@ class LaneCost:
 
 
 def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
-    """What the lanes of a plan cost, by name.
+    """What the lanes of a plan cost, by name, at the pace that the plan rests on.
+
+    Args:
+        profile: as it was measured, without the plan's slowdown.
 
     Raises:
         InputError: the profile lacks a degree, or the hop between stages.
     """
     found = {}
+    profile = profile.slowed(plan.profile.slowdown)
     for name in dict.fromkeys(stage.lane for stage in plan.stages):
         stages = [stage for stage in plan.stages if stage.lane == name]
         heads = name != "encode" or not plan.model.is_encoder_decoder

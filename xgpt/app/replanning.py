@@ -35,11 +35,13 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         InputError: the profile is not that of the plan's devices.
     """
     from xgpt.io import sha256
+    from xgpt.observer import slowdown_to_plan_with
     from xgpt.workload import mean
     from xscheduler.regret import judge
 
     started = time.perf_counter()
-    verdict = judge(plan, profile, observation.workload, observation.weight, terms)
+    slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
+    verdict = judge(plan, profile, observation.workload, observation.weight, terms, slowdown=slowdown)
     then = verdict.plan if verdict.switch else None
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,6 +52,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         output_mean=mean(observation.workload.output),
         running=verdict.running,
         best=verdict.best,
+        slowdown=slowdown,
         gain=verdict.gain,
         pause_s=0.0 if then is None else verdict.pause_s,
         plan_sha256=sha256(then or plan),
@@ -138,7 +141,8 @@ class BackgroundPlanner:
         if len(plan.stages) > 1:
             return None
         sampled = len(decode_contexts) + sum(done for _, _, done in encode)
-        return self._cost_of(plan.stages[0].tp).step(encode, decode_contexts, sampled)
+        step_s = self._cost_of(plan.stages[0].tp).step(encode, decode_contexts, sampled)
+        return plan.profile.slowdown * step_s
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         try:

@@ -42,6 +42,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     bound = (
         "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
     )
+    slowdown = plan.profile.slowdown
+    slowed = "" if slowdown == 1 else f", everything taken to last {slowdown:.3g} times as long"
     return render(
         "report.html",
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
@@ -74,7 +76,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         proof=f"Found by {plan.search.method}: {proof_in_words(plan)}.",
         provenance=[
             {"name": "settings", "value": settings_text(plan)},
-            {"name": "profile", "value": f"{plan.profile.source}, sha256 {plan.profile.sha256}"},
+            {"name": "profile", "value": f"{plan.profile.source}, sha256 {plan.profile.sha256}{slowed}"},
             {"name": "plan", "value": f"sha256 {sha256(plan)}"},
             {"name": "written by", "value": f"xgpt {__version__}"},
         ],

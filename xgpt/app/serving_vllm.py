@@ -206,6 +206,6 @@ async def follow(plan: Plan, control: ServerSide, planner: Planner | None, goes_
                     running = watch.plan
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": message.plan_sha256}})
             case Refused():
-                watch.plan = running
+                watch.go_over_to(running)
                 logger.warning("vLLM keeps its plan", extra={"fields": {"reason": message.reason}})
     await watch.stop()

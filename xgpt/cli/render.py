@@ -219,6 +219,8 @@ def decision_notes(decision: Decision, observation: Observation, output: str | N
         f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
         f"decision: {decision.action}; {decision.reason}",
     ]
+    if decision.slowdown != 1:
+        notes.append(f"step times: {decision.slowdown:.2f} times the profile's, for both plans")
     if decision.best is not None:
         notes.append(
             f"gain {100 * decision.gain:+.1f}% of throughput; the switch holds requests up {decision.pause_s:.1f} s"

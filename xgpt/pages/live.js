@@ -61,7 +61,7 @@ function decisions(list) {
     const row = document.createElement("tr");
     const best = decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none";
     const cells = [decision.at, decision.action, `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, best,
-      `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason];
+      `x${number(decision.slowdown)}`, `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason];
     for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
     return row;
   });
@@ -86,7 +86,7 @@ function show(live) {
   histogram("output-chart", "output lengths", lengths.output);
   if (observation)
     byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; distance to the plan: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} arrive a second.`;
-  byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: lengths have not changed for certain.") : "Re-planning is off.";
+  byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.") : "Re-planning is off.";
   decisions(live.decisions);
 }
 

@@ -132,12 +132,17 @@ class SearchCertificate(Frozen):
 
 
 class ProfileRef(Frozen):
-    """Where the numbers came from."""
+    """Where the numbers came from.
+
+    Attributes:
+        slowdown: how many times as long as the profile says everything is taken to last: what a server has measured.
+    """
 
     source: Literal["measured", "analytic", "imported"]
     sha256: str
     num_threads: PositiveInt | None = None
     spread: float = 0.0
+    slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
     """Where each part's numbers came from."""
 

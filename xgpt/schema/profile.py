@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -29,6 +29,10 @@ class Curve(Frozen):
             raise ValueError(f"a time is negative: {min(self.seconds)}")
         return self
 
+    def times(self, factor: float) -> Curve:
+        """The curve with all of its times multiplied."""
+        return self.model_copy(update={"seconds": tuple(factor * s for s in self.seconds)})
+
 
 class Surface(Frozen):
     """Seconds against (batch, length): `seconds[i][j]` at `batches[i]`, `lengths[j]`; bilinear between."""
@@ -49,6 +53,10 @@ class Surface(Frozen):
         if min(map(min, self.seconds)) < 0:
             raise ValueError("a time is negative")
         return self
+
+    def times(self, factor: float) -> Surface:
+        """The surface with all of its times multiplied."""
+        return self.model_copy(update={"seconds": tuple(tuple(factor * s for s in row) for row in self.seconds)})
 
 
 class CrossTimes(Frozen):
@@ -142,6 +150,10 @@ class Profile(Frozen):
         """Tensor-parallel degrees that the profile covers."""
         return tuple(layer.tp_degree for layer in self.layers)
 
+    def slowed(self, factor: float) -> Profile:
+        """The profile of a machine that takes so many times as long for everything."""
+        return self if factor == 1 else _slowed(self, factor)
+
     def layer(self, tp_degree: int) -> LayerTimes:
         """The table of one tensor-parallel degree.
 
@@ -172,3 +184,19 @@ class Profile(Frozen):
         if tp_degree not in self.tp_degrees:
             raise KeyError(tp_degree)
         return self.tp_degrees.index(tp_degree)
+
+
+Table = TypeVar("Table", bound=Frozen)
+
+
+def _slowed(table: Table, factor: float) -> Table:
+    """All curves and surfaces in it, however deep, times a factor."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Curve | Surface):
+            return value.times(factor)
+        if isinstance(value, Frozen):
+            return _slowed(value, factor)
+        return tuple(map(of, value)) if isinstance(value, tuple) else value
+
+    return table.model_copy(update={name: of(value) for name, value in table})

@@ -25,7 +25,8 @@ class Observation(Frozen):
         weight: independent requests that would tell as much as these, weighted (Kish's effective sample size).
         arrival_rate_per_s: None: too few to tell.
         input_distance, output_distance: Wasserstein distance to the planned lengths, in tokens.
-        step_ratio: measured over predicted time of the steps; None: not known.
+        step_ratio: measured over predicted time of the steps, those of the running plan; None: not known.
+        slowdown: measured time of the steps over the profile's; None: too few have been compared.
     """
 
     schema_version: Literal[1] = 1
@@ -37,6 +38,7 @@ class Observation(Frozen):
     input_distance: float
     output_distance: float
     step_ratio: float | None = None
+    slowdown: float | None = Field(default=None, gt=0)
 
 
 class Outcome(Frozen):
@@ -61,6 +63,7 @@ class Decision(Frozen):
         reason: in words.
         running: the plan that ran.
         best: the best plan for these lengths; None: there is none that keeps the bound.
+        slowdown: how many times as long as the profile says steps were taken to last, for both plans.
         gain: throughput that the best plan gains, as a share of the running one's.
         pause_s: how long the switch would hold requests up.
         plan_sha256: of the plan that runs from now on.
@@ -75,6 +78,7 @@ class Decision(Frozen):
     output_mean: float
     running: Outcome
     best: Outcome | None
+    slowdown: float = 1.0
     gain: float
     pause_s: float
     plan_sha256: str

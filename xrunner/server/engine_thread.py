@@ -254,7 +254,7 @@ class EngineThread:
         metrics = self.metrics
         num_waiting = len(self._waiting)
         for record in records:
-            if self.watch is not None and self.watch.wants_step():
+            if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
         metrics.output_tokens.inc(len(tokens))

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from xgpt import policies
 from xgpt.errors import XgptError
-from xgpt.observation import ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.observation import Seen
+from xgpt.observer import Observer
 from xgpt.schema import Decision, Observation, Plan, Planner
 from xgpt.schema.step_log import StepRecord
 
@@ -24,10 +25,6 @@ LOOK_EVERY = 16
 """Ended requests between two looks."""
 LOOK_INTERVAL_S = 0.5
 """Time between two looks, at least."""
-JUDGE_STEP_EVERY = 8
-"""Every so many steps one is compared with its prediction."""
-STEP_MEMORY = 0.98
-"""Weight that the comparisons so far keep with each further one: the last 50 count."""
 MAX_HISTORY = 256
 RECENT_S = 30.0
 """Span of the rates and latencies that are called recent."""
@@ -41,19 +38,15 @@ class Watch:
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
-        self.plan = plan
         self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
-        self.window = LengthWindow()
         self.recent = Recent()
         self.loop_s = 0.0
         """Longest time that a look has held the event loop."""
+        self._observer = Observer(plan)
         self._planner = planner
         self._apply: Callable[[policies.Schedule], None] | None = None
-        self._detector = ChangeDetector(plan.workload)
         self._num_ended = 0
-        self._num_steps = 0
         self._looked_s = 0.0
-        self._measured_s = self._predicted_s = 0.0
         self._judging: asyncio.Task[None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
@@ -69,17 +62,22 @@ class Watch:
             await self._planner.close()
 
     @property
+    def plan(self) -> Plan:
+        """The running one."""
+        return self._observer.plan
+
+    @property
     def can_replan(self) -> bool:
         return self._planner is not None
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over predicted time of late; None: there is no prediction."""
-        return self._measured_s / self._predicted_s if self._predicted_s else None
+        """Measured over the plan's predicted time of late; None: there is no prediction."""
+        return self._observer.pace.ratio
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
         """A request has come; the caller counts its tokens in what is returned."""
-        return self.window.arrive(time.perf_counter(), input_length, max_output)
+        return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def end(self, seen: Seen, started_s: float) -> None:
         """A request's output has ended by itself."""
@@ -92,10 +90,9 @@ class Watch:
             self._look()
             self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
-    def wants_step(self) -> bool:
+    def wants_step(self, record: StepRecord) -> bool:
         """Whether the step that has just ended shall be compared with its prediction."""
-        self._num_steps += 1
-        return self._planner is not None and self._num_steps % JUDGE_STEP_EVERY == 0
+        return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
         """Compare a step with its prediction; `running`: its requests, as they were before it."""
@@ -107,30 +104,25 @@ class Watch:
         predicted_s = self._planner.predict_s(self.plan, encode, [contexts[id_] for id_ in record.decode])
         if predicted_s is None:
             return
-        self._measured_s = STEP_MEMORY * self._measured_s + (record.end_ns - record.start_ns) / 1e9
-        self._predicted_s = STEP_MEMORY * self._predicted_s + predicted_s
+        self._observer.pace.note(record.end_ns / 1e9, (record.end_ns - record.start_ns) / 1e9, predicted_s)
 
     def observation(self) -> Observation | None:
         """What was observed of late; None: nobody has ended yet."""
-        sample = self.window.sample()
-        if sample is None or not sample.num_finished:
-            return None
-        return observe(sample, self.plan.workload, self.step_ratio)
+        return self._observer.observation()
+
+    def go_over_to(self, plan: Plan) -> None:
+        """The running plan is another one from now on."""
+        self._observer.go_over_to(plan)
 
     def _look(self) -> None:
         if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
             return
-        changed = self._detector.look(self.window)
-        if changed is not None:
-            self._judging = asyncio.create_task(self._judge(self._planner, changed))
+        observation = self._observer.look()
+        if observation is not None:
+            self._judging = asyncio.create_task(self._judge(self._planner, observation))
 
-    async def _judge(self, planner: Planner, sample: Sample) -> None:
-        """Have the running plan judged under these requests, and do what comes of it."""
-        num_before = len(self.window) - len(sample)
-        self.window.forget_before(len(self.window) - num_before)
-        observation = observe(sample, self.plan.workload, self.step_ratio)
-        # Whatever is decided, these lengths are what further ones are compared with from now on.
-        self._detector = ChangeDetector(observation.workload, observation.weight)
+    async def _judge(self, planner: Planner, observation: Observation) -> None:
+        """Have the running plan judged under what was observed, and do what comes of it."""
         try:
             decision, plan = await planner.propose(self.plan, observation)
             if plan is not None:
@@ -145,7 +137,7 @@ class Watch:
         if plan is not None:
             assert self._apply is not None
             self._apply(schedule)
-            self.plan = plan
+            self.go_over_to(plan)
         self.history.append(decision)
         self.on_decision(decision)
         fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}
