@@ -48,8 +48,10 @@ CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
 ENCODE_BATCHES = (1, 4)
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
-JOBS_A_STEP = 24
+JOBS_A_STEP = 12
 """It is measured after each so many points."""
+STEPS_A_STRETCH = 3
+"""So many in succession, over seconds of profiling, meet as much of the machine's ups and downs as one request does."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384
@@ -200,6 +202,20 @@ class Points:
         )
 
 
+def spread(steps: Sequence[float]) -> float:
+    """By how much the 90th percentile of stretches of a step's times exceeds their mean, as a share of it.
+
+    Of stretches, not of single steps: what one long stall adds to the mean can lie above nine tenths of single steps,
+    and then nothing would be left for the machine's slow moments.
+
+    Args:
+        steps: seconds, in the order of measuring; one stretch or more.
+    """
+    whole = len(steps) // STEPS_A_STRETCH * STEPS_A_STRETCH
+    stretches = np.mean(np.reshape(steps[:whole], (-1, STEPS_A_STRETCH)), axis=1)
+    return max(0.0, float(np.quantile(stretches, 0.9) / np.mean(stretches)) - 1)
+
+
 class Bench:
     """Measures the points of a profile on one worker, which may be one of several that compute together.
 
@@ -215,7 +231,7 @@ class Bench:
         self.seconds = seconds or timed
 
     def measure(self) -> Measured:
-        """The mean of each point, and by how much a slow step exceeds the mean one."""
+        """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
         # Pages that were never written all read as one page of zeros, which the processor's cache then holds.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
@@ -240,8 +256,7 @@ class Bench:
             if done % JOBS_A_STEP == 0:
                 steps.append(self.step(TYPICAL_STEP))
             times[key].append(jobs[key]())
-        spread = max(0.0, float(np.quantile(steps, 0.9)) / statistics.mean(steps) - 1)
-        return {key: statistics.mean(values[1:]) for key, values in times.items()} | {("spread", 0): spread}
+        return {key: statistics.mean(values[1:]) for key, values in times.items()} | {("spread", 0): spread(steps[1:])}
 
     # Points, each in seconds ---------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from xgpt.errors import InputError
@@ -13,6 +14,7 @@ from xgpt.io import config_names, parse
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Profile
 from xprofiler import analytic
+from xprofiler.measure import spread
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
 
@@ -140,3 +142,13 @@ def test_a_device_without_a_rate_says_so() -> None:
     spec, _ = load_model("llama-3.1-8b")
     with pytest.raises(InputError, match=r"v100-sxm2-16gb.*bfloat16 rate"):
         analytic.profile(spec, load_cluster("v100x1"), "bfloat16")
+
+
+def test_the_spread_is_of_stretches_and_one_stall_does_not_hide_it() -> None:
+    rng = np.random.default_rng(0)
+    steps = list(rng.normal(1.0, 0.1, 300))
+    assert 0.05 < spread(steps) < 0.10  # single steps: 0.13
+    stalled = [*steps[:200], 60.0, *steps[200:]]
+    assert np.quantile(stalled, 0.9) < np.mean(stalled)
+    assert spread([1.0, 1.0, 1.5] * 10) == pytest.approx(0.0)  # any three seconds are like any others
+    assert spread([1.0, 1.0, 8.0] + [1.0] * 17) > 0.0

@@ -100,8 +100,8 @@ class EncoderLayerTimes(Frozen):
 class Profile(Frozen):
     """All measured, computed or imported times of a model on a device kind.
 
-    `spread` is by how much the 90th percentile of a whole step, measured again and again, exceeds its mean: what a
-    prediction from this profile can be wrong by although it is right. The planner keeps it as headroom.
+    `spread` is by how much slow stretches of the measuring (their 90th percentile) exceed the mean: what a prediction
+    from this profile can be wrong by although it is right. The planner keeps it as headroom.
     """
 
     schema_version: Literal[1] = 1
