@@ -116,7 +116,8 @@ class _SimulatedWatch:
             due = self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S
             if due and self._due is None:
                 self._looked_s = now_s
-                if (observation := observer.look()) is not None:
+                now = observer.snapshot()
+                if now is not None and (observation := observer.look(now)) is not None:
                     decision, plan = propose(observer.plan, self._profile, observation)
                     self.decided.append((self._num_ended, decision))
                     self._due = now_s + PLANNING_S, plan

@@ -65,9 +65,9 @@ class LengthWindow:
         self._seen.append(seen)
         return seen
 
-    def forget_before(self, last: int) -> None:
-        """Keep the last so many requests only: those before came under other circumstances."""
-        while len(self._seen) > last:
+    def forget_before(self, arrival_s: float) -> None:
+        """Keep those that arrived from then on: those before came under other circumstances."""
+        while self._seen and self._seen[0].arrival_s < arrival_s:
             self._seen.popleft()
 
     def sample(self) -> Sample | None:
@@ -256,13 +256,12 @@ class ChangeDetector:
         self.planned = planned
         self.weight = weight
 
-    def look(self, window: LengthWindow) -> Sample | None:
+    def look(self, whole: Sample) -> Sample | None:
         """The requests since lengths changed; None: they have not, or too few have ended since.
 
         Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
         """
-        whole = window.sample()
-        if whole is None or whole.num_finished < MIN_FINISHED:
+        if whole.num_finished < MIN_FINISHED:
             return None
         sizes = [64 << i for i in range((len(whole) - 1) // 64 + 1) if 64 << i < 2 * len(whole)]
         score, size = max((self._score(whole.tail(size)), size) for size in sizes)

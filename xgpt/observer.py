@@ -7,9 +7,10 @@ package.
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, inf, log
+from typing import NamedTuple
 
-from xgpt.observation import CERTAIN, MIN_FINISHED, ChangeDetector, LengthWindow, observe
+from xgpt.observation import CERTAIN, MIN_FINISHED, ChangeDetector, LengthWindow, Sample, observe
 from xgpt.schema import Observation, Plan, ProfileRef
 
 PACE_MEMORY_S = 10.0
@@ -86,6 +87,23 @@ class Pace:
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
 
 
+class Snapshot(NamedTuple):
+    """An engine's requests and its pace at one moment: nothing of it changes any more.
+
+    Attributes:
+        step_ratio, slowdown: see `Observation`.
+    """
+
+    sample: Sample
+    plan: Plan
+    step_ratio: float | None
+    slowdown: float | None
+
+    def observation(self) -> Observation:
+        """All of it, beside what was planned."""
+        return observe(self.sample, self.plan.workload, self.step_ratio, self.slowdown)
+
+
 class Observer:
     """What an engine does beside what its plan foresaw.
 
@@ -102,6 +120,8 @@ class Observer:
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
         """The pace at which a plan was last looked for: it is looked for again at another one only."""
+        self._since_s = -inf
+        """Arrival of the first request with the lengths of now."""
 
     @property
     def slowdown(self) -> float | None:
@@ -109,31 +129,30 @@ class Observer:
         ratio = self.pace.ratio
         return ratio * self.plan.profile.slowdown if ratio and self.pace.is_known else None
 
-    def observation(self) -> Observation | None:
-        """What was observed of late; None: nobody has ended yet."""
+    def snapshot(self) -> Snapshot | None:
+        """How things stand; None: no request has come."""
+        self.window.forget_before(self._since_s)
         sample = self.window.sample()
-        if sample is None or not sample.num_finished:
-            return None
-        return observe(sample, self.plan.workload, self.pace.ratio, self.slowdown)
+        return None if sample is None else Snapshot(sample, self.plan, self.pace.ratio, self.slowdown)
 
-    def look(self) -> Observation | None:
+    def look(self, now: Snapshot) -> Observation | None:
         """What the plan is to be judged under; None: nothing has changed for certain since it was last judged.
 
-        Whatever is decided, these lengths and this pace are what further ones are compared with from now on.
+        Whatever is decided, these lengths and this pace are what further ones are compared with from now on. May be
+        called from another thread than the rest, once at a time.
         """
-        changed = self._detector.look(self.window)
-        slowdown, spread = self.slowdown, self.plan.profile.spread
+        if now.sample.num_finished < MIN_FINISHED:
+            return None
+        changed = self._detector.look(now.sample)
+        slowdown, reference = now.slowdown, now.plan.profile
         if changed is not None:
-            self.window.forget_before(len(changed))
-            found = observe(changed, self.plan.workload, self.pace.ratio, slowdown)
+            self._since_s = float(changed.arrival_s[0])
+            found = observe(changed, now.plan.workload, now.step_ratio, slowdown)
             self._detector = ChangeDetector(found.workload, found.weight)
-        elif slowdown is not None and differs(slowdown, self._judged_slowdown, spread):
-            sample = self.window.sample()
-            if sample is None or sample.num_finished < MIN_FINISHED:
-                return None
+        elif slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread):
             # Lengths are still those of before, which more requests tell of than the window holds.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
-            found = observe(sample, self.plan.workload, self.pace.ratio, slowdown).model_copy(update=lengths)
+            found = now.observation().model_copy(update=lengths)
         else:
             return None
         if slowdown is not None:

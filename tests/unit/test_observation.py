@@ -11,6 +11,7 @@ from xgpt.observation import (
     MIN_FINISHED,
     ChangeDetector,
     LengthWindow,
+    Sample,
     observe,
     observe_lengths,
     surprise,
@@ -33,6 +34,12 @@ def run(window: LengthWindow, lengths: Workload, count: int, rng: np.random.Gene
     for i, (input_, output) in enumerate(zip(*sample(lengths, count, rng, stratified=False), strict=True)):
         seen = window.arrive(float(i), int(input_), int(output))
         seen.generated, seen.has_ended = int(output), True
+
+
+def taken(window: LengthWindow) -> Sample:
+    sample = window.sample()
+    assert sample is not None
+    return sample
 
 
 lengths = st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=6).map(
@@ -121,7 +128,7 @@ def test_chance_is_no_change(seed: int) -> None:
     window, detector = LengthWindow(), ChangeDetector(planned)
     for _ in range(60):
         run(window, planned, 64, rng)
-        assert detector.look(window) is None
+        assert detector.look(taken(window)) is None
 
 
 @pytest.mark.parametrize("factor", [0.7, 0.85, 1.15, 1.3])
@@ -134,7 +141,7 @@ def test_a_change_is_found_and_dated(factor: float) -> None:
     while num_changed < 1100:
         num_changed += 32
         run(window, workload(50, 30 * factor, seed=3), 32, rng)
-        changed = detector.look(window)
+        changed = detector.look(taken(window))
         if changed is not None:
             break
     assert changed is not None
@@ -152,7 +159,7 @@ def test_a_change_of_the_spread_alone_is_found(spread: float) -> None:
     while changed is None and num_changed < 600:
         num_changed += 32
         run(window, workload(50, 30, seed=3, spread=spread), 32, rng)
-        changed = detector.look(window)
+        changed = detector.look(taken(window))
     assert changed is not None
     assert num_changed <= 550
 
@@ -162,9 +169,9 @@ def test_what_was_learnt_from_few_is_looked_at_again() -> None:
     planned = workload(50, 30)
     window, detector = LengthWindow(), ChangeDetector(planned, weight=120)
     run(window, planned, 200, rng)
-    assert detector.look(window) is None
+    assert detector.look(taken(window)) is None
     run(window, planned, 100, rng)
-    again = detector.look(window)
+    again = detector.look(taken(window))
     assert again is not None and len(again) == 300
 
 

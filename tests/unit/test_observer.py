@@ -12,7 +12,7 @@ from xgpt.app.replanning import BackgroundPlanner, propose
 from xgpt.io import sha256
 from xgpt.observation import MIN_FINISHED
 from xgpt.observer import ENOUGH_STEPS, PACE_MEMORY_S, Observer, Pace, differs, slowdown_to_plan_with
-from xgpt.schema import Plan, ProfileRef
+from xgpt.schema import Observation, Plan, ProfileRef
 from xscheduler.regret import judge, under
 from xscheduler.schedule import Scheduler
 
@@ -40,6 +40,13 @@ def finish(observer: Observer, count: int) -> None:
     for i in range(count):
         seen = observer.window.arrive(float(i), (3, 8)[i % 2], 8)
         seen.generated, seen.has_ended = (3, 8)[i // 2 % 2], True
+
+
+def look(observer: Observer) -> Observation | None:
+    """As a server does, all at once."""
+    now = observer.snapshot()
+    assert now is not None
+    return observer.look(now)
 
 
 @pytest.mark.parametrize("cycle", range(2, 30))
@@ -95,19 +102,19 @@ def test_a_pace_is_judged_once_and_counted_once() -> None:
     observer = Observer(fake_plan())
     finish(observer, MIN_FINISHED - 20)
     end_s = step(observer.pace, 30, 2.0)
-    assert observer.look() is None  # too few have ended
+    assert look(observer) is None  # too few have ended
     finish(observer, 20)
-    found = observer.look()
+    found = look(observer)
     assert found is not None and found.slowdown == pytest.approx(2) and found.step_ratio == pytest.approx(2)
     assert found.workload == fake_plan().workload  # lengths are those that were planned for
-    assert observer.look() is None  # whatever came of it
+    assert look(observer) is None  # whatever came of it
     slower = fake_plan(profile=fake_plan().profile.model_copy(update={"slowdown": 2.0}))
     observer.go_over_to(slower)
     assert observer.pace.ratio == pytest.approx(1) and observer.slowdown == pytest.approx(2)
     end_s = step(observer.pace, 60, 1.05, end_s, step_s=0.1)
-    assert observer.look() is None
+    assert look(observer) is None
     step(observer.pace, 60, 0.5, end_s, step_s=0.1)
-    found = observer.look()
+    found = look(observer)
     assert found is not None and found.slowdown == pytest.approx(1, rel=0.02)
 
 
@@ -158,8 +165,9 @@ def test_an_offline_decision_takes_the_pace_that_a_server_tells() -> None:
         seen = observer.window.arrive(0.0, n, 100)
         seen.generated, seen.has_ended = m, True
     step(observer.pace, 30, 3.0)
-    found = observer.observation()
-    assert found is not None
+    now = observer.snapshot()
+    assert now is not None
+    found = now.observation()
     decision, then = propose(tight(), OF.profile, found)
     assert decision.slowdown == pytest.approx(3)
     assert then is None or then.profile.slowdown == pytest.approx(3)

@@ -1,7 +1,7 @@
 """Observes what a served plan does, has it judged when lengths change, and goes over to another plan.
 
-Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`); what the loop does
-itself, a look at the window, takes a few milliseconds at most and never stands between a request and its tokens.
+Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so does the
+search for changes; what the loop does itself, a copy of the window, takes a millisecond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from xgpt import policies
 from xgpt.errors import XgptError
 from xgpt.observation import Seen
-from xgpt.observer import Observer
+from xgpt.observer import Observer, Snapshot
 from xgpt.schema import Decision, Observation, Plan, Planner
 from xgpt.schema.step_log import StepRecord
 
@@ -41,7 +41,7 @@ class Watch:
         self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
         self.recent = Recent()
         self.loop_s = 0.0
-        """Longest time that a look has held the event loop."""
+        """Longest time that a look has held the event loop, from a request's end to its return."""
         self._observer = Observer(plan)
         self._planner = planner
         self._apply: Callable[[policies.Schedule], None] | None = None
@@ -108,7 +108,8 @@ class Watch:
 
     def observation(self) -> Observation | None:
         """What was observed of late; None: nobody has ended yet."""
-        return self._observer.observation()
+        now = self._observer.snapshot()
+        return None if now is None or not now.sample.num_finished else now.observation()
 
     def go_over_to(self, plan: Plan) -> None:
         """The running plan is another one from now on."""
@@ -117,13 +118,16 @@ class Watch:
     def _look(self) -> None:
         if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
             return
-        observation = self._observer.look()
-        if observation is not None:
-            self._judging = asyncio.create_task(self._judge(self._planner, observation))
+        now = self._observer.snapshot()
+        if now is not None:
+            self._judging = asyncio.create_task(self._judge(self._planner, now))
 
-    async def _judge(self, planner: Planner, observation: Observation) -> None:
-        """Have the running plan judged under what was observed, and do what comes of it."""
+    async def _judge(self, planner: Planner, now: Snapshot) -> None:
+        """Where something has changed, have the running plan judged, and do what comes of it."""
         try:
+            observation = await asyncio.to_thread(self._observer.look, now)
+            if observation is None:
+                return
             decision, plan = await planner.propose(self.plan, observation)
             if plan is not None:
                 schedule = await asyncio.to_thread(policies.build, plan)
