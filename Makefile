@@ -26,8 +26,9 @@ test-triton: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/contract/test_triton.py
 
 # vLLM in an environment of its own, with its own torch. On GPUs: make test-vllm VLLM_PACKAGE=vllm==0.32.0
+# A test starts up to two vLLMs, which alone takes minutes where the machine has much else to do.
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -W default tests/vllm
+	$(VLLM)/bin/python -m pytest -W default -o timeout=1800 tests/vllm
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

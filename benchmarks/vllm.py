@@ -6,15 +6,15 @@ The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's ow
 and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
 before it is measured; beside it stands what the simulated engine makes of the same requests, and of many: how far the
 sample, and how far the closed form, is the cause of an error. After it come its steps by kind, beside what the profile
-says of them: how far the profile is. Writes results/vllm.KIND.json; docs/VLLM.md keeps the
-last.
+says of them: how far the profile is. Writes results/vllm.KIND.json and, to look at again, the steps in
+results/vllm.KIND.jsonl; docs/VLLM.md keeps the last.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from xgpt.app.serving_vllm import free_port, running
 from xgpt.app.simulating import simulate
 from xgpt.app.wording import settings_text
 from xgpt.errors import InfeasibleError
-from xgpt.io import sha256, write_atomic
+from xgpt.io import StepLogWriter, sha256, write_atomic
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
@@ -88,6 +88,9 @@ def main(
             "report": report.model_dump(mode="json"),
         }
         write_atomic(Path(f"results/vllm.{kind}.json"), json.dumps(document, indent=1) + "\n")
+        with closing(StepLogWriter(Path(f"results/vllm.{kind}.jsonl"))) as writer:
+            for record in log:
+                writer(record)
 
 
 def default_plan(subject: Subject, constraint: Constraint) -> Plan:

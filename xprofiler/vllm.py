@@ -5,10 +5,15 @@ they follow each other in its engine core. They are taken apart thus:
 
     one prompt of n tokens, decode of n requests over little context   -> head(n), as what the latter takes more
     b prompts of 32 tokens, whose attention is nothing                 -> tokens(32 b) + head(b)
-    longer prompts, longer contexts                                    -> attention, as what they take more
+    longer contexts                                                    -> decode attention, as what they take more
+    a prompt in pieces                                                 -> attention of prompts, as later ones take more
 
 so `head` counts each request after the first of a step, with all the loop's work for it, and `overhead` is nothing.
-Times are means over passes, as in `measure`: what a run pays on average.
+Times are means over passes, as in `measure`: what a run pays on average. A few long steps can all meet the same rate of
+the clock, and then stand out among their neighbours; as more tokens in a step never cost more each, sizes that seem to
+are taken together. The attention of prompts, a few hundredths of a step at usual lengths, is read off all pieces at
+once. Steps that decode beside a piece of a prompt are measured too: `provenance` says by how much they differ from
+what decodes and prompts alone add up to.
 Decodes over long contexts take K/V that was never computed, from vLLM's connector made for that.
 """
 
@@ -23,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from xgpt.errors import InputError, MachineError
 from xgpt.io import read_step_log
@@ -37,47 +43,77 @@ SHORT = 32
 """Tokens of a prompt, or of a context, whose attention is counted as nothing."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
-PROMPTS = (SHORT, 128, 256, 512, 1024, 2048)
-ENCODE_BATCHES = (1, 4)
 HEAD_BATCHES = (8, 32, 128)
 """Requests for which the head is told from the tokens."""
 MAX_STEP_TOKENS = 2048
 MAX_CACHED_TOKENS = 8192
 NUM_DECODES = 4
 """Decode iterations of a point in a pass."""
+PIECES = {"cpu": 128, "gpu": 1024}
+"""Tokens of a piece of a prompt, by the type of device: as many as keep it busy."""
+NUM_PIECES, NUM_MIXED = 15, 6
+BESIDE, BESIDE_CONTEXT = 8, 512
+"""Requests that decode beside the pieces of a prompt, and their context, to see what mixing costs."""
 
 Progress = Callable[[int, int, str], None]
 
 
 class Point(NamedTuple):
-    """A step to measure: so many requests, each of `length` tokens in the prompt or, decoding, in the context."""
+    """A step to measure: so many requests, each of `length` tokens in the prompt or, decoding, in the context.
+
+    "pieces" are several steps: a prompt of `length` tokens, cut into pieces of `piece`, with `batch` requests that
+    decode beside it.
+    """
 
     kind: str
     batch: int
     length: int
+    piece: int = 0
 
     @property
-    def group(self) -> list[tuple[int, int, bool]]:
-        """As `xrunner.vllm.offline` takes it: [prompt tokens, output tokens, K/V at hand]."""
+    def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
+        """As `xrunner.vllm.offline` takes it: tokens of a step, and [prompt tokens, output tokens, K/V at hand]."""
         if self.kind == "decode":
-            return [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
-        return [(self.length, 2, False)] * self.batch
+            return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
+        if self.kind == "encode":
+            return None, [(self.length, 2, False)] * self.batch
+        steps = self.length // self.piece
+        beside = [(BESIDE_CONTEXT - steps // 2, steps + 2, True)] * self.batch
+        return self.piece + self.batch, [*beside, (self.length, 2, False)]
 
     @property
-    def prompt_tokens(self) -> int:
-        """Of its prompts together."""
-        return 0 if self.kind == "decode" else self.batch * self.length
+    def num_requests(self) -> int:
+        """Of its group."""
+        return self.batch + (self.kind == "pieces")
+
+    @property
+    def step_tokens(self) -> int:
+        """Prompt tokens of its step; a prompt in pieces is of many steps, and counts as short."""
+        return self.batch * self.length if self.kind == "encode" else 0
+
+    def holds(self, step: StepRecord) -> bool:
+        """Whether it is a step of this kind, and not one that is in the way of it."""
+        if self.kind == "pieces":
+            return len(step.encode) == 1 and len(step.decode) == self.batch
+        return bool(step.decode) == (self.kind == "decode")
 
 
-def points(max_context: int) -> list[Point]:
-    """What is measured in each pass."""
+def points(max_context: int, piece: int) -> list[Point]:
+    """What is measured in each pass.
+
+    Args:
+        piece: tokens of a piece of a prompt, where two of them fit the context.
+    """
+    piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
-    prompts = [n for n in PROMPTS if n < max_context]
     decode = [Point("decode", b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
-    sizes = {(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS}
-    sizes |= {(b, SHORT) for b in BATCHES if b * SHORT <= MAX_STEP_TOKENS}
+    sizes = {(b, SHORT) for b in BATCHES if b * SHORT <= MAX_STEP_TOKENS}
     sizes |= {(1, n) for n in HEAD_BATCHES}
-    return decode + [Point("encode", b, n) for b, n in sorted(sizes)]
+    num_pieces = min(NUM_PIECES, (max_context - 2) // piece)
+    pieces = [Point("pieces", 0, num_pieces * piece, piece)]
+    if max_context > BESIDE_CONTEXT + NUM_PIECES:
+        pieces.append(Point("pieces", BESIDE, min(num_pieces, NUM_MIXED) * piece, piece))
+    return decode + [Point("encode", b, n) for b, n in sorted(sizes)] + pieces
 
 
 def profile(
@@ -98,7 +134,8 @@ def profile(
         raise InputError("model", spec.name, "vLLM takes a model from a directory in Hugging Face layout")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
-    jobs = in_passes(points(spec.max_context), lambda point: point.prompt_tokens)
+    once = points(spec.max_context, PIECES[cluster.device.type])
+    jobs = in_passes(once, lambda point: point.step_tokens)
     log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs], progress)
     times = _times(log, jobs)
     return fit(spec, cluster, dtype, times, {"vllm": vllm_version})
@@ -109,13 +146,13 @@ def _run(
     cluster: ClusterSpec,
     dtype: DType,
     checkpoint: Path,
-    groups: list[list[tuple[int, int, bool]]],
+    groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
 ) -> tuple[list[StepRecord], str]:
     """The log of vLLM's steps for these groups, and vLLM's version."""
     vllm_python = python()
     block_size = block_size_of(cluster)
-    num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for group in groups)
+    num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
     with tempfile.TemporaryDirectory() as directory, package_path() as packages:
         vllm_version = version_of(vllm_python, packages)
         log, job = Path(directory) / "steps.jsonl", Path(directory) / "job.json"
@@ -132,7 +169,7 @@ def _run(
             "block_size": block_size,
             "num_gpu_blocks_override": num_blocks,
             "kv_cache_memory_bytes": num_blocks * block_size * spec.kv_bytes_per_token(dtype),
-            "scheduler_cls": "xrunner.vllm.logged.LoggedScheduler",
+            "scheduler_cls": "xrunner.vllm.logged.PiecesScheduler",
             "additional_config": {"xgpt": {"step_log": str(log)}},
             "kv_transfer_config": {
                 "kv_connector": "DecodeBenchConnector",
@@ -159,14 +196,14 @@ def _run(
 
 def _times(log: list[StepRecord], jobs: Sequence[Point]) -> dict[Point, list[float]]:
     """Seconds of every measured step of each point but in the first pass; the log holds `jobs` in this order."""
-    job_of = [index for index, job in enumerate(jobs) for _ in range(job.batch)]
+    job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Point, list[float]] = {job: [] for job in jobs}
     for record, following in pairwise(log):
         index, next_index = (job_of[next(iter(_requests(step)))] for step in (record, following))
         job = jobs[index]
         # The last step of a group is followed by waiting for the next, and so tells nothing.
-        if index == next_index >= first_pass and bool(record.decode) == (job.kind == "decode"):
+        if index == next_index >= first_pass and job.holds(record):
             times[job].append((following.start_ns - record.start_ns) / 1e9)
     return times
 
@@ -187,36 +224,20 @@ def fit(
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
         raise MachineError(f"vLLM's log holds no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
-    step = {point: statistics.mean(seconds) for point, seconds in times.items()}
+    step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Point("encode", 1, n)]) for n in HEAD_BATCHES})
     tokens = {n: _more(step[_decode(n)], head(n)) for n in BATCHES if n < SHORT}
-    tokens |= {b * SHORT: _more(step[p], head(b)) for p in step for _, b, n in [p] if p.kind == "encode" and n == SHORT}
-    rest = _Line(tokens)
-
-    def surface(kind: str, batches: tuple[int, ...], lengths: tuple[int, ...]) -> Surface:
-        """Attention of a layer; where it is too much to measure, it grows with the batch."""
-        lengths = tuple(n for n in lengths if Point(kind, 1, n) in step)
-        rows: list[list[float]] = []
-        for i, batch in enumerate(batches):
-            row = []
-            for j, length in enumerate(lengths):
-                point = Point(kind, batch, length)
-                if point in step:
-                    size = batch if kind == "decode" else batch * length
-                    row.append(_more(step[point], rest(size) + head(batch)) / spec.num_layers)
-                else:
-                    row.append(rows[-1][j] * batch / batches[i - 1])
-            rows.append(row)
-        return Surface(batches=batches, lengths=lengths, seconds=tuple(map(tuple, rows)))
-
+    prompts = [point for point in step if point.kind == "encode" and point.length == SHORT]
+    sizes = {p.batch * SHORT: (_more(step[p], head(p.batch)), sum(times[p])) for p in prompts}
+    rest = _Line(tokens | _ever_cheaper(sizes))
     layer = LayerTimes(
         rest=rest.scaled(1 / spec.num_layers),
-        encode_attention=surface("encode", ENCODE_BATCHES, PROMPTS),
-        decode_attention=surface("decode", BATCHES, CONTEXTS),
+        encode_attention=_encode_attention(spec, times, rest),
+        decode_attention=_decode_attention(spec, step, rest, head),
     )
-    spread = [value / step[point] for point, seconds in times.items() for value in seconds]
-    return Profile(
+    spread = [value / mean for point, mean in step.items() for value in times[point]]
+    fitted = Profile(
         source="measured",
         model=spec.name,
         dtype=dtype,
@@ -230,6 +251,83 @@ def fit(
         provenance={"engine": "vllm", "embedding": "in rest", "overhead": "in rest and head"},
         environment=versions,
     )
+    if (mixed := _mixed_error(times, rest)) is None:
+        return fitted
+    told = f"{100 * mixed[0]:+.1f}% (standard error {100 * mixed[1]:.1f}%) against decodes and prompts put together"
+    return fitted.model_copy(update={"provenance": fitted.provenance | {"mixed steps": told}})
+
+
+def _decode_attention(spec: ModelSpec, step: dict[Point, float], rest: _Line, head: _Line) -> Surface:
+    """Of a layer; where it is too much to measure, it grows with the batch."""
+    lengths = tuple(n for n in CONTEXTS if Point("decode", 1, n) in step)
+    rows: list[list[float]] = []
+    for i, batch in enumerate(BATCHES):
+        row = []
+        for j, length in enumerate(lengths):
+            point = Point("decode", batch, length)
+            if point in step:
+                row.append(_more(step[point], rest(batch) + head(batch)) / spec.num_layers)
+            else:
+                row.append(rows[-1][j] * batch / BATCHES[i - 1])
+        rows.append(row)
+    return Surface(batches=BATCHES, lengths=lengths, seconds=tuple(map(tuple, rows)))
+
+
+def _encode_attention(spec: ModelSpec, times: dict[Point, list[float]], rest: _Line) -> Surface:
+    """Of a layer, for one prompt: that of several is counted as their sum.
+
+    A piece of p tokens attends to those before it: to p of them costs as much as twice its own causal attention. So
+    what a piece takes more for each token before it, c, makes a prompt's attention c n^2 / 2p.
+    """
+    lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
+    lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))
+    share = 0.0
+    for point in (p for p in times if p.kind == "pieces" and not p.batch):
+        starts = np.arange(0, point.length, point.piece)
+        slope, first = np.polyfit(starts, _by_start(times[point], len(starts)).mean(axis=0), 1)
+        alone = first - slope * point.piece / 2  # a piece without any attention
+        share = max(0.0, slope / alone) * rest(point.piece) / (2 * point.piece)
+    seconds = tuple(share * (n * n - SHORT * SHORT) / spec.num_layers for n in lengths)
+    return Surface(batches=(1,), lengths=lengths, seconds=(seconds,))
+
+
+def _mixed_error(times: dict[Point, list[float]], rest: _Line) -> tuple[float, float] | None:
+    """By how much steps that decode beside a piece of a prompt take longer than both alone, relative, and the standard
+    error of that; None: not measured."""
+    pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
+    decode = Point("decode", BESIDE, BESIDE_CONTEXT)
+    if len(pieces) < 2 or decode not in times:
+        return None
+    alone, mixed = pieces[False], pieces[True]
+    num_mixed = mixed.length // mixed.piece - 1  # in its first step nobody decodes yet
+    fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # what both alone pay twice
+    by_start = _by_start(times[alone], alone.length // alone.piece)[:, 1 : 1 + num_mixed]
+    decodes = np.reshape(times[decode], (len(by_start), -1)).mean(axis=1)
+    both = by_start.mean(axis=1) + decodes - fixed  # [passes]
+    ratios = _by_start(times[mixed], num_mixed).mean(axis=1) / both
+    return float(ratios.mean()) - 1, float(ratios.std(ddof=1) / np.sqrt(len(ratios)))
+
+
+def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
+    """# [passes, starts]"""
+    return np.reshape(seconds, (-1, num_starts))
+
+
+def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
+    """Seconds of steps of so many tokens, none dearer a token than a smaller one: where one is, both are taken
+    together, each counting by the time that it was measured for (isotonic regression, pool adjacent violators).
+
+    Args:
+        sizes: seconds of a step, and of all its measurements, by tokens.
+    """
+    pools: list[tuple[float, float, list[int]]] = []  # seconds a token, weight, sizes
+    for n, (seconds, weight) in sorted(sizes.items()):
+        pool = (seconds / n, weight, [n])
+        while pools and pools[-1][0] < pool[0]:
+            (a, v, before), (b, w, after) = pools.pop(), pool
+            pool = ((a * v + b * w) / (v + w), v + w, before + after)
+        pools.append(pool)
+    return {n: each * n for each, _, members in pools for n in members}
 
 
 class _Line:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import ModelSpec
+from xgpt.schema import ModelSpec, Profile
 from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
 from xprofiler.passes import PASSES, in_passes
-from xprofiler.vllm import NUM_DECODES, SHORT, Point
+from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Point
 from xsimulator.cost import CostModel
 
 SLOW = 10.0
@@ -21,25 +21,40 @@ def spec() -> ModelSpec:
     return load_model("opt-125m")[0]
 
 
-def seconds(encode: list[int], contexts: list[int]) -> float:
-    """Of a step: tokens through the layers, a row of the head for each request, attention beyond short lengths."""
-    attention = sum(1e-6 * (n * n - SHORT * n) for n in encode) + sum(2e-6 * (n - SHORT) for n in contexts)
-    return 0.03 + 4e-4 * (sum(encode) + len(contexts)) + 5e-4 * (len(encode) + len(contexts)) + attention
+def seconds(encode: list[tuple[int, int]], contexts: list[int]) -> float:
+    """Of a step that encodes [start, end) of some prompts: tokens through the layers, a row of the head for each
+    request, attention beyond short lengths."""
+    attention = sum(1e-6 * (end * end - start * start) for start, end in encode if end > SHORT)
+    attention += sum(2e-6 * (n - SHORT) for n in contexts)
+    tokens = sum(end - start for start, end in encode) + len(contexts)
+    return 0.03 + 4e-4 * tokens + 5e-4 * (len(encode) + len(contexts)) + attention
 
 
-def log_of(jobs: list[Point], num_slow: int) -> list[StepRecord]:
+def log_of(jobs: list[Point], num_slow: int, mixing: float = 1.0) -> list[StepRecord]:
     """What vLLM writes down for these groups, the first of which it is slow at."""
     log: list[StepRecord] = []
     now_ns, number = 0, 0
     for index, job in enumerate(jobs):
-        ids = tuple(range(number, number + job.batch))
-        number += job.batch
-        prompts = [job.length] * job.batch
+        ids = tuple(range(number, number + job.num_requests))
+        number += job.num_requests
+        whole = [(0, job.length)] * job.batch
         if job.kind == "encode":
-            steps = [(tuple((id_, 0, job.length) for id_ in ids), (), seconds(prompts, []))]
-            steps.append(((), ids, seconds([], [n + 1 for n in prompts])))
+            steps = [(tuple((id_, 0, job.length) for id_ in ids), (), seconds(whole, []))]
+            steps.append(((), ids, seconds([], [job.length + 1] * job.batch)))
+        elif job.kind == "decode":
+            steps = [((), ids, seconds([], [job.length] * job.batch)) for _ in range(NUM_DECODES)]
         else:
-            steps = [((), ids, seconds([], prompts)) for _ in range(NUM_DECODES)]
+            *beside, prompt = ids
+            steps = []
+            for start in range(0, job.length, job.piece):
+                piece = ((prompt, start, job.piece),)
+                taken = seconds([(start, start + job.piece)], [BESIDE_CONTEXT] * job.batch)
+                if start == 0 and beside:  # the last token of a prompt whose K/V is at hand is encoded
+                    fresh = tuple((id_, BESIDE_CONTEXT - 1, 1) for id_ in beside)
+                    steps.append((fresh + piece, (), 100.0))
+                else:
+                    steps.append((piece, tuple(beside), taken * (mixing if beside else 1)))
+            steps.append(((), ids, 1.0))
         for encode, decode, taken in steps:
             taken_ns = round(1e9 * taken * (SLOW if index < num_slow else 1))
             log.append(StepRecord(now_ns, now_ns + taken_ns, encode, decode, (), (), ()))
@@ -48,17 +63,56 @@ def log_of(jobs: list[Point], num_slow: int) -> list[StepRecord]:
     return log
 
 
-def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
-    once = vllm.points(spec.max_context)
-    jobs = in_passes(once, lambda point: point.prompt_tokens)
+def profile_of(spec: ModelSpec, mixing: float = 1.0) -> Profile:
+    cluster = load_cluster("local")
+    once = vllm.points(spec.max_context, PIECES["cpu"])
+    jobs = in_passes(once, lambda point: point.step_tokens)
     assert len(jobs) < PASSES * len(once)  # long prompts are not in every pass
-    times = vllm._times(log_of(jobs, num_slow=len(once)), jobs)
-    profile = vllm.fit(spec, load_cluster("local"), "float32", times, {})
+    times = vllm._times(log_of(jobs, num_slow=len(once), mixing=mixing), jobs)
+    return vllm.fit(spec, cluster, "float32", times, {})
+
+
+def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
+    profile = profile_of(spec)
     cost = CostModel(spec, profile)
     for batch, context in ((1, SHORT), (8, 1024), (32, 128), (128, SHORT), (1, 2048)):
         contexts = [context] * batch
         assert cost.step([], contexts, batch) == pytest.approx(seconds([], contexts), rel=0.01)
-    for batch, length in ((1, SHORT), (64, SHORT), (1, 1024), (4, 256), (4, 512)):
-        encode = [(0, length, 1)] * batch
-        assert cost.step(encode, [], batch) == pytest.approx(seconds([length] * batch, []), rel=0.01)
+    for batch, length in ((1, SHORT), (64, SHORT), (1, 1024), (4, 256), (4, 512), (1, 2048)):
+        whole = [(0, length)] * batch
+        predicted = cost.step([(0, length, 1)] * batch, [], batch)
+        assert predicted == pytest.approx(seconds(whole, []), rel=0.02)
+    mixed = cost.step([(256, 384, 0)], [512] * 6, 6)
+    assert mixed == pytest.approx(seconds([(256, 384)], [512] * 6), rel=0.01)
     assert profile.spread == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_profile_says_what_mixing_costs(spec: ModelSpec) -> None:
+    def told(mixing: float) -> float:
+        return float(profile_of(spec, mixing).provenance["mixed steps"].split()[0].rstrip("%"))
+
+    assert told(1.0) == pytest.approx(0, abs=1)
+    assert told(1.3) == pytest.approx(30, abs=1.5)
+
+
+def test_sizes_that_met_a_fast_clock_are_taken_together() -> None:
+    """Steps of 512 tokens were measured at a rate that nobody else met: larger ones would be dearer a token."""
+    measured = {128: (0.35, 1.75), 256: (0.60, 3.0), 512: (1.00, 5.0), 1024: (2.40, 5.0), 2048: (4.80, 10.0)}
+    found = vllm._ever_cheaper(measured)
+    assert [found[128], found[256]] == [0.35, 0.60]
+    each = {found[n] / n for n in (512, 1024, 2048)}
+    assert max(each) == pytest.approx(min(each))
+    large = [(weight, seconds / n) for n, (seconds, weight) in measured.items() if n >= 512]
+    assert max(each) == pytest.approx(sum(w * t for w, t in large) / sum(w for w, _ in large))
+
+
+def test_attention_of_prompts_is_read_off_all_pieces(spec: ModelSpec) -> None:
+    """At a clock that flips between two rates, met in other places in each of six passes."""
+    point = Point("pieces", 0, 15 * 128, 128)
+    rates = [1.0 if (i + j) % 3 == 0 else 1.5 for i in range(6) for j in range(15)]
+    starts = [*range(0, point.length, 128)] * 6
+    taken = [rate * seconds([(start, start + 128)], []) for rate, start in zip(rates, starts, strict=True)]
+    rest = vllm._Line({n: seconds([(0, 0)], []) + 4e-4 * n for n in (32, 256)})
+    table = vllm._encode_attention(spec, {point: taken}, rest)
+    at_1024 = table.seconds[0][table.lengths.index(1024)] * spec.num_layers
+    assert at_1024 == pytest.approx(1e-6 * 1024 * 1024, rel=0.05)

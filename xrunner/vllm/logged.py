@@ -149,3 +149,18 @@ class LoggedScheduler(Scheduler):
     def _forget(self, id_: str) -> None:
         del self._number[id_]
         self._encoding.discard(id_)
+
+
+class PiecesScheduler(LoggedScheduler):
+    """For profiles: a request's `vllm_xargs={"step_tokens": N}` is how many tokens a step takes from then on.
+
+    Prompts are then cut as under a token budget of N, whoever decodes counted.
+    """
+
+    max_num_scheduled_tokens: int  # vLLM's own
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        most = self.scheduler_config.max_num_batched_tokens
+        self.max_num_scheduled_tokens = min(most, (extra or {}).get("step_tokens", most))

@@ -1,8 +1,9 @@
 """Runs groups of requests on vLLM's offline interface: `python -m xrunner.vllm.offline JOB.json`.
 
-JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`: of each group, which starts together and
-ends before the next one begins, its requests as [prompt tokens, output tokens, whether its K/V is at hand]. What was
-executed stands in the step log of the engine's scheduler; on standard output comes a line for each group.
+JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`. A group starts together and ends before the
+next one begins; it is a list of the tokens that each step takes at most (null: vLLM's own budget) and of its requests,
+as [prompt tokens, output tokens, whether its K/V is at hand]. What was executed stands in the step log of the engine's
+scheduler; on standard output comes a line for each group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def main(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])
-    for group in job["groups"]:
+    for step_tokens, group in job["groups"]:
         llm.sleep(level=0, mode="keep")  # nothing starts before all have come
         llm.enqueue(
             [{"prompt_token_ids": [1 + i % 7] * length} for i, (length, _, _) in enumerate(group)],
@@ -31,6 +32,7 @@ def main(job: dict[str, Any]) -> None:
                     ignore_eos=True,
                     detokenize=False,
                     skip_reading_prefix_cache=not at_hand,
+                    extra_args=None if step_tokens is None else {"step_tokens": step_tokens},
                 )
                 for _, output, at_hand in group
             ],
