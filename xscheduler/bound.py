@@ -2,10 +2,13 @@
 
 On such tables (xscheduler.minorant) the directions of rra, orca and chunked hold: a larger batch never costs more per
 request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there, even
-where that corner itself does not fit in memory. The batches of static and of waa's encode lane have no such direction:
-what each of them serves a period is bounded from its largest, and the period from its smallest settings. As boxes
-shrink the bounds close on what is predicted; and because a box is left out once its slowest corner breaks a latency
-bound, what remains open is what the constraint allows. What whole placements can reach is in xscheduler.screen.
+where that corner itself does not fit in memory. One thing breaks that: in rra on several stages, the last decode steps
+before an encode phase pass all stages while some of those wait, and more iterations make these steps smaller. By what
+that saves between a box's ends, and no more than stages idle at all, its points may exceed the corner. The batches of
+static and of waa's encode lane have no such direction: what each of them serves a period is bounded from its largest,
+and the period from its smallest settings. As boxes shrink the bounds close on what is predicted; and because a box is
+left out once its slowest corner breaks a latency bound, what remains open is what the constraint allows. What whole
+placements can reach is in xscheduler.screen.
 
 Nothing of this is taken on trust: `breach` draws boxes and points inside of them, and the search gives way to one that
 needs no bounds where a point contradicts its box.
@@ -80,7 +83,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     most, least, model = evaluation.performance, floor.performance, space.models.floor
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
-        return np.minimum(floor.throughput[fast::corners] * (1 + SLACK), space.bound)
+        return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
     if isinstance(model, TwoLaneModel):
         micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
         bound_s, slack = space.constraint.latency_bound_s, 1 + space.constraint.headroom
@@ -94,6 +97,13 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     else:
         per_replica = most.encode_batch[high] / least.cycle[low]
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
+
+
+def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
+    """How many times the fast corner's throughput a box's points may have for what decode steps take to pass stages."""
+    of = floor.performance
+    share = (of.filling[fast::corners] - of.filling[corners - 1 :: corners]) / of.cycle[fast::corners]
+    return 1 / (1 - np.minimum(np.maximum(share, 0.0), of.bubble[fast::corners]))
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:

@@ -3,6 +3,10 @@
 Measured times are uneven. What a schedule takes on these tables is a floor under what it takes on the measured ones,
 and it is monotone by construction: a larger batch never ends sooner, and never costs more per request. The search
 proves its bounds on them.
+
+Beyond its last point a table goes on along its last segment, and one that was lowered before that point would rise
+faster than the profile's own and pass over it. So it gets one more point, at twice the last, towards which it rises
+no faster.
 """
 
 from __future__ import annotations
@@ -27,15 +31,9 @@ def _floor(value: Any) -> Any:
     """Tables anywhere inside; everything else, and tables that are as they should be, stay the same object."""
     match value:
         case Curve():
-            seconds = _never_falls(
-                _ever_cheaper(np.asarray(value.points, float), _never_falls(np.asarray(value.seconds)))
-            )
-            return _replaced(value, seconds)
+            return _floor_of_curve(value)
         case Surface():
-            batches, table = np.asarray(value.batches, float), np.asarray(value.seconds)  # [batches, lengths]
-            table = _never_falls(_never_falls(table, axis=1), axis=0)
-            table = np.stack([_ever_cheaper(batches, column) for column in table.T], axis=1)
-            return _replaced(value, _never_falls(table, axis=1))
+            return _floor_of_surface(value)
         case tuple():
             items = tuple(map(_floor, value))
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
@@ -43,6 +41,49 @@ def _floor(value: Any) -> Any:
         changed = {name: _floor(item) for name, item in value}
         return value if all(changed[name] is item for name, item in value) else value.model_copy(update=changed)
     return value
+
+
+def _floor_of_curve(value: Curve) -> Curve:
+    points, table = np.asarray(value.points, float), np.asarray(value.seconds)
+    floor = _never_falls(_ever_cheaper(points, _never_falls(table)))
+    slope = np.minimum(_last_slope(points, table), _last_slope(points, floor))
+    if _is_steeper(points, floor, slope):
+        floor, points = _one_more(points, floor, slope), np.append(points, 2 * points[-1])
+    elif np.allclose(floor, table, rtol=1e-12, atol=0):
+        return value
+    return Curve(points=tuple(points.astype(int).tolist()), seconds=tuple(floor.tolist()))
+
+
+def _floor_of_surface(value: Surface) -> Surface:
+    batches, lengths = np.asarray(value.batches, float), np.asarray(value.lengths, float)
+    table = np.asarray(value.seconds)  # [batches, lengths]
+    floor = _never_falls(_never_falls(table, axis=1), axis=0)
+    floor = np.stack([_ever_cheaper(batches, column) for column in floor.T], axis=1)
+    floor = _never_falls(floor, axis=1)
+    same = np.allclose(floor, table, rtol=1e-12, atol=0)
+    # Of larger batches the times rise no slower with the length, and by the request no faster.
+    measured = _last_slope(lengths, table.T)
+    slope = _ever_cheaper(batches, _never_falls(np.minimum(measured, _last_slope(lengths, floor.T))))
+    if _is_steeper(lengths, floor.T, slope):
+        same = False
+        table = np.hstack([table, _one_more(lengths, table.T, measured)[-1][:, None]])
+        floor = np.hstack([floor, _one_more(lengths, floor.T, slope)[-1][:, None]])
+        lengths = np.append(lengths, 2 * lengths[-1])
+    if len(batches) > 1:
+        slope = _never_falls(np.minimum(_last_slope(batches, table), _last_slope(batches, floor)))
+        # Beyond both ends, too, a request costs no more in a larger batch.
+        rise = (lengths[-1] - lengths[-2]) * _last_slope(lengths, floor.T)[-1] / batches[-1]
+        slope[-1] = min(slope[-1], slope[-2] + rise)
+        if _is_steeper(batches, floor, slope):
+            same = False
+            floor, batches = _one_more(batches, floor, slope), np.append(batches, 2 * batches[-1])
+    if same:
+        return value
+    return Surface(
+        batches=tuple(batches.astype(int).tolist()),
+        lengths=tuple(lengths.astype(int).tolist()),
+        seconds=tuple(map(tuple, floor.tolist())),
+    )
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
@@ -59,9 +100,18 @@ def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
     return result
 
 
-def _replaced(table: Curve | Surface, seconds: Array) -> Any:
-    if np.allclose(seconds, np.asarray(table.seconds), rtol=1e-12, atol=0):
-        return table
-    return table.model_copy(
-        update={"seconds": tuple(map(tuple, seconds.tolist())) if seconds.ndim == 2 else tuple(seconds.tolist())}
-    )
+def _last_slope(points: Array, seconds: Array) -> Array:
+    """At which the predictions go on beyond the last point. # [points, ...] -> [...]"""
+    slope: Array = np.maximum((seconds[-1] - seconds[-2]) / (points[-1] - points[-2]), 0.0)
+    return slope
+
+
+def _is_steeper(points: Array, floor: Array, slope: Array) -> bool:
+    """By more than rounding, at twice the last point."""
+    more = (_last_slope(points, floor) - slope) * points[-1]
+    return bool((more > 1e-9 * floor[-1]).any())
+
+
+def _one_more(points: Array, seconds: Array, slope: Array) -> Array:
+    """With an entry for twice the last point."""
+    return np.concatenate([seconds, (seconds[-1] + points[-1] * slope)[None]])

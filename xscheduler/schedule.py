@@ -104,7 +104,7 @@ class Scheduler:
 
     def _make_screen(self, constraint: Constraint) -> Screen:
         quantile_decodes = self.lengths.decodes_at(constraint.quantile)
-        return Screen(self.problem.model, self._floor, self.lengths, quantile_decodes, constraint)
+        return Screen(self.problem.model, self._floor, self.lengths, quantile_decodes, constraint, self._max_batch)
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
         models = partial(self._models, *(layout.lane for layout in placement.layouts))

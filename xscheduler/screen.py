@@ -65,10 +65,17 @@ class Screen:
 
     Args:
         profile: its minorant: tables that never fall.
+        max_batch: requests in a micro-batch at most.
     """
 
     def __init__(
-        self, model: ModelSpec, profile: Profile, lengths: Lengths, quantile_decodes: int, constraint: Constraint
+        self,
+        model: ModelSpec,
+        profile: Profile,
+        lengths: Lengths,
+        quantile_decodes: int,
+        constraint: Constraint,
+        max_batch: int,
     ) -> None:
         self._model = model
         self._profile = profile
@@ -79,7 +86,7 @@ class Screen:
         self._tpot_s = (constraint.tpot_s or np.inf) / slack
         self._mean_decodes = max(lengths.mean_decodes, 1e-9)
         layer = profile.layers[0]
-        most = float(layer.decode_attention.batches[-1])
+        most = float(max_batch)
         tokens = np.asarray(layer.rest.points, float)
         points = np.concatenate([tokens, tokens / self._tokens_per_decode, layer.decode_attention.batches])
         self.batches: Array = np.unique(

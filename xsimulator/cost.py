@@ -32,6 +32,8 @@ class Line:
         x, y = np.asarray(points, float), np.asarray(values, float)
         if x[0] > 0:
             x, y = np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
+        if y[-1] < y[-2]:
+            x, y = np.append(x, 2 * x[-1]), np.append(y, y[-1])
         self.points: Array = x
         self.values: Array = y
         self._slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
@@ -39,11 +41,6 @@ class Line:
     @classmethod
     def of(cls, curve: Curve) -> Line:
         return cls(curve.points, curve.seconds)
-
-    @property
-    def last(self) -> float:
-        """The largest measured point."""
-        return float(self.points[-1])
 
     def __call__(self, x: Floats) -> Array:
         x = np.asarray(x, float)
@@ -89,10 +86,12 @@ class Grid:
         self.batches: Array = np.concatenate([[0.0], surface.batches])
         self.lengths: Array = np.asarray(surface.lengths, float)
         self.seconds: Array = np.vstack([np.zeros(len(surface.lengths)), np.asarray(surface.seconds)])
-
-    @property
-    def last(self) -> tuple[float, float]:
-        return float(self.batches[-1]), float(self.lengths[-1])
+        if (self.seconds[:, -1] < self.seconds[:, -2]).any():
+            self.seconds = np.hstack([self.seconds, _level(self.lengths, self.seconds.T)[:, None]])
+            self.lengths = np.append(self.lengths, 2 * self.lengths[-1])
+        if (self.seconds[-1] < self.seconds[-2]).any():
+            self.seconds = np.vstack([self.seconds, _level(self.batches, self.seconds)])
+            self.batches = np.append(self.batches, 2 * self.batches[-1])
 
     def __call__(self, batch: Floats, length: Floats) -> Array:
         b, length = np.asarray(batch, float), np.asarray(length, float)
@@ -123,6 +122,12 @@ class Grid:
         """Seconds of one request against its length, within a batch of that many."""
         batch = max(batch, 1.0)
         return Line(self.lengths, self(np.full_like(self.lengths, batch), self.lengths) / batch)
+
+
+def _level(points: Array, seconds: Array) -> Array:
+    """Times at twice the last point, along the last segment where that rises and level where it falls."""
+    slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
+    return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
 
 class CostModel:
@@ -193,10 +198,11 @@ class CostModel:
     def beyond_profile(self, tokens: float, decode_batch: float, context: float) -> list[str]:
         """Warnings for a step that lies outside what was measured."""
         warnings = []
+        layer = self.profile.layer(self.tp_degree)
         for name, value, last in (
-            ("tokens a step", tokens, self.tokens.last),
-            ("decode batch", decode_batch, self._decode.last[0]),
-            ("context", context, self._decode.last[1]),
+            ("tokens a step", tokens, layer.rest.points[-1]),
+            ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
+            ("context", context, layer.decode_attention.lengths[-1]),
         ):
             if value > last:
                 warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")

@@ -83,6 +83,7 @@ class FasterTransformer:
             peak_tokens=batch,
             cycle=whole,
             bubble=np.full_like(whole, 0.5),
+            filling=np.zeros_like(whole),
         )
 
 

@@ -12,7 +12,7 @@ from tests.contract.scenarios import BLOCK_SIZE, problem, random_profile
 from xgpt.errors import InfeasibleError
 from xgpt.io import dump_json
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Constraint, Histogram, Plan, Profile, RraSettings, Uniform, Workload
+from xgpt.schema import Constraint, Curve, Histogram, Plan, Profile, RraSettings, Uniform, Workload
 from xgpt.workload import histogram
 from xscheduler.bound import box_bounds
 from xscheduler.minorant import minorant
@@ -23,6 +23,7 @@ from xscheduler.search import branch_and_bound, checked, exhaustive, optuna_sear
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space, Wish
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.cost import Grid, Line
 from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
@@ -96,7 +97,12 @@ class Spaces:
             if space.capacity >= space.least_requests:
                 spaces.append(space)
         screen = Screen(
-            self.spec, minorant(self.profile), self.lengths, self.lengths.decodes_at(constraint.quantile), constraint
+            self.spec,
+            minorant(self.profile),
+            self.lengths,
+            self.lengths.decodes_at(constraint.quantile),
+            constraint,
+            self.max_batch,
         )
         bounds = screen.bounds(self.kind, [s.placement for s in spaces], [s.capacity for s in spaces])
         for space, bound in zip(spaces, bounds, strict=True):
@@ -229,14 +235,26 @@ def test_minorant_lies_below_and_is_monotone(seed: int) -> None:
     )
     for ours, theirs in ((floor.head, profile.head), (floor.layers[0].rest, profile.layers[0].rest)):
         seconds, points = np.asarray(ours.seconds), np.asarray(ours.points)
-        assert (seconds <= np.asarray(theirs.seconds)).all()
+        # Also where predictions go on beyond what was measured.
+        beyond = np.concatenate([theirs.points, np.geomspace(1, 100, 40) * theirs.points[-1]])
+        below = Line.of(ours)(beyond)
+        assert (below <= Line.of(theirs)(beyond) * (1 + 1e-12)).all()
+        assert (np.diff(below) >= 0).all()
+        assert (np.diff(below / beyond) <= 1e-15).all()
         assert (np.diff(seconds) >= 0).all()
         assert (np.diff(seconds / points) <= 1e-15).all()
-    surface, above = floor.layers[0].decode_attention, profile.layers[0].decode_attention
-    table = np.asarray(surface.seconds)
-    assert (table <= np.asarray(above.seconds)).all()
-    assert (np.diff(table, axis=0) >= 0).all()
-    assert (np.diff(table, axis=1) >= 0).all()
+    for surface, above in (
+        (floor.layers[0].decode_attention, profile.layers[0].decode_attention),
+        (floor.layers[0].encode_attention, profile.layers[0].encode_attention),
+    ):
+        batches = np.concatenate([above.batches, np.geomspace(1, 50, 20)[1:] * above.batches[-1]])
+        lengths = np.concatenate([above.lengths, np.geomspace(1, 50, 20)[1:] * above.lengths[-1]])
+        table = Grid(surface)(batches[:, None], lengths)
+        assert (table <= Grid(above)(batches[:, None], lengths) * (1 + 1e-12)).all()
+        assert (np.diff(table, axis=0) >= -1e-12 * table[1:]).all()
+        assert (np.diff(table, axis=1) >= -1e-12 * table[:, 1:]).all()
+        each = table / batches[:, None]
+        assert (np.diff(each, axis=0) <= 1e-12 * each[1:]).all()
 
 
 @EVERY_KIND
@@ -326,6 +344,29 @@ def test_bounds_that_hold_are_not_doubted(kind: str, seed: int, monotone: bool) 
         found, trusted = checked.search(spaces.spaces(bound)), branch_and_bound.search(spaces.spaces(bound))
         assert (found.method, found.settings) == (trusted.method, trusted.settings)
         assert found.gap == pytest.approx(trusted.gap, abs=1e-9)
+
+
+def test_fewer_iterations_a_phase_may_serve_less_on_stages() -> None:
+    """Large decode steps before an encode phase pass stages one by one: rra's one broken direction, in its bound."""
+    space = Spaces("rra", 14, monotone=True).spaces()[0]
+    ends = {"encode_batch": np.asarray([4, 4]), "decode_iterations": np.asarray([1, 3])}
+    of = space.evaluate(ends)
+    assert of.throughput[1] > 1.1 * of.throughput[0]
+    assert of.throughput[1] <= box_bounds(space, of, space.evaluate_floor(ends, of), 2, 0)[0]
+
+
+def test_a_table_lowered_before_its_end_stays_below_beyond_it() -> None:
+    measured = random_profile(np.random.default_rng(0), monotone=True)
+    measured = measured.model_copy(update={"head": Curve(points=(1, 4, 16), seconds=(1.0, 8.0, 9.0))})
+    floor = minorant(measured).head
+    assert Line.of(floor)([1, 4, 16, 64, 1000]) == pytest.approx([1.0, 4.0, 9.0, 13.0, 91.0])
+
+
+@pytest.mark.parametrize(("kind", "seed", "monotone"), [("waa", 19, False), ("rra", 14, True)])
+def test_bounds_hold_where_they_once_did_not(kind: str, seed: int, monotone: bool) -> None:
+    """Prompts beyond the profile's last point; large decode steps through two stages."""
+    test_no_point_exceeds_the_bound_of_its_box(kind, seed, monotone)
+    test_bounds_that_hold_are_not_doubted(kind, seed, monotone)
 
 
 @EVERY_KIND

@@ -18,8 +18,18 @@ def test_line_goes_through_its_points_and_the_origin() -> None:
 
 
 def test_line_goes_on_along_its_last_segment() -> None:
-    assert UNEVEN.last == 100
     assert float(UNEVEN(100 + 36)) == pytest.approx(32.0)
+
+
+def test_nothing_goes_on_downwards() -> None:
+    falling = Line([1, 4, 16], [1.0, 3.0, 2.0])
+    assert falling([10, 16, 100, 1e6]) == pytest.approx([2.5, 2.0, 2.0, 2.0])
+    assert falling.at(1e6) == 2.0
+    grid = Grid(Surface(batches=(1, 4), lengths=(10, 20), seconds=((1.0, 3.0), (5.0, 2.0))))
+    assert grid(1, [10, 20, 30, 100]) == pytest.approx([1.0, 3.0, 5.0, 19.0])
+    assert grid(4, [20, 30, 100]) == pytest.approx([2.0, 2.0, 2.0])
+    assert grid([4, 7, 100], 10) == pytest.approx([5.0, 9.0, 133.0])
+    assert grid([4, 7, 100], 20) == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_lines_add_and_scale_exactly() -> None:
@@ -47,7 +57,6 @@ def surface() -> Surface:
 
 def test_grid_is_bilinear_and_zero_without_a_batch() -> None:
     grid = Grid(surface())
-    assert grid.last == (4, 40)
     assert float(grid(4, 20)) == 6.0
     assert float(grid(0, 20)) == 0.0
     assert float(grid(0.5, 20)) == pytest.approx(1.0)

@@ -147,6 +147,7 @@ class MixedSteps:
             peak_tokens=largest,
             cycle=step_s / busy,
             bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
+            filling=np.zeros_like(step_s),
         )
 
     def _busy(

@@ -195,6 +195,7 @@ class OneLaneModel:
         # Gaps that span an encode phase: one for each phase after a request's first.
         spanning = cycle - (decoding - first_round) + np.maximum(phase.boundary_deviate, 0.0) * raggedness * own
         carried = encode_batch * phase.share[:, 0]
+        filling = pipeline.all_stages(decode[kinds + 1 :, :, -1]) - np.maximum.reduce(td[..., -1])
         return Performance(
             throughput=encode_batch / cycle,
             latency=latency,
@@ -208,6 +209,7 @@ class OneLaneModel:
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=cycle,
             bubble=pipeline.bubble(work, cycle),
+            filling=filling * at_end,
         )
 
     def _sd_phase_tokens(self, each: Array, stray: Array) -> Array:
@@ -268,6 +270,7 @@ class OneLaneModel:
             peak_tokens=self._most_tokens(each),
             cycle=cycle,
             bubble=self.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),
+            filling=np.zeros_like(cycle),
         )
 
     @cached_property

@@ -29,6 +29,8 @@ class Performance:
         peak_tokens: tokens of the largest step.
         cycle: from one encode step to the next, s.
         bubble: share of the devices' time in which their stage has nothing to do.
+        filling: of a cycle, what the last decode steps before an encode phase take on their way through the stages
+            beyond the time on one of them (rra), s: it falls as more iterations a phase make steps smaller.
     """
 
     throughput: Array
@@ -43,6 +45,7 @@ class Performance:
     peak_tokens: Array
     cycle: Array
     bubble: Array
+    filling: Array
 
     def at(self, index: int) -> dict[str, float]:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}

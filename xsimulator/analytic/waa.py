@@ -109,6 +109,7 @@ class TwoLaneModel:
             peak_tokens=1.1 * tokens + lengths.max_input,
             cycle=encode_batch / throughput,
             bubble=self._bubble(encode_batch, throughput, batch / microbatches, step / microbatches),
+            filling=np.zeros_like(step),
         )
 
     def most(
