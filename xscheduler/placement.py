@@ -268,14 +268,13 @@ class Placements:
         widest = max(layout.tp.degree for layout in layouts)
         if all(n % widest == 0 for n in (per_node, size, layouts[0].num_devices)):
             return True
-        start, groups = 0, []
+        begin, groups = 0, []
         for layout in layouts:
-            for stage in layout.lane:
-                groups.append((start, stage.tp))
-                start += stage.tp
-        return all(
-            (r * size + first) % per_node + tp <= per_node for r in range(replicas) for first, tp in groups if tp > 1
-        )
+            tp = layout.tp.degree
+            groups += [(begin + first, tp) for first in range(0, layout.tp.devices, tp)]
+            begin += layout.num_devices
+        offsets = {replica * size % per_node for replica in range(replicas)}
+        return all((offset + first) % per_node + tp <= per_node for offset in offsets for first, tp in groups)
 
 
 def _sizes(num_devices: int) -> list[int]:
