@@ -43,9 +43,13 @@ from xrunner.worker import Worker, build_worker
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 2048)
-CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048)
-ENCODE_BATCHES = (1, 4)
+CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
+"""Half a block short of whole blocks: kernels read whole ones, and that is what they read too much on average."""
+PROMPTS = (8, 24, *CONTEXTS[1:])
+ENCODE_BATCHES = (1, 4, 16)
+STEP_PROMPT = 128
+"""Length of the prompts in measured whole steps: attention is so small a part of these that its own measurement's error
+does not end up in the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
 JOBS_A_STEP = 12
@@ -144,12 +148,9 @@ def _layer(spec: ModelSpec, points: Points, degree: int, measured: Measured, alo
     rest: Measured = {}
     for n, sequences in points.steps.items():
         before, length = sequences[0]
-        if before:
-            beside = spec.num_layers * measured["decode attention", n, before + length] + measured["head", n]
-        else:
-            encode = spec.num_layers * measured["encode attention", 1, length]
-            beside = len(sequences) * (encode + measured["head", 1])
-        seconds = measured["step", n] - beside - alone["embedding", n]
+        attention = "decode attention" if before else "encode attention"
+        beside = spec.num_layers * measured[attention, len(sequences), before + length]
+        seconds = measured["step", n] - beside - measured["head", len(sequences)] - alone["embedding", n]
         rest["rest", n] = max(seconds, 0.0) / spec.num_layers
     return LayerTimes(
         tp_degree=degree,
@@ -173,8 +174,8 @@ class Points:
     """Where a model is measured, as far as its context reaches.
 
     Attributes:
-        encode, decode: (batch, length) of attention.
-        steps: whole steps by their tokens: short decodes as far as batches go, whole prompts beyond. Sequences are
+        encode, decode: (batch, length) of attention: the tables' and those of the steps.
+        steps: whole steps by their tokens: short decodes as far as batches go, short prompts beyond. Sequences are
             (tokens before, tokens now).
     """
 
@@ -189,14 +190,16 @@ class Points:
         prompts = [n for n in PROMPTS if n <= spec.max_context]
         contexts = [n for n in CONTEXTS if n <= spec.max_context]
         context = contexts[min(1, len(contexts) - 1)]
+        prompt = 2 ** int(math.log2(min(STEP_PROMPT, spec.max_context)))
         steps = {}
         for n in TOKENS:
-            prompt = min(n, max(prompts))
             steps[n] = [(context - 1, 1)] * n if n <= max(BATCHES) else [(0, prompt)] * (n // prompt)
+        encode = {(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS}
+        encode |= {(n // prompt, prompt) for n in steps if n > max(BATCHES)}
         return cls(
             prompts,
             contexts,
-            [(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS],
+            sorted(encode),
             [(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS],
             steps,
         )
@@ -240,8 +243,10 @@ class Bench:
         for n, sequences in points.steps.items():
             jobs["step", n] = partial(self.step, sequences)
             jobs["embedding", n] = partial(self.embedding, sequences)
-        for n in BATCHES:
+        batches = {*BATCHES, *(len(sequences) for sequences in points.steps.values())}
+        for n in sorted(batches):
             jobs["head", n] = partial(self.head, n)
+        for n in BATCHES:
             jobs["overhead", n] = partial(self.overhead, n)
         for b, n in points.encode:
             jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
