@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,13 +127,10 @@ async def replay(
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
         accepted = "a closed loop takes no send_at_s, an open loop one for each request"
         raise InputError("concurrency", concurrency, accepted)
-    async with httpx.AsyncClient(
-        base_url=url,
-        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,
-    ) as http:
-        client = _Client(http, await _served_model(http, url), stream)
+    async with _Connections(url) as connections:
+        async with connections.one() as http:
+            model = await _served_model(http, url)
+        client = _Client(connections, model, stream)
         if concurrency is None:
             return await asyncio.gather(*map(client.send, requests))
         results: list[ClientResult | None] = [None] * len(requests)
@@ -170,9 +168,36 @@ async def _served_model(http: httpx.AsyncClient, url: str) -> _Model:
         raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}") from None
 
 
+class _Connections(AsyncExitStack):
+    """As many as requests are under way at once, each with an httpx client of its own.
+
+    A client looks through all of its connections whenever a request begins or ends: with hundreds of them that takes
+    milliseconds of the cores that the engine computes on.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._tls = httpx.create_ssl_context(trust_env=False)
+        self._idle: list[httpx.AsyncClient] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A connection that nobody else uses meanwhile."""
+        http = self._idle.pop() if self._idle else await self.enter_async_context(self._new())
+        try:
+            yield http
+        finally:
+            self._idle.append(http)
+
+    def _new(self) -> httpx.AsyncClient:
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        return httpx.AsyncClient(base_url=self._url, timeout=timeout, verify=self._tls, trust_env=False)
+
+
 class _Client:
-    def __init__(self, http: httpx.AsyncClient, model: _Model, stream: bool) -> None:
-        self._http = http
+    def __init__(self, connections: _Connections, model: _Model, stream: bool) -> None:
+        self._connections = connections
         self._model = model
         self._stream = stream
         self._start_s = time.perf_counter()
@@ -194,7 +219,10 @@ class _Client:
             await asyncio.sleep(request.send_at_s - self._now_s())
         result = ClientResult(self._now_s())
         try:
-            async with self._http.stream("POST", "/v1/completions", content=content, headers=_JSON) as response:
+            async with (
+                self._connections.one() as http,
+                http.stream("POST", "/v1/completions", content=content, headers=_JSON) as response,
+            ):
                 if response.status_code != httpx.codes.OK:
                     result.error = _message(response.status_code, await response.aread())
                 elif self._stream:

@@ -52,7 +52,7 @@ STEP_PROMPT = 128
 does not end up in the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
-JOBS_A_STEP = 12
+JOBS_A_STEP = 16
 """It is measured after each so many points."""
 STEPS_A_STRETCH = 3
 """So many in succession, over seconds of profiling, meet as much of the machine's ups and downs as one request does."""
