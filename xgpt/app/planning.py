@@ -24,6 +24,9 @@ PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "stati
 CPU_DTYPE: DType = "float32"
 """What models run in on a CPU: half precision is emulated there."""
 
+PROFILE_GENERATION = 2
+"""To be raised whenever steps are executed, or measured, in another way: older cached profiles are not read then."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -155,13 +158,13 @@ def profile_vllm(
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
-    """Hash of everything that step times depend on: shape, dtype, device, versions."""
+    """Hash of everything that step times depend on: shape, dtype, device, versions, and how they are measured."""
     import hashlib
     from importlib.metadata import version
 
     shape = spec.model_copy(update={"name": ""}).model_dump_json()
     versions = [f"{name}={version(name)}" for name in ("xgpt", "torch", "numba", "numpy")]
-    key = "\n".join([shape, cluster.device.model_dump_json(), *versions])
+    key = "\n".join([shape, cluster.device.model_dump_json(), *versions, f"generation={PROFILE_GENERATION}"])
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
