@@ -155,10 +155,10 @@ def _layer(spec: ModelSpec, points: Points, degree: int, measured: Measured, alo
     return LayerTimes(
         tp_degree=degree,
         rest=_curve(rest, "rest", TOKENS),
-        encode_attention=_surface(
+        encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
         ),
-        decode_attention=_surface(
+        decode_attention=Surface.filled(
             {at: measured["decode attention", *at] for at in points.decode}, BATCHES, points.contexts
         ),
         head=None if degree == 1 else _curve(measured, "head", BATCHES),
@@ -369,19 +369,6 @@ def _fastest_num_threads(bench: Bench) -> int:
         torch.set_num_threads(threads)
         times[threads] = min(bench.step(TYPICAL_STEP) for _ in range(3))
     return min(times, key=times.__getitem__)
-
-
-def _surface(measured: dict[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]) -> Surface:
-    """Fill the corner that was too large to measure: there, cost grows with the batch."""
-    rows: list[list[float]] = []
-    for i, batch in enumerate(batches):
-        rows.append(
-            [
-                measured[batch, length] if (batch, length) in measured else rows[-1][j] * batch / batches[i - 1]
-                for j, length in enumerate(lengths)
-            ]
-        )
-    return Surface(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
 
 
 def _environment() -> dict[str, str]:

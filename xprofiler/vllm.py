@@ -258,19 +258,10 @@ def fit(
 
 
 def _decode_attention(spec: ModelSpec, step: dict[Point, float], rest: _Line, head: _Line) -> Surface:
-    """Of a layer; where it is too much to measure, it grows with the batch."""
-    lengths = tuple(n for n in CONTEXTS if Point("decode", 1, n) in step)
-    rows: list[list[float]] = []
-    for i, batch in enumerate(BATCHES):
-        row = []
-        for j, length in enumerate(lengths):
-            point = Point("decode", batch, length)
-            if point in step:
-                row.append(_more(step[point], rest(batch) + head(batch)) / spec.num_layers)
-            else:
-                row.append(rows[-1][j] * batch / BATCHES[i - 1])
-        rows.append(row)
-    return Surface(batches=BATCHES, lengths=lengths, seconds=tuple(map(tuple, rows)))
+    """Of a layer."""
+    decodes = [point for point in step if point.kind == "decode"]
+    each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
+    return Surface.filled(each, BATCHES, [n for n in CONTEXTS if (1, n) in each])
 
 
 def _encode_attention(spec: ModelSpec, times: dict[Point, list[float]], rest: _Line) -> Surface:
@@ -315,19 +306,17 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
     """Seconds of steps of so many tokens, none dearer a token than a smaller one: where one is, both are taken
-    together, each counting by the time that it was measured for (isotonic regression, pool adjacent violators).
+    together, each counting by the time that it was measured for.
 
     Args:
         sizes: seconds of a step, and of all its measurements, by tokens.
     """
-    pools: list[tuple[float, float, list[int]]] = []  # seconds a token, weight, sizes
-    for n, (seconds, weight) in sorted(sizes.items()):
-        pool = (seconds / n, weight, [n])
-        while pools and pools[-1][0] < pool[0]:
-            (a, v, before), (b, w, after) = pools.pop(), pool
-            pool = ((a * v + b * w) / (v + w), v + w, before + after)
-        pools.append(pool)
-    return {n: each * n for each, _, members in pools for n in members}
+    from scipy.optimize import isotonic_regression
+
+    tokens = np.asarray(sorted(sizes), float)
+    seconds, weights = np.asarray([sizes[n] for n in sorted(sizes)]).T
+    each = isotonic_regression(seconds / tokens, weights=weights, increasing=False).x
+    return {n: float(s) for n, s in zip(sorted(sizes), each * tokens, strict=True)}
 
 
 class _Line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -53,6 +54,20 @@ class Surface(Frozen):
         if min(map(min, self.seconds)) < 0:
             raise ValueError("a time is negative")
         return self
+
+    @classmethod
+    def filled(
+        cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
+    ) -> Surface:
+        """Of seconds by (batch, length); in the corner that was too large to measure, they grow with the batch."""
+        rows: list[list[float]] = []
+        for i, batch in enumerate(batches):
+            row = [
+                measured[batch, length] if (batch, length) in measured else rows[-1][j] * batch / batches[i - 1]
+                for j, length in enumerate(lengths)
+            ]
+            rows.append(row)
+        return cls(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
 
     def times(self, factor: float) -> Surface:
         """The surface with all of its times multiplied."""
