@@ -59,7 +59,8 @@ def waa() -> Plan:
         Stage(lane="decode", devices=(1,), decode_layers=layers, kv_blocks=800),
     )
     policy = WaaSettings(encode_batch=4, max_decode_batch=32)
-    return fitting(RRA).model_copy(update={"policy": policy, "stages": stages})
+    update = {"cluster": load_cluster("h200x8"), "policy": policy, "stages": stages}
+    return fitting(RRA).model_copy(update=update)
 
 
 def cpu(num_devices: int) -> ClusterSpec:
@@ -222,6 +223,7 @@ def test_exported_objects_are_kubernetes_own() -> None:
     for item in objects:
         kubernetes_validate.validate(item, "1.31", strict=True)
     config, deployment, service = objects
+    assert "  plan.json: |\n    {\n" in files["xgpt.yaml"]  # as a reader would have it
     assert deployment["spec"]["replicas"] == 3
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
@@ -242,7 +244,31 @@ def test_the_exported_start_of_our_own_engine_is_one_that_it_takes() -> None:
 
 def test_waa_is_exported_as_two_lanes_and_their_front() -> None:
     files = export(waa(), "vllm")
-    assert "kv_producer" in files["encode.sh"] and "kv_consumer" in files["decode.sh"]
+    assert "nixl" in files["requirements.txt"]
+    for lane, role, devices, port in (("encode", "producer", "0", 5600), ("decode", "consumer", "1", 5601)):
+        script = files[f"{lane}.sh"]
+        assert f"kv_{role}" in script and "--host 127.0.0.1" in script
+        assert f"CUDA_VISIBLE_DEVICES={devices}\n" in script
+        assert f"VLLM_NIXL_SIDE_CHANNEL_PORT={port}\n" in script
+
+
+def test_what_the_front_cannot_drive_is_not_exported() -> None:
+    with pytest.raises(InputError, match="plan for 2 devices"):
+        export(waa().model_copy(update={"replicas": 2}), "vllm")
+
+
+def test_no_requirement_is_a_strangers_package_of_our_name() -> None:
+    """The package index has one."""
+    for target in ("vllm", "k8s"):
+        for name, text in export(fitting(RRA), target).items():
+            lines = (line for line in text.splitlines() if not line.startswith("#"))
+            assert name == "plan.json" or not any("xgpt==" in line for line in lines)
+
+
+def test_a_script_for_one_node_takes_no_more_devices_than_it_has() -> None:
+    plan = fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 9})
+    with pytest.raises(InputError, match="takes 9 devices; the script is for one node, of 8"):
+        export(plan, "vllm")
 
 
 @pytest.mark.timeout(60)

@@ -46,7 +46,8 @@ def waa_plan() -> Plan:
     )
     estimate = plan.estimate.model_copy(update={"encode_tokens": 250.0, "decode_batch": 10.0})
     policy = WaaSettings(encode_batch=4, max_decode_batch=16)
-    return plan.model_copy(update={"policy": policy, "stages": stages, "estimate": estimate})
+    update = {"cluster": load_cluster("h200x8"), "policy": policy, "stages": stages, "estimate": estimate}
+    return plan.model_copy(update=update)
 
 
 def here(plan: Plan) -> Plan:

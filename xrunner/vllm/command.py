@@ -20,6 +20,8 @@ CPU_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
 MAX_RUNNING = 1024
 """Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
+NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+"""Where a lane's NixlConnector tells the other's how to reach its K/V: one of its own for each lane of a host."""
 SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's server as a module: the `vllm` command of the package for CPUs looks for that of another, and ends."""
 
@@ -65,6 +67,12 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
     if cluster.devices_per_node == 1:
         return {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(num_cores() - cores)}
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{cores * d}-{cores * (d + 1) - 1}" for d in devices)}
+
+
+def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
+    """The devices of these stages in all replicas, one replica after the other."""
+    own = [device for stage in stages for device in stage.devices]
+    return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in own]
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
@@ -122,7 +130,10 @@ def launch_lane(
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
     started = _launch(plan, stages, "xrunner.vllm.logged.LoggedScheduler", config or {}, model, host, port)
     extra = ("--kv-transfer-config", json.dumps({**connector, "kv_role": role}), "--disable-hybrid-kv-cache-manager")
-    return Launch(started.model, started.arguments + extra, started.variables)
+    own = {}
+    if plan.cluster.device.type == "gpu":  # by itself each lane would take the first ones
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
+    return Launch(started.model, started.arguments + extra, started.variables | own)
 
 
 def _launch(
@@ -148,9 +159,7 @@ def _launch(
     block_size = block_size_of(cluster)
     tokens = min(stage.kv_blocks for stage in stages) * plan.block_size
     blocks = tokens // block_size
-    own = [device for stage in stages for device in stage.devices]
-    devices = [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in own]
-    environment |= variables(cluster, devices)
+    environment |= variables(cluster, devices_of(plan, stages))
     step = step_tokens(plan)
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
     arguments = [
@@ -174,7 +183,8 @@ def _launch(
         # vLLM asks whether so much memory is free, and by itself would take nine tenths of the machine's.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
-    if (directory := Path(weights)).is_dir() and not any(directory.glob("tokenizer*")):
+    # The model may be at `model` elsewhere alone; what it consists of, the checkpoint here says.
+    if (directory := Path(plan.checkpoint or weights)).is_dir() and not any(directory.glob("tokenizer*")):
         arguments.append("--skip-tokenizer-init")
     if host is not None:
         arguments += ["--host", host]

@@ -4,7 +4,7 @@
 
 Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all of them fit under
 the decode lane's cap. A request's K/V moves by vLLM's connector: the encode lane leaves it there when it ends the
-prompt, and the decode lane finds it when the same prompt comes.
+prompt, and says where, unless the decode lane finds it by the prompt alone.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class _Waiting:
 
     Attributes:
         handed_over: done when its K/V is ready for the decode lane; what the encode lane answered, where it failed.
+        transfer: what the encode lane's connector says of its K/V, for that of the decode lane; None: nothing.
     """
 
     prompt: list[int]
     handed_over: asyncio.Future[str | None]
+    transfer: dict[str, Any] | None = None
     encoded_s: float = 0.0
 
 
@@ -97,6 +99,7 @@ class Front:
             failure = await waiting.handed_over
             if failure is not None:
                 raise httpx.HTTPError(failure)
+            body = body | {"kv_transfer_params": waiting.transfer}  # where K/V is, is not the client's to say
             async with self._decode.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != httpx.codes.OK:
                     reason = (await answer.aread())[:200].decode(errors="replace")
@@ -112,6 +115,14 @@ class Front:
             self._schedule.cancel(request.id)
             self._advance()
 
+    async def lanes_answer(self) -> bool:
+        """Whether both lanes take requests: vLLM answers once its model is loaded."""
+        try:
+            answers = [await lane.get("/health", timeout=5.0) for lane in (self._encode, self._decode)]
+        except httpx.HTTPError:
+            return False
+        return all(answer.status_code == httpx.codes.OK for answer in answers)
+
     def _advance(self) -> None:
         """Begin every step that can: whoever has been transferred goes on by himself."""
         while (step := self._schedule.next_step("transfer")) is not None:
@@ -125,30 +136,37 @@ class Front:
             task.add_done_callback(self._tasks.discard)
 
     async def _encode_batch(self, step: Step) -> None:
-        """A batch goes through the encode lane as one request of many prompts."""
-        ids = [chunk.id for chunk in step.encode]
-        inside = {id_: waiting for id_ in ids if (waiting := self._waiting.get(id_)) is not None}
-        failure = None
-        if inside:
-            body = {
-                "model": self.model,
-                "prompt": [waiting.prompt for waiting in inside.values()],
-                "max_tokens": 1,
-                "temperature": 0,
-            }
-            try:
-                answer = await self._encode.post("/v1/completions", json=body)
-                if answer.status_code != httpx.codes.OK:
-                    failure = f"the encode lane answers {answer.status_code}: {answer.text[:200]}"
-            except httpx.HTTPError as error:
-                failure = f"the encode lane does not answer: {error}"
+        inside = [waiting for chunk in step.encode if (waiting := self._waiting.get(chunk.id)) is not None]
+        failures = await asyncio.gather(*map(self._encode_one, inside))
         now_s = time.perf_counter()
-        for waiting in inside.values():
+        for waiting, failure in zip(inside, failures, strict=True):
             waiting.encoded_s = now_s
             if failure is not None and not waiting.handed_over.done():
                 waiting.handed_over.set_result(failure)
         self._schedule.settle(step, ())
         self._advance()
+
+    async def _encode_one(self, waiting: _Waiting) -> str | None:
+        """A prompt is a request of its own: an answer to several says of the first alone where its K/V is.
+
+        Returns:
+            What failed; None: nothing.
+        """
+        body = {
+            "model": self.model,
+            "prompt": waiting.prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"do_remote_decode": True},  # vLLM's NixlConnector keeps no other K/V
+        }
+        try:
+            answer = await self._encode.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            return f"the encode lane does not answer: {error}"
+        if answer.status_code != httpx.codes.OK:
+            return f"the encode lane answers {answer.status_code}: {answer.text[:200]}"
+        waiting.transfer = answer.json().get("kv_transfer_params")
+        return None
 
 
 def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
@@ -192,7 +210,7 @@ def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200)
+        return Response(status_code=200 if await app.state.front.lanes_answer() else 503)
 
     @app.get("/hand_over")
     async def hand_over() -> dict[str, list[float]]:
