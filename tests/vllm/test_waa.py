@@ -1,4 +1,4 @@
-"""WAA on two vLLMs, with K/V through files: the tokens of one, and how long the hand-over takes."""
+"""WAA on two vLLMs, with K/V through files and over NIXL: the tokens of one, and how long the hand-over takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import statistics
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +22,7 @@ from xgpt.app.serving_vllm import free_port, running
 from xgpt.client import ClientRequest, replay
 from xgpt.io import read_step_log
 from xgpt.schema import WaaSettings
-from xrunner.vllm.command import CPU_BLOCK_SIZE, launch_lane
+from xrunner.vllm.command import CPU_BLOCK_SIZE, NIXL_PORT_VARIABLE, launch_lane
 from xrunner.vllm.front import create_app
 from xrunner.vllm.process import PYTHON_VARIABLE
 
@@ -41,16 +44,27 @@ def in_thread(app: uvicorn.Config) -> Iterator[None]:
         thread.join()
 
 
-def left_to_compute(prompt: int) -> int:
-    """Tokens of a prompt that ExampleConnector does not bring.
+def left_to_compute(prompt: int, connector: str) -> int:
+    """Tokens of a prompt that the connector does not bring.
 
-    It brings whole blocks, and leaves at least two tokens. Where one token is left over in the last block, it looks for
-    the prompt's files by another length than it wrote them by, and finds none.
+    NixlConnector brings all but the last. ExampleConnector brings whole blocks, and leaves at least two tokens. Where
+    one token is left over in the last block, it looks for the prompt's files by another length than it wrote them by,
+    and finds none.
     """
+    if connector == "NixlConnector":
+        return 1
     return prompt if prompt % CPU_BLOCK_SIZE == 1 else (prompt - 2) % CPU_BLOCK_SIZE + 2
 
 
+@pytest.mark.parametrize(
+    "connector",
+    [
+        "ExampleConnector",
+        pytest.param("NixlConnector", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")),
+    ],
+)
 def test_tokens_and_hand_over(
+    connector: str,
     checkpoint: Path,
     requests: Requests,
     expected: list[list[int]],
@@ -59,16 +73,16 @@ def test_tokens_and_hand_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    connector = {
-        "kv_connector": "ExampleConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
+    transfer: dict[str, Any] = {"kv_connector": connector}
+    if connector == "ExampleConnector":
+        transfer["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     urls = {}
     with ExitStack() as stack:
         for lane in ("encode", "decode"):
             port = free_port(HOST)
             config = {"step_log": str(tmp_path / f"{lane}.jsonl")}
-            started = launch_lane(PLAN, lane, connector, model=str(checkpoint), host=HOST, port=port, config=config)
+            started = launch_lane(PLAN, lane, transfer, model=str(checkpoint), host=HOST, port=port, config=config)
+            started = replace(started, variables={**started.variables, NIXL_PORT_VARIABLE: str(free_port(HOST))})
             stack.enter_context(running(started, HOST, port, tmp_path / f"{lane}.log"))
             urls[lane] = f"http://{HOST}:{port}"
         port = free_port(HOST)
@@ -91,7 +105,7 @@ def test_tokens_and_hand_over(
     assert max(len(record.decode) + len(record.encode) for record in decode) <= PLAN.policy.max_decode_batch
     # What the decode lane computes of a prompt is the part of its last block alone.
     computed = [length for record in decode for _, _, length in record.encode]
-    assert sorted(computed) == sorted(left_to_compute(len(prompt)) for prompt in requests.prompts)
+    assert sorted(computed) == sorted(left_to_compute(len(prompt), connector) for prompt in requests.prompts)
     assert sum(length for record in encode for _, _, length in record.encode) == sum(map(len, requests.prompts))
     loads = [(record.end_ns - record.start_ns) / 1e9 for record in decode if record.encode]
     with capsys.disabled():
