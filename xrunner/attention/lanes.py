@@ -1,5 +1,7 @@
 """Inner loops of the CPU kernel over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
+Lanes are queries, or, where a query is alone with its keys, its dimensions.
+
 LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
 stays in registers. For narrower registers LLVM splits a vector into several.
 
@@ -116,6 +118,81 @@ def add_values(
 
 
 @_inlined
+def dot_keys(
+    typing_context: Any,
+    query: Any,
+    keys: Any,
+    scores: Any,
+    from_query: Any,
+    from_keys: Any,
+    from_scores: Any,
+    head_dim: Any,
+    num_keys: Any,
+    lanes: Any,
+) -> Any:
+    """Dot products of one query with keys that lie side by side; dimensions come in whole vectors.
+
+    # query [dim], keys [num_keys, dim] -> scores [num_keys]
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        arrays = _pointers(context, builder, signature, values, 3)
+        query, keys, scores = (builder.gep(array, [values[3 + i]]) for i, array in enumerate(arrays))
+        dim, emit = values[6], _Emit(builder, lanes.literal_value)
+        sums = emit.variables(num_keys.literal_value)
+        with cgutils.for_range(builder, builder.sdiv(dim, _int(emit.lanes))) as part:
+            row = emit.load(query, part.index)
+            for number, total in enumerate(sums):
+                key = emit.load(builder.gep(keys, [builder.mul(dim, _int(number))]), part.index)
+                builder.store(emit.multiply_add(row, key, builder.load(total)), total)
+        for number, total in enumerate(sums):
+            builder.store(emit.sum(builder.load(total)), builder.gep(scores, [_int(number)]))
+        return context.get_dummy_value()
+
+    return types.void(query, keys, scores, *[types.intp] * 4, num_keys, lanes), generate
+
+
+@_inlined
+def add_rows(
+    typing_context: Any,
+    weights: Any,
+    values: Any,
+    sums: Any,
+    from_values: Any,
+    from_sums: Any,
+    shrink: Any,
+    num_keys: Any,
+    head_dim: Any,
+    num_vectors: Any,
+    lanes: Any,
+) -> Any:
+    """sums = shrink * sums + weights values, over so many vectors of the values' dimensions.
+
+    # weights [num_keys], values [num_keys, head_dim], sums [num_vectors * lanes]
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        weights, values, sums = _pointers(context, builder, signature, arguments, 3)
+        values, sums = builder.gep(values, [arguments[3]]), builder.gep(sums, [arguments[4]])
+        factor, count, dim, emit = arguments[5], arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
+        totals = emit.variables(num_vectors.literal_value)
+        for number, total in enumerate(totals):
+            builder.store(builder.fmul(emit.load(sums, _int(number)), emit.fill(factor)), total)
+        with cgutils.for_range(builder, count) as key:
+            weight = emit.fill(builder.load(builder.gep(weights, [key.index])))
+            value = builder.gep(values, [builder.mul(key.index, dim)])
+            for number, total in enumerate(totals):
+                product = emit.multiply_add(weight, emit.load(value, _int(number)), builder.load(total))
+                builder.store(product, total)
+        for number, total in enumerate(totals):
+            emit.store(builder.load(total), sums, _int(number))
+        return context.get_dummy_value()
+
+    numbers = [types.intp, types.intp, types.float32, types.intp, types.intp]
+    return types.void(weights, values, sums, *numbers, num_vectors, lanes), generate
+
+
+@_inlined
 def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
     """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
 
@@ -179,7 +256,7 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         line = builder.bitcast(builder.gep(place, [values[1]]), pointer)
-        builder.call(prefetch, [line, integer(0), integer(3), integer(1)])  # to read, to keep, data
+        builder.call(prefetch, [line, integer(0), integer(2), integer(1)])  # to read, into the second-level cache, data
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -213,7 +290,10 @@ class _Emit:
 
     def spread(self, array: ir.Value, element: int) -> ir.Value:
         """One element of an array in all lanes."""
-        scalar = self.builder.load(self.builder.gep(array, [_int(element)]))
+        return self.fill(self.builder.load(self.builder.gep(array, [_int(element)])))
+
+    def fill(self, scalar: ir.Value) -> ir.Value:
+        """It in all lanes."""
         one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, _int(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
@@ -223,6 +303,12 @@ class _Emit:
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def sum(self, vector: ir.Value) -> ir.Value:
+        """Of the lanes, in any order."""
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), self.type])
+        add = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fadd.v{self.lanes}f32")
+        return self.builder.call(add, [ir.Constant(ir.FloatType(), 0.0), vector], fastmath=("reassoc",))
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits."""

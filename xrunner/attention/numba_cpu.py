@@ -14,7 +14,7 @@ from numba import literally, njit, prange
 from torch import Tensor
 
 from xrunner.attention.base import AttentionBackend, Batch
-from xrunner.attention.lanes import add_values, address, fetch, score_keys, soften, take_next
+from xrunner.attention.lanes import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
@@ -109,8 +109,8 @@ def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, n
             h, i, first = task // num_tiles, sequence[task % num_tiles], first_row[task % num_tiles]
             begin, end = query_start[i], query_start[i + 1]
             heads = slice(h * group, (h + 1) * group)
-            if i < num_decodes and group < LEAST_GROUP:
-                _decode(q[begin, heads], cache[0], cache[1], h, tables[i], context_len[i], out[begin, heads])
+            if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
+                _decode(q[begin, heads], cache, h, tables[i], context_len[i], out[begin, heads], space)
             else:
                 queries, results = q[begin:end, heads], out[begin:end, heads]
                 if (end - begin) * group - first > NARROW:
@@ -208,34 +208,42 @@ def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_s
 
 
 @njit(nogil=True, fastmath=True)
-def _decode(q, keys, values, h, table, context, acc):
-    """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V. # q and acc [group, head_dim]"""
+def _decode(q, cache, h, table, context, acc, scores):
+    """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V.
+
+    Args:
+        q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
+        scores: for those of a block. # [block_size or more]
+    """
     group, head_dim = q.shape
+    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     scale = np.float32(1.0 / np.sqrt(head_dim))
-    block_size = keys.shape[2]
-    scores = np.empty(block_size, dtype=np.float32)
     highest = np.full(group, NEVER, dtype=np.float32)
     total = np.zeros(group, dtype=np.float32)
     acc[:] = np.float32(0.0)
+    value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
     num_blocks = (context + block_size - 1) // block_size
     for b in range(num_blocks):
-        key, value = keys[table[b], h], values[table[b], h]
-        soon = table[min(b + 1, num_blocks - 1)]
-        next_key, next_value = keys[soon, h], values[soon, h]
+        start = (table[b] * num_kv_heads + h) * block_size * head_dim
+        soon = (table[min(b + 1, num_blocks - 1)] * num_kv_heads + h) * block_size * head_dim
         n = min(block_size, context - b * block_size)
         for g in range(group):
+            t = 0
+            while t < n:
+                if g == 0:  # blocks lie apart, where the processor's own prefetching does not follow
+                    for line in range(t * head_dim, min(t + 4, block_size) * head_dim, LINE):
+                        fetch(cache, soon + line)
+                        fetch(cache, soon + value_start + line)
+                if t + 4 <= block_size:
+                    dot_keys(q, cache, scores, g * head_dim, start + t * head_dim, t, head_dim, 4, LINE)
+                    t += 4
+                else:
+                    dot_keys(q, cache, scores, g * head_dim, start + t * head_dim, t, head_dim, 1, LINE)
+                    t += 1
             top = highest[g]
             for t in range(n):
-                if g == 0:  # blocks lie apart, where the processor's own prefetching does not follow
-                    for d in range(0, head_dim, LINE):
-                        fetch(next_key, t * head_dim + d)
-                        fetch(next_value, t * head_dim + d)
-                s = np.float32(0.0)
-                for d in range(head_dim):
-                    s += q[g, d] * key[t, d]
-                s *= scale
-                scores[t] = s
-                top = max(top, s)
+                scores[t] *= scale
+                top = max(top, scores[t])
             shrink = _exp(highest[g] - top)
             highest[g] = top
             mass = np.float32(0.0)
@@ -243,11 +251,13 @@ def _decode(q, keys, values, h, table, context, acc):
                 scores[t] = _exp(scores[t] - top)
                 mass += scores[t]
             total[g] = total[g] * shrink + mass
-            for d in range(head_dim):
-                acc[g, d] *= shrink
-            for t in range(n):
-                for d in range(head_dim):
-                    acc[g, d] += scores[t] * value[t, d]
+            d = 0
+            while d + 4 * LINE <= head_dim:
+                add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 4, LINE)
+                d += 4 * LINE
+            while d < head_dim:
+                add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 1, LINE)
+                d += LINE
     for g in range(group):
         for d in range(head_dim):
             acc[g, d] /= total[g]
