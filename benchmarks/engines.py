@@ -1,11 +1,13 @@
 """This engine beside those that a user would pick instead: the same requests, the same weights, the same machine.
 
     python -m benchmarks.engines [--model opt-125m] [--engine own --engine vllm …] [--rounds 3] [--python vllm=PATH]
+                                 [--longest-first]
 
 64 requests, inputs uniform 32 to 256 tokens, outputs uniform 16 to 128, greedy, exactly those lengths, float32, random
 weights, all at hand at the start. Each engine runs in an environment of its own, made at the first use (`--python`
 takes one that is there), and stays loaded; runs are interleaved, and whoever does not run is stopped. Before each run
-a matrix product tells in which state the machine's clock is. Writes results/engines.MODEL.json.
+a matrix product tells in which state the machine's clock is. This engine lets in who may generate most first; with
+`--longest-first` all engines are given the requests in that order. Writes results/engines.MODEL.json.
 """
 
 from __future__ import annotations
@@ -90,16 +92,23 @@ class Run(NamedTuple):
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
 @click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="An environment that is there already.")
+@click.option("--longest-first", is_flag=True, help="Sort the requests by their outputs, for every engine.")
 @click.option("--seed", default=0, show_default=True)
 def main(
-    model: str, engines: tuple[str, ...], rounds: int, num_requests: int, pythons: tuple[str, ...], seed: int
+    model: str,
+    engines: tuple[str, ...],
+    rounds: int,
+    num_requests: int,
+    pythons: tuple[str, ...],
+    longest_first: bool,
+    seed: int,
 ) -> None:
     """Run every engine in turn, `rounds` times."""
     names = engines or tuple(ENGINES)
     given = dict(item.split("=", 1) for item in pythons)
     commands = {name: given.get(name) or environment(name) for name in names}
     checkpoint = make_checkpoint(model, seed)
-    workload = make_workload(num_requests, MODELS[model][1].get("vocab_size", 50272), seed)
+    workload = make_workload(num_requests, MODELS[model][1].get("vocab_size", 50272), seed, longest_first)
     runs: list[Run] = []
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -118,6 +127,7 @@ def main(
         "model": model,
         "date": datetime.date.today().isoformat(),
         "requests": num_requests,
+        "longest_first": longest_first,
         "seed": seed,
         "runs": [run._asdict() for run in runs],
     }
@@ -163,7 +173,7 @@ def make_checkpoint(model: str, seed: int) -> Path:
     return directory
 
 
-def make_workload(num_requests: int, vocab_size: object, seed: int) -> Path:
+def make_workload(num_requests: int, vocab_size: object, seed: int, longest_first: bool = False) -> Path:
     """The requests as a file."""
     assert isinstance(vocab_size, int)
     rng = np.random.default_rng(seed)
@@ -173,7 +183,9 @@ def make_workload(num_requests: int, vocab_size: object, seed: int) -> Path:
         {"prompt": rng.integers(10, vocab_size, length).tolist(), "num_output": int(num_output)}
         for length, num_output in zip(inputs, outputs, strict=True)
     ]
-    path = cache_dir() / "engines" / f"workload.{num_requests}.{vocab_size}.{seed}.json"
+    if longest_first:
+        requests.sort(key=lambda request: -request["num_output"])
+    path = cache_dir() / "engines" / "workload.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(requests))
     return path

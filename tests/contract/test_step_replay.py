@@ -192,7 +192,7 @@ def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int)
 
 
 @CASES
-@pytest.mark.parametrize("order", ["sjf", "edf", "das"])
+@pytest.mark.parametrize("order", ["sjf", "lpt", "edf", "das"])
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays_in_every_order(
@@ -211,7 +211,7 @@ def test_what_the_orders_are_told_apart_by() -> None:
     arrived = {arrival.id for record in log for arrival in record.arrivals}
     cancelled = {id_ for record in log for id_ in record.cancelled}
     assert len(arrived - admitted - cancelled) > 3
-    for other in ("fcfs", "sjf", "edf"):
+    for other in ("fcfs", "sjf", "lpt", "edf"):
         assert steps(replay(schedule_for(LANES["orca"], "reserve", LARGEST + 3, other), log)) != steps(log)
 
 

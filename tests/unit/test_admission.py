@@ -19,7 +19,7 @@ ORDERS = get_args(AdmissionOrder)
 
 
 def request(id_: int, length: int, deadline_ns: int | None = None, arrival_ns: int = 0) -> Request:
-    return Request(id_, length, 10, arrival_ns, deadline_ns)
+    return Request(id_, length, 10 + id_ % 3, arrival_ns, deadline_ns)
 
 
 def filled(queue: Queue, requests: list[Request]) -> Queue:
@@ -37,7 +37,7 @@ REQUESTS = [request(0, 8, 50), request(1, 3), request(2, 8, 20), request(3, 5, 2
 
 @pytest.mark.parametrize(
     ("order", "expected"),
-    [("fcfs", [0, 1, 2, 3, 4]), ("sjf", [1, 4, 3, 0, 2]), ("edf", [2, 3, 0, 4, 1])],
+    [("fcfs", [0, 1, 2, 3, 4]), ("sjf", [1, 4, 3, 0, 2]), ("lpt", [2, 1, 4, 0, 3]), ("edf", [2, 3, 0, 4, 1])],
 )
 def test_sorted_orders(order, expected):
     assert drained(filled(make_queue(order, 100), REQUESTS)) == expected

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--order",
-    type=click.Choice(["fcfs", "sjf", "edf", "das"]),
+    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das"]),
     default="fcfs",
     show_default=True,
-    help="Who of those who wait enters next: who came first, has the shortest prompt or the earliest deadline, or by "
-    "prompt and deadline (TCB's DAS).",
+    help="Who of those who wait enters next: who came first, has the shortest prompt, the longest output to come (for "
+    "work that is all at hand: it ends soonest) or the earliest deadline, or by prompt and deadline (TCB's DAS).",
 )
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE")
 @json_option

@@ -1,8 +1,8 @@
 """Who enters next: the requests that wait, in the order of their admission.
 
-Four orders: first come first served (fcfs), shortest prompt first (sjf), earliest deadline first (edf), and TCB's
-deadline-aware scheduling (das). All keep requests sorted as they come, so that a step pays for those that enter, not
-for those that wait.
+Five orders: first come first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline
+first (edf), and TCB's deadline-aware scheduling (das). All keep requests sorted as they come, so that a step pays for
+those that enter, not for those that wait.
 """
 
 from __future__ import annotations
@@ -314,6 +314,8 @@ def make_queue(order: AdmissionOrder, row_tokens: int | None = None) -> Queue:
             return FirstComeQueue()
         case "sjf":
             return SortedQueue(lambda request: request.input_length)
+        case "lpt":
+            return SortedQueue(lambda request: -request.max_output)
         case "edf":
             return SortedQueue(deadline)
         case "das":

@@ -16,7 +16,7 @@ SLICE_TOKENS = 2048
 """Tokens that go through the layers at once: a larger step runs in slices, so that activations stay bounded."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "sjf", "edf", "das"]
+AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
 StageLane = Literal["both", "encode", "decode"]
@@ -45,8 +45,9 @@ class Admission(Frozen):
     "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" lets in as many requests (`max_running`)
     as fit in all but one of a thousand moments, and preempts where they do not.
 
-    Who waits enters in the order of arrival ("fcfs"), the shortest prompt first ("sjf"), the earliest deadline first
-    ("edf"), or by TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das").
+    Who waits enters in the order of arrival ("fcfs"), the shortest prompt first ("sjf"), the longest output that may
+    come first ("lpt": work that is all at hand ends soonest), the earliest deadline first ("edf"), or by TCB's
+    deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das").
     """
 
     order: AdmissionOrder = "fcfs"
