@@ -8,6 +8,7 @@ by every package.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf, log
 
@@ -70,19 +71,9 @@ class LengthWindow:
         while self._seen and self._seen[0].arrival_s < arrival_s:
             self._seen.popleft()
 
-    def sample(self) -> Sample | None:
-        """The window as numbers; None: it is empty."""
-        taken = self._seen
-        if not taken:
-            return None
-        return Sample(
-            arrival_s=np.array([seen.arrival_s for seen in taken]),
-            inputs=np.array([seen.input_length for seen in taken]),
-            outputs=np.array([seen.generated for seen in taken]),
-            longest=np.array([seen.max_output for seen in taken]),
-            has_ended=np.array([seen.has_ended for seen in taken]),
-            weights=0.5 ** (np.arange(len(taken) - 1, -1, -1) / HALF_LIFE),
-        )
+    def requests(self) -> list[Seen]:
+        """Those of now; their tokens go on being counted."""
+        return list(self._seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +91,23 @@ class Sample:
     longest: npt.NDArray[np.int_]
     has_ended: npt.NDArray[np.bool_]
     weights: Array
+
+    @classmethod
+    def of(cls, requests: Sequence[Seen]) -> Sample:
+        """A window as numbers; not of an empty one.
+
+        May run in another thread than counts the tokens: who has ended is read first, so that nobody counts as ended
+        with fewer tokens than came.
+        """
+        has_ended = np.array([seen.has_ended for seen in requests])
+        return cls(
+            arrival_s=np.array([seen.arrival_s for seen in requests]),
+            inputs=np.array([seen.input_length for seen in requests]),
+            outputs=np.array([seen.generated for seen in requests]),
+            longest=np.array([seen.max_output for seen in requests]),
+            has_ended=has_ended,
+            weights=0.5 ** (np.arange(len(requests) - 1, -1, -1) / HALF_LIFE),
+        )
 
     def __len__(self) -> int:
         return len(self.inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import exp, inf, log
 from typing import NamedTuple
 
-from xgpt.observation import CERTAIN, MIN_FINISHED, ChangeDetector, LengthWindow, Sample, observe
+from xgpt.observation import CERTAIN, ChangeDetector, LengthWindow, Sample, Seen, observe
 from xgpt.schema import Observation, Plan, ProfileRef
 
 PACE_MEMORY_S = 10.0
@@ -88,20 +88,26 @@ class Pace:
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and its pace at one moment: nothing of it changes any more.
+    """An engine's requests and its pace at one moment. Quick to take, to be read in whichever thread has the time.
 
     Attributes:
+        requests: at least one; their tokens go on being counted.
         step_ratio, slowdown: see `Observation`.
     """
 
-    sample: Sample
+    requests: list[Seen]
     plan: Plan
     step_ratio: float | None
     slowdown: float | None
 
-    def observation(self) -> Observation:
-        """All of it, beside what was planned."""
-        return observe(self.sample, self.plan.workload, self.step_ratio, self.slowdown)
+    def observation(self) -> Observation | None:
+        """All of it, beside what was planned; None: nobody has ended yet."""
+        sample = Sample.of(self.requests)
+        return self.observe(sample) if sample.num_finished else None
+
+    def observe(self, sample: Sample) -> Observation:
+        """Some of its requests."""
+        return observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
 
 
 class Observer:
@@ -132,8 +138,8 @@ class Observer:
     def snapshot(self) -> Snapshot | None:
         """How things stand; None: no request has come."""
         self.window.forget_before(self._since_s)
-        sample = self.window.sample()
-        return None if sample is None else Snapshot(sample, self.plan, self.pace.ratio, self.slowdown)
+        requests = self.window.requests()
+        return Snapshot(requests, self.plan, self.pace.ratio, self.slowdown) if requests else None
 
     def look(self, now: Snapshot) -> Observation | None:
         """What the plan is to be judged under; None: nothing has changed for certain since it was last judged.
@@ -141,18 +147,17 @@ class Observer:
         Whatever is decided, these lengths and this pace are what further ones are compared with from now on. May be
         called from another thread than the rest, once at a time.
         """
-        if now.sample.num_finished < MIN_FINISHED:
-            return None
-        changed = self._detector.look(now.sample)
+        sample = Sample.of(now.requests)
+        changed = self._detector.look(sample)
         slowdown, reference = now.slowdown, now.plan.profile
         if changed is not None:
             self._since_s = float(changed.arrival_s[0])
-            found = observe(changed, now.plan.workload, now.step_ratio, slowdown)
+            found = now.observe(changed)
             self._detector = ChangeDetector(found.workload, found.weight)
         elif slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread):
             # Lengths are still those of before, which more requests tell of than the window holds.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
-            found = now.observation().model_copy(update=lengths)
+            found = now.observe(sample).model_copy(update=lengths)
         else:
             return None
         if slowdown is not None:

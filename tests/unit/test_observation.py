@@ -37,9 +37,7 @@ def run(window: LengthWindow, lengths: Workload, count: int, rng: np.random.Gene
 
 
 def taken(window: LengthWindow) -> Sample:
-    sample = window.sample()
-    assert sample is not None
-    return sample
+    return Sample.of(window.requests())
 
 
 lengths = st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=6).map(
@@ -67,8 +65,7 @@ def test_outputs_in_flight_are_not_forgotten() -> None:
         seen = window.arrive(float(i), 20, 400)
         seen.generated = min(int(output), 600 - i)
         seen.has_ended = seen.generated == output
-    last = window.sample()
-    assert last is not None
+    last = taken(window)
     late = last.tail(100)
     ended = late.outputs[late.has_ended].mean()
     corrected = mean(late.output_histogram())
@@ -83,8 +80,7 @@ def test_later_requests_count_more() -> None:
         for _ in range(count):
             seen = window.arrive(0.0, length, length)
             seen.generated, seen.has_ended = length, True
-    last = window.sample()
-    assert last is not None
+    last = taken(window)
     observation = observe(last, workload(10, 10))
     assert observation.workload.input.probabilities == pytest.approx((1 / 3, 2 / 3), rel=1e-3)
     assert observation.weight < observation.num_requests
@@ -94,8 +90,7 @@ def test_the_longest_allowed_output_is_planned_for() -> None:
     window = LengthWindow()
     seen = window.arrive(0.0, 5, 64)
     seen.generated, seen.has_ended = 3, True
-    last = window.sample()
-    assert last is not None
+    last = taken(window)
     observed = observe(last, workload(10, 10)).workload.output
     assert (observed.lengths, observed.probabilities) == ((3, 64), (1.0, 0.0))
 

@@ -1,7 +1,7 @@
 """Observes what a served plan does, has it judged when lengths change, and goes over to another plan.
 
 Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so does the
-search for changes; what the loop does itself, a copy of the window, takes a millisecond.
+search for changes; what the loop does itself is to list the requests of the window.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Watch:
     def observation(self) -> Observation | None:
         """What was observed of late; None: nobody has ended yet."""
         now = self._observer.snapshot()
-        return None if now is None or not now.sample.num_finished else now.observation()
+        return None if now is None else now.observation()
 
     def go_over_to(self, plan: Plan) -> None:
         """The running plan is another one from now on."""
