@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 
@@ -36,6 +37,10 @@ class Pools:
     @property
     def block_size(self) -> int:
         return self._pools[0].block_size
+
+    @property
+    def running(self) -> Mapping[int, Request]:
+        return ChainMap(*(pool.running for pool in self._pools))
 
     @property
     def num_running(self) -> int:

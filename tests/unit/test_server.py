@@ -18,10 +18,11 @@ from tests.fakes import (
     expected_tokens,
     fake_app,
     fake_engine,
+    fake_plan,
     running,
 )
 from xgpt.errors import MachineError
-from xrunner.server import Limits, serve
+from xrunner.server import Limits, Watch, serve
 from xrunner.server.answer import Answer
 from xrunner.server.writers import Delta
 
@@ -273,10 +274,12 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
 
 
 def test_who_would_be_answered_too_late_is_a_429() -> None:
-    # The plan answers one request a second, encodes one at once, and takes a second for it.
+    # The plan answers one request of three tokens a second, in many small steps, and takes a second for it.
+    estimate = fake_plan().estimate.model_copy(update={"encode_tokens": 0.03, "encode_batch": 0.01})
+    watch = Watch(fake_plan(estimate=estimate))
     executor = FakeExecutor(step_s=0.02)
     with (
-        running(fake_app(fake_engine(executor, max_batch=1), limits=Limits(answer_within_s=2.5))) as url,
+        running(fake_app(fake_engine(executor, max_batch=1), watch, limits=Limits(answer_within_s=2.5))) as url,
         ThreadPoolExecutor(2) as pool,
     ):
         long = pool.submit(post, url, max_tokens=60)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from xrunner.generation import Token
-from xrunner.server.engine_thread import EngineThread, Inbox, Stream
+from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream
 from xrunner.server.info import RequestInfo
 from xrunner.server.limits import Limits
 from xrunner.server.protocol import ApiError, GenerationRequest, parse_deadline
@@ -115,7 +115,7 @@ class Answer(Response):
         if self._deadline_s is not None and self._deadline_s <= time.perf_counter():
             raise ApiError(504, "the deadline had passed before it was the request's turn", code="deadline_exceeded")
         num_choices = self._request.num_choices
-        self._check_room(len(self._prompts) * num_choices)
+        promise = self._check_room(len(self._prompts) * num_choices)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
         for prompt in self._prompts:
             for index in range(num_choices):
@@ -128,25 +128,32 @@ class Answer(Response):
                     deadline_s=self._deadline_s,
                     read_s=self._info.read_s,
                     inbox=self._inbox,
+                    promise=promise,
                     hold=not (self._request.stream or self._request.stops),
                 )
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
         self._num_running = len(self._choices)
 
-    def _check_room(self, num_outputs: int) -> None:
-        """Raises ApiError (429): too many wait, or so many that these would be answered too late."""
-        num_waiting, limits = self._engine_thread.num_waiting, self._limits
-        reason = None
+    def _check_room(self, num_outputs: int) -> Promise | None:
+        """What is promised of these.
+
+        Raises:
+            ApiError: 429, too many wait, or so many that these would be answered too late.
+        """
+        engine_thread, limits = self._engine_thread, self._limits
+        num_waiting, within_s = engine_thread.num_waiting, limits.answer_within_s
+        promise = reason = None
         if num_waiting + num_outputs > limits.max_waiting:
             reason = f"{num_waiting} requests wait already, {limits.max_waiting} may"
-        elif limits.answer_within_s is not None:
-            answer_s = self._engine_thread.answer_s(num_outputs)
-            if answer_s is not None and answer_s > limits.answer_within_s:
-                reason = f"the answer would take {answer_s:.2g} s, {limits.answer_within_s:g} s are promised"
+        elif within_s is not None and (expected_s := engine_thread.answer_s(num_outputs)) is not None:
+            promise = Promise(expected_s, within_s)
+            if (answer_s := engine_thread.caution * expected_s) > within_s:
+                reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"
         if reason is not None:
-            retry_after_s = self._engine_thread.retry_after_s()
+            retry_after_s = engine_thread.retry_after_s()
             raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
+        return promise
 
     async def _next(self) -> Delta | None:
         """What the next token adds; None where its choice has ended before.

@@ -1,20 +1,30 @@
-"""How fast an engine takes up those who wait, measured while it leaves somebody waiting."""
+"""Who waits for a first step, how fast an engine takes them up, and when one more would have its answer."""
 
 from __future__ import annotations
 
-from math import exp
+from collections.abc import Container, Iterable
+from math import ceil, exp, inf
+from typing import NamedTuple
+
+from xgpt.schema import Plan
 
 ENOUGH = 0.25
 """Share of its memory that must be filled before the rate is told."""
+LATE = 0.005
+"""Share of the answers that may come later than was promised."""
+PER_ANSWER = 0.1
+"""By how much one answer that comes too late changes what is reckoned with."""
 FORGOTTEN = 2.0
 """Memories without news after which nothing is told any more: who is turned away brings none."""
 
 
 class Backlog:
-    """The rate at which requests begin, over times in which more would have begun if the engine had let them.
+    """Those who wait, and the rate at which they begin while the engine has more of them than it lets in.
 
-    Such a time lies between two steps that let some in and left others waiting; where a step let all in, it says
-    nothing of how many it could have taken.
+    Such a time lies between two steps that let some in and left others who had been there when the step began. Where
+    a step let in all that it could have, it says nothing of how many more it would have taken; and who comes while it
+    runs has not been left by it. What is counted are prompt tokens: a phase takes a planned number of them, and as many
+    requests as that comes to. Times are in seconds, of any clock that does not go back.
 
     Args:
         memory_s: after so many seconds of such times, what was seen before counts a third.
@@ -22,29 +32,132 @@ class Backlog:
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
+        self._waiting: dict[int, _Waiting] = {}
+        """In the order of their coming."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
         """End of the last step that let some in and left others; None: all have been let in since."""
         self._told_s = 0.0
+        self._phase = _Phase(-inf, 0)
+        """The last one that is known to have begun."""
+        self._before = 0, inf
+        """Prompt tokens of the one before it, and how long that lasted."""
+        self._ended_s = -inf
+        """End of the last step."""
+        self.caution = 1.0
+        """What to multiply `answer_s` with before it is promised (`note_answer`)."""
 
-    def note(self, now_s: float, num_begun: int, *, is_left: bool) -> None:
-        """A step has ended that so many requests began with.
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def join(self, id_: int, num_tokens: int, now_s: float) -> None:
+        """One more waits, with so many prompt tokens; none comes before those who have come."""
+        self._waiting[id_] = _Waiting(num_tokens, now_s)
+
+    def leave(self, id_: int) -> None:
+        """One waits no longer, if it did."""
+        self._waiting.pop(id_, None)
+
+    def clear(self) -> None:
+        """Nobody waits any longer."""
+        self._waiting.clear()
+
+    def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
+        """A step has ended; those of its requests that waited do so no longer.
 
         Args:
-            is_left: somebody waits on.
+            start_s: at which the engine knew of all who had come before.
         """
-        if not is_left:
+        self._ended_s = end_s
+        begun = [self._waiting.pop(id_) for id_ in ids if id_ in self._waiting]
+        if begun:
+            self._before = self._phase.num_tokens, start_s - self._phase.start_s
+            self._phase = _Phase(start_s, sum(one.num_tokens for one in begun))
+        if next((one.since_s for one in self._waiting.values()), start_s) >= start_s:
             self._since_s = None
-        elif num_begun:
+        elif begun:
             if self._since_s is not None:
-                span_s = now_s - self._since_s
+                span_s = end_s - self._since_s
                 kept = exp(-span_s / self._memory_s)
-                self._begun = self._begun * kept + num_begun
+                self._begun = self._begun * kept + sum(one.num_tokens for one in begun)
                 self._seconds = self._seconds * kept + span_s
-                self._told_s = now_s
-            self._since_s = now_s
+                self._told_s = end_s
+            self._since_s = end_s
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Requests that begin a second; None: too little, or too long ago, tells it."""
+        """Prompt tokens of the requests that begin in a second; None: too little, or too long ago, tells it."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
+
+    def answer_s(
+        self, now_s: float, num_outputs: int, plan: Plan, slowness: float, entered: Container[int] = ()
+    ) -> float:
+        """Seconds until so many more outputs would be complete.
+
+        The last of them begins in the first phase that has room for it; their prompts count as of the planned mean, or
+        who comes with a long one would never get in. A full phase lasts as long as the plan says, at the pace of late,
+        and one with less the less; replicas have phases of their own, so there the present one counts as full and just
+        begun. From then on it takes what the plan says. Assumes that who came first enters first.
+
+        Args:
+            slowness: measured over predicted time of the steps.
+            entered: contains those that the step under way begins with.
+        """
+        estimate = plan.estimate
+        mean = estimate.encode_tokens / estimate.encode_batch
+        room = plan.replicas * estimate.encode_tokens
+        cycle_s = room / (self.rate_per_s(now_s) or mean * estimate.throughput_rps / slowness)
+        still = [one.num_tokens for id_, one in self._waiting.items() if id_ not in entered]
+        phase, before = self._phase, self._before
+        if len(still) < len(self._waiting):
+            before = phase.num_tokens, self._ended_s - phase.start_s
+            phase = _Phase(self._ended_s, sum(one.num_tokens for one in self._waiting.values()) - sum(still))
+        if plan.replicas > 1:
+            phase = _Phase(now_s, ceil(room))
+        left_s = max(0.0, phase.start_s + phase.length_s(room, cycle_s, before) - now_s)
+        num_phases = ceil((sum(still) + num_outputs * mean) / room)
+        wait_s = left_s + (num_phases - 1) * cycle_s
+        return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
+
+    def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
+        """An answer is complete of which `answer_s` was asked when it came.
+
+        No machine keeps its pace, and no phase its length. Each answer that comes too late makes the next ones be
+        reckoned with more cautiously, each that comes in time a little less, so that the share which is late settles at
+        `LATE` whatever they depend on.
+
+        Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
+        """
+        if took_s > promised_s:
+            self.caution = max(self.caution, min((1 + PER_ANSWER * (1 - LATE)) * self.caution, took_s / expected_s))
+        else:
+            self.caution = max(1.0, (1 - PER_ANSWER * LATE) * self.caution)
+
+
+class _Waiting(NamedTuple):
+    num_tokens: int
+    since_s: float
+
+
+class _Phase(NamedTuple):
+    """A step that lets some in, and all until the next one that does.
+
+    Attributes:
+        num_tokens: of their prompts.
+    """
+
+    start_s: float
+    num_tokens: int
+
+    def length_s(self, room: float, cycle_s: float, before: tuple[int, float]) -> float:
+        """How long it lasts, if one of `room` tokens takes `cycle_s`.
+
+        Args:
+            before: tokens and length of another: between the two it is interpolated, and below them the same.
+        """
+        tokens, seconds = before
+        if seconds >= cycle_s:
+            return cycle_s
+        share = (self.num_tokens - tokens) / (room - tokens) if room > tokens else 1.0
+        return seconds + min(1.0, max(0.0, share)) * (cycle_s - seconds)

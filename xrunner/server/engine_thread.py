@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xgpt.errors import MachineError
 from xgpt.observation import Seen
@@ -36,6 +37,13 @@ Inbox = asyncio.Queue[Token | ApiError]
 """Where the tokens of one caller's requests arrive, in the order of the engine's steps, or why none will come."""
 
 
+class Promise(NamedTuple):
+    """What `answer_s` said of a request, and when its answer has been promised: seconds after its submission."""
+
+    expected_s: float
+    promised_s: float
+
+
 @dataclass(slots=True)
 class Stream:
     """A request in the engine: where its tokens go, and when they came.
@@ -56,6 +64,7 @@ class Stream:
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
     """End of the step of its oldest token that has not been written to a client."""
+    promise: Promise | None = None
     seen: Seen | None = None
     """What the watch knows of it."""
 
@@ -90,10 +99,9 @@ class EngineThread:
         self._engine = engine
         self._ids = itertools.count()
         self._streams: dict[int, Stream] = {}
-        self._waiting: set[int] = set()
-        """Streams whose first step is not known to have begun."""
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
+        """Streams whose first step is not known to have begun."""
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]
@@ -125,26 +133,24 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         """Requests that no step has taken up yet."""
-        return len(self._waiting)
+        return len(self._backlog)
 
     def retry_after_s(self) -> int:
         """When somebody who was turned away should come again: half of those who wait have begun by then."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
-        return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._waiting) / (2 * rate))))
+        return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._backlog) / (2 * rate))))
 
     def answer_s(self, num_outputs: int) -> float | None:
-        """Seconds until so many more outputs would be complete; None: the engine is idle, or runs no plan.
-
-        Who comes last begins when those before it have, and up to a whole phase later; then it takes what the plan
-        says, at the pace of late. Assumes that who came first enters first.
-        """
+        """Seconds until so many more outputs should be complete; None: the engine is idle, or runs no plan."""
         if self.watch is None or not self._streams:
             return None
-        estimate, headroom = self.watch.plan.estimate, self.watch.plan.constraint.headroom
-        slowness = self.watch.step_ratio or 1.0
-        rate = self._backlog.rate_per_s(time.perf_counter()) or estimate.throughput_rps / slowness
-        num_before = len(self._waiting) + num_outputs - 1 + estimate.encode_batch
-        return num_before / rate + (1 + headroom) * slowness * estimate.latency_s
+        now_s, slowness = time.perf_counter(), self.watch.step_ratio or 1.0
+        return self._backlog.answer_s(now_s, num_outputs, self.watch.plan, slowness, self._engine.pool.running)
+
+    @property
+    def caution(self) -> float:
+        """What to multiply that with before it is promised."""
+        return self._backlog.caution
 
     @property
     def is_redeploying(self) -> bool:
@@ -166,6 +172,7 @@ class EngineThread:
         deadline_s: float | None,
         read_s: float,
         inbox: Inbox,
+        promise: Promise | None = None,
         hold: bool = False,
     ) -> Stream:
         """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
@@ -186,13 +193,19 @@ class EngineThread:
             next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling, deadline_ns=deadline_ns
         )
         stream = Stream(
-            generation.id, inbox, time.perf_counter(), [] if hold else None, len(prompt), deadline_s=deadline_s
+            generation.id,
+            inbox,
+            time.perf_counter(),
+            [] if hold else None,
+            len(prompt),
+            deadline_s=deadline_s,
+            promise=promise,
         )
         self.metrics.handover_s.observe(stream.submitted_s - read_s)
         if self.watch is not None:
             stream.seen = self.watch.arrive(len(prompt), max_output)
         self._streams[stream.id] = stream
-        self._waiting.add(stream.id)
+        self._backlog.join(stream.id, len(prompt), stream.submitted_s)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit(generation)
         return stream
@@ -200,7 +213,7 @@ class EngineThread:
     def cancel(self, stream: Stream, *, finish_reason: str = "cancelled") -> None:
         """Take a request out; one that has ended already is left alone."""
         if self._streams.pop(stream.id, None) is not None:
-            self._waiting.discard(stream.id)
+            self._backlog.leave(stream.id)
             self._engine.cancel(stream.id)
             if finish_reason == "stop":
                 self._end(stream)
@@ -214,6 +227,8 @@ class EngineThread:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
     def _end(self, stream: Stream) -> None:
+        if stream.promise is not None:
+            self._backlog.note_answer(*stream.promise, took_s=stream.last_token_s - stream.submitted_s)
         if self.watch is not None and stream.seen is not None:
             self.watch.end(stream.seen, stream.started_s)
 
@@ -252,7 +267,6 @@ class EngineThread:
     ) -> None:
         """Fan a step's tokens out; `encoding`: the requests that it left with part of a prompt encoded."""
         metrics = self.metrics
-        num_waiting = len(self._waiting)
         for record in records:
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
@@ -261,14 +275,12 @@ class EngineThread:
         for id_ in encoding:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = start_s
-                self._waiting.discard(id_)
         for token in tokens:
             stream = self._streams.get(token.id)
             if stream is None:  # cancelled while the step ran
                 continue
             if not stream.first_token_s:
                 stream.started_s = stream.started_s or start_s
-                self._waiting.discard(token.id)
                 stream.first_token_s = end_s
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
@@ -289,7 +301,9 @@ class EngineThread:
                     continue
             for ready in stream.held or (token,):
                 stream.inbox.put_nowait(ready)
-        self._backlog.note(end_s, num_waiting - len(self._waiting), is_left=bool(self._waiting))
+        # A step that others overlapped was scheduled before the engine was last asked for one.
+        scheduled_s = min((record.start_ns / 1e9 for record in records), default=start_s)
+        self._backlog.begin((*encoding, *(token.id for token in tokens)), scheduled_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         """The requests of a step."""
@@ -303,6 +317,6 @@ class EngineThread:
             self.metrics.requests.labels("failed").inc()
             stream.inbox.put_nowait(ApiError(500, reason))
         self._streams.clear()
-        self._waiting.clear()
+        self._backlog.clear()
         if self.fatal is not None:
             self.on_fatal()
