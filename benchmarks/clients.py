@@ -90,10 +90,12 @@ def with_guidellm(program: Path, url: str, directory: Path, kind: str) -> dict[s
     done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=GUIDELLM_TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"guidellm ended with {done.returncode}: {done.stderr[-2000:] or done.stdout[-2000:]}")
-    metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
-    totals: dict[str, Any] = metrics["request_totals"]
-    mean_output = metrics["output_token_count"]["successful"]["mean"]
-    return totals | {"mean_output_tokens": mean_output}
+    benchmark = json.loads(report.read_text())["benchmarks"][0]
+    totals: dict[str, Any] = benchmark["metrics"]["request_totals"]
+    mean_output = benchmark["metrics"]["output_token_count"]["successful"]["mean"]
+    requests = benchmark["requests"]
+    complaints = [entry["info"]["error"] for kind in ("errored", "incomplete") for entry in requests[kind]]
+    return totals | {"mean_output_tokens": mean_output, "complaints": complaints}
 
 
 @click.command()

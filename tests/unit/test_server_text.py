@@ -1,5 +1,7 @@
 """Text out of tokens: whole characters only, and nothing lost."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes import byte_codec
 from xgpt.errors import InputError
 from xrunner.server.text import REPLACEMENT, Detokenizer, StopStrings, load_tokenizer
+from xrunner.server.writers import ChatWriter, CompletionWriter, Delta
 
 CODEC = byte_codec()
 TOKENIZER = CODEC.tokenizer
@@ -78,3 +81,14 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
         ("", False),
         ("", True),
     ]
+
+
+@pytest.mark.parametrize("writer", [CompletionWriter, ChatWriter])
+def test_an_event_is_one_line_for_every_reader(writer: type[CompletionWriter | ChatWriter]) -> None:
+    """Whatever its text: httpx, and who reads streams with it, ends lines wherever `str.splitlines` does."""
+    text = "a\nb\r\v\f\x1c\x1d\x1e\x85\u2028\u2029€"
+    chunk = writer("m", 0, include_usage=False).chunk(Delta(0, text, 7, None, None, True), None, 3, 1)
+    assert chunk.endswith(b"\n\n")
+    (line, _) = chunk.decode().splitlines()
+    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+    assert choice.get("text", choice.get("delta", {}).get("content")) == text

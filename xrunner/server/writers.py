@@ -97,10 +97,10 @@ class Writer(ABC):
         if self._continuous:
             tail = f',"usage":{msgspec.json.encode(_usage(prompt_tokens, num_tokens)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
-        return (
+        return _event(
             f'{self._head}{delta.index},{self.piece(quoted, delta.is_first)},"token_ids":[{delta.token}],'
             f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
-        ).encode()
+        )
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """What follows the last chunk of a stream."""
@@ -164,6 +164,17 @@ class ChatWriter(Writer):
             for report in reports
         ]
         return {"content": content, "refusal": None}
+
+
+_LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
+
+
+def _event(event: str) -> bytes:
+    """What is sent of an event of JSON: one line for whoever takes all that Unicode knows for ends of lines, too.
+
+    httpx's `aiter_lines` does, and clients that read streams with it; JSON itself escapes the others.
+    """
+    return (event if event.isascii() else event.translate(_LINE_ENDS)).encode()
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
