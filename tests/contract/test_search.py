@@ -8,114 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.contract.scenarios import BLOCK_SIZE, problem, random_profile
+from tests.contract.scenarios import problem
+from tests.contract.spaces import EVERY_KIND, KINDS, SEEDS, Spaces
 from xgpt.errors import InfeasibleError
 from xgpt.io import dump_json
-from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Constraint, Curve, Histogram, Plan, Profile, RraSettings, Uniform, Workload
-from xgpt.workload import histogram
-from xscheduler.bound import box_bounds
-from xscheduler.minorant import minorant
-from xscheduler.placement import Placement, Placements
+from xgpt.schema import Constraint, Plan
 from xscheduler.schedule import Problem, Scheduler
-from xscheduler.screen import Screen
-from xscheduler.search import branch_and_bound, checked, exhaustive, optuna_search
+from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space, Wish
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.cost import Grid, Line
-from xsimulator.lane import LaneCost
-from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane
-
-KINDS = tuple(POLICIES)
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-FEW = range(4)
-SEEDS = [*FEW, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))]
-
-
-def random_workload(rng: np.random.Generator) -> Workload:
-    def lengths(longest: int) -> Histogram:
-        low = int(rng.integers(1, longest))
-        return histogram(Uniform(min=low, max=int(rng.integers(low, longest + 1))))
-
-    return Workload(name="random", input=lengths(200), output=lengths(24))
-
-
-def every_point(space: Space) -> tuple[dict[str, Ints], Evaluation]:
-    points = space.points(np.arange(space.num_points))
-    return points, space.evaluate(points)
-
-
-class Blocks:
-    """Memory of a lane that is all K/V blocks."""
-
-    def __init__(self, blocks: int, lane: Lane) -> None:
-        self.blocks = blocks
-        self.lane = lane
-
-    def blocks_beside(self, step_tokens: np.ndarray) -> np.ndarray:
-        return np.full(len(step_tokens), float(self.blocks))
-
-
-class Spaces:
-    """Small random spaces of one policy, on placements of up to three devices, that differ in nothing but the bound."""
-
-    def __init__(self, kind: str, seed: int, *, monotone: bool) -> None:
-        rng = np.random.default_rng(seed)
-        spec, _ = load_model("opt-125m")
-        self.profile = random_profile(rng, monotone=monotone, degrees=(1, 2))
-        self.lengths = lengths = Lengths(random_workload(rng))
-        self.kind, self.spec = kind, spec
-        cluster = load_cluster("a40x4")
-        longest = -(-(lengths.max_input + lengths.max_output) // BLOCK_SIZE)
-        self.blocks, self.max_batch = longest * int(rng.integers(6, 60)), int(rng.integers(6, 14))
-        found = Placements(spec, cluster, self.profile, lengths, max_devices=3).of(kind)
-        self.placements = [found[i] for i in rng.choice(len(found), 2, replace=False)]
-        self.models = {placement.layouts: self._models(placement) for placement in self.placements}
-
-    def _models(self, placement: Placement) -> Models:
-        def build(profile: Profile) -> OneLaneModel | TwoLaneModel:
-            lanes = [LaneCost(self.spec, profile, layout.lane) for layout in placement.layouts]
-            return OneLaneModel(*lanes, self.lengths) if len(lanes) == 1 else TwoLaneModel(*lanes, self.lengths)
-
-        return Models(build(self.profile), build(minorant(self.profile)))
-
-    def spaces(self, latency_bound_s: float | None = None) -> list[Space]:
-        constraint = Constraint(latency_bound_s=latency_bound_s)
-        spaces = []
-        for placement in self.placements:
-            memories = [Blocks(self.blocks, layout.lane) for layout in placement.layouts]
-            limits = Limits(
-                memories[-1],  # type: ignore[arg-type]
-                BLOCK_SIZE,
-                max_batch=self.max_batch,
-                encode_memory=memories[0] if len(memories) == 2 else None,  # type: ignore[arg-type]
-            )
-            models = self.models[placement.layouts]
-            space = Space(self.kind, placement, self.lengths, lambda models=models: models, constraint, limits)
-            if space.capacity >= space.least_requests:
-                spaces.append(space)
-        screen = Screen(
-            self.spec,
-            minorant(self.profile),
-            self.lengths,
-            self.lengths.decodes_at(constraint.quantile),
-            constraint,
-            self.max_batch,
-        )
-        bounds = screen.bounds(self.kind, [s.placement for s in spaces], [s.capacity for s in spaces])
-        for space, bound in zip(spaces, bounds, strict=True):
-            space.bound = float(bound)
-        return spaces
-
-    def bounds(self) -> list[float | None]:
-        """No bound, and bounds that leave ever less of what fits in memory."""
-        evaluations = [every_point(space)[1] for space in self.spaces()]
-        latency = np.sort(np.concatenate([[], *(e.performance.latency[e.fits] for e in evaluations)]))
-        if not len(latency):
-            return [None]
-        return [None, *(float(latency[int(share * (len(latency) - 1))]) for share in (0.7, 0.2, 0.02))]
+from xscheduler.space import Wish
 
 
 @EVERY_KIND
@@ -186,79 +87,6 @@ def test_certificate_holds(kind: str, seed: int, monotone: bool) -> None:
 
 @EVERY_KIND
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("monotone", [True, False])
-def test_no_point_exceeds_the_bound_of_its_placement(kind: str, seed: int, monotone: bool) -> None:
-    spaces = Spaces(kind, seed, monotone=monotone)
-    for latency_bound_s in spaces.bounds():
-        for space in spaces.spaces(latency_bound_s):
-            evaluation = every_point(space)[1]
-            best = evaluation.throughput[evaluation.feasible].max(initial=0.0)
-            assert best <= space.bound * (1 + 1e-9), (space.placement, latency_bound_s)
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("monotone", [True, False])
-def test_no_point_exceeds_the_bound_of_its_box(kind: str, seed: int, monotone: bool) -> None:
-    rng = np.random.default_rng(seed)
-    for space in Spaces(kind, seed, monotone=monotone).spaces():
-        points, evaluation = every_point(space)
-        names = [axis.variable.name for axis in space.searched]
-        rises = [axis.variable.throughput != "falls" for axis in space.searched]
-        fast = None if any(axis.variable.throughput == "none" for axis in space.searched) else 1
-        for _ in range(12):
-            branch = space.branches()[int(rng.integers(len(space.branches())))]
-            ends = {axis.variable.name: np.sort(rng.choice(axis.values, 2)) for axis in space.searched}
-            # Lowest, fast, highest.
-            corners = {
-                name: np.asarray([low, high if up else low, high])
-                for (name, (low, high)), up in zip(ends.items(), rises, strict=True)
-            }
-            corners |= {name: np.full(3, value) for name, value in branch.items()}
-            most = space.evaluate(corners)
-            bound = box_bounds(space, most, space.evaluate_floor(corners, most), 3, fast)[0]
-            inside = evaluation.fits.copy()
-            for name in names:
-                inside &= (points[name] >= ends[name][0]) & (points[name] <= ends[name][1])
-            for name, value in branch.items():
-                inside &= points[name] == value
-            assert evaluation.throughput[inside].max(initial=0.0) <= bound * (1 + 1e-9), (ends, branch)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_minorant_lies_below_and_is_monotone(seed: int) -> None:
-    profile = random_profile(np.random.default_rng(seed), monotone=False)
-    floor = minorant(profile)
-    assert minorant(floor) is floor
-    assert minorant(random_profile(np.random.default_rng(seed), monotone=True)) == random_profile(
-        np.random.default_rng(seed), monotone=True
-    )
-    for ours, theirs in ((floor.head, profile.head), (floor.layers[0].rest, profile.layers[0].rest)):
-        seconds, points = np.asarray(ours.seconds), np.asarray(ours.points)
-        # Also where predictions go on beyond what was measured.
-        beyond = np.concatenate([theirs.points, np.geomspace(1, 100, 40) * theirs.points[-1]])
-        below = Line.of(ours)(beyond)
-        assert (below <= Line.of(theirs)(beyond) * (1 + 1e-12)).all()
-        assert (np.diff(below) >= 0).all()
-        assert (np.diff(below / beyond) <= 1e-15).all()
-        assert (np.diff(seconds) >= 0).all()
-        assert (np.diff(seconds / points) <= 1e-15).all()
-    for surface, above in (
-        (floor.layers[0].decode_attention, profile.layers[0].decode_attention),
-        (floor.layers[0].encode_attention, profile.layers[0].encode_attention),
-    ):
-        batches = np.concatenate([above.batches, np.geomspace(1, 50, 20)[1:] * above.batches[-1]])
-        lengths = np.concatenate([above.lengths, np.geomspace(1, 50, 20)[1:] * above.lengths[-1]])
-        table = Grid(surface)(batches[:, None], lengths)
-        assert (table <= Grid(above)(batches[:, None], lengths) * (1 + 1e-12)).all()
-        assert (np.diff(table, axis=0) >= -1e-12 * table[1:]).all()
-        assert (np.diff(table, axis=1) >= -1e-12 * table[:, 1:]).all()
-        each = table / batches[:, None]
-        assert (np.diff(each, axis=0) <= 1e-12 * each[1:]).all()
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
     spaces = Spaces(kind, seed, monotone=True)
     best = [branch_and_bound.search(spaces.spaces(bound)).throughput for bound in spaces.bounds()]
@@ -305,80 +133,6 @@ def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
     assert first == second
     assert first.gap is None
     assert 0 < first.throughput <= best.throughput
-
-
-def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agreement above would not survive a direction declared the wrong way round."""
-    encode_batch, decode_iterations = RraSettings.variables
-    wrong = (encode_batch._replace(throughput="falls", latency="falls"), decode_iterations)
-    monkeypatch.setattr(RraSettings, "variables", wrong)
-    losses = []
-    for seed in FEW:
-        spaces = Spaces("rra", seed, monotone=True)
-        bound = spaces.bounds()[2]
-        best = exhaustive.search(spaces.spaces(bound))
-        losses.append(1 - branch_and_bound.search(spaces.spaces(bound)).throughput / best.throughput)
-    assert max(losses) > 10 * THROUGHPUT_TOLERANCE
-
-
-def test_a_wrong_direction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode_batch, decode_iterations = RraSettings.variables
-    wrong = (encode_batch._replace(throughput="falls", latency="falls"), decode_iterations)
-    monkeypatch.setattr(RraSettings, "variables", wrong)
-    for seed in FEW:
-        spaces = Spaces("rra", seed, monotone=True)
-        bound = spaces.bounds()[1]
-        found = checked.search(spaces.spaces(bound))
-        assert (found.method, found.gap) == ("optuna", None)
-        assert found.throughput >= branch_and_bound.search(spaces.spaces(bound)).throughput
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("monotone", [True, False])
-def test_bounds_that_hold_are_not_doubted(kind: str, seed: int, monotone: bool) -> None:
-    spaces = Spaces(kind, seed, monotone=monotone)
-    for bound in spaces.bounds():
-        if not spaces.spaces(bound):
-            continue
-        found, trusted = checked.search(spaces.spaces(bound)), branch_and_bound.search(spaces.spaces(bound))
-        assert (found.method, found.settings) == (trusted.method, trusted.settings)
-        assert found.gap == pytest.approx(trusted.gap, abs=1e-9)
-
-
-def test_fewer_iterations_a_phase_may_serve_less_on_stages() -> None:
-    """Large decode steps before an encode phase pass stages one by one: rra's one broken direction, in its bound."""
-    space = Spaces("rra", 14, monotone=True).spaces()[0]
-    ends = {"encode_batch": np.asarray([4, 4]), "decode_iterations": np.asarray([1, 3])}
-    of = space.evaluate(ends)
-    assert of.throughput[1] > 1.1 * of.throughput[0]
-    assert of.throughput[1] <= box_bounds(space, of, space.evaluate_floor(ends, of), 2, 0)[0]
-
-
-def test_a_table_lowered_before_its_end_stays_below_beyond_it() -> None:
-    measured = random_profile(np.random.default_rng(0), monotone=True)
-    measured = measured.model_copy(update={"head": Curve(points=(1, 4, 16), seconds=(1.0, 8.0, 9.0))})
-    floor = minorant(measured).head
-    assert Line.of(floor)([1, 4, 16, 64, 1000]) == pytest.approx([1.0, 4.0, 9.0, 13.0, 91.0])
-
-
-@pytest.mark.parametrize(("kind", "seed", "monotone"), [("waa", 19, False), ("rra", 14, True)])
-def test_bounds_hold_where_they_once_did_not(kind: str, seed: int, monotone: bool) -> None:
-    """Prompts beyond the profile's last point; large decode steps through two stages."""
-    test_no_point_exceeds_the_bound_of_its_box(kind, seed, monotone)
-    test_bounds_that_hold_are_not_doubted(kind, seed, monotone)
-
-
-@EVERY_KIND
-def test_a_bound_that_is_none_is_caught(kind: str) -> None:
-    """A placement promised less than it gives."""
-    spaces = Spaces(kind, 1, monotone=True)
-    tried = spaces.spaces()
-    best = exhaustive.search(spaces.spaces()).throughput
-    for space in tried:
-        space.bound = 0.5 * best
-    found = checked.search(tried)
-    assert (found.method, found.gap) == ("optuna", None)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS if kind != "waa")])
