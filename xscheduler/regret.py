@@ -6,6 +6,7 @@ prompt tokens a phase, whatever the number of requests that bring them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -92,6 +93,8 @@ def judge(
     terms: Terms | None = None,
     *,
     slowdown: float | None = None,
+    ratio: float = 1.0,
+    ratio_of_others: float = 1.0,
 ) -> Verdict:
     """Compare the running plan with the best one under the observed lengths, at the observed pace.
 
@@ -99,21 +102,22 @@ def judge(
         profile: as it was measured, whatever the plan's slowdown.
         weight: requests that the observed lengths were learnt from.
         slowdown: how many times as long as the profile says steps last; None: as many as the plan rests on.
+        ratio, ratio_of_others: the latency that the bound is for, over the closed form's for a request of the
+            quantile's length: of the running plan, and of plans that may take over.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
     terms = terms or Terms()
-    if slowdown is not None:
-        plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
+    plan = at_pace(plan, slowdown)
     workload = within_context(observed, plan.model.max_context)
     bound = plan.constraint.latency_bound_s
-    now = under(plan, profile, workload, plan.constraint.quantile)
+    now = under(plan, profile, workload, plan.constraint.quantile, ratio)
     # The quantile that the observed lengths exceed for certain.
     q = plan.constraint.quantile
     doubt = terms.confidence * sqrt(q * (1 - q) / weight)
     certain = max(0.5, q - doubt)
-    breaks = bound is not None and under(plan, profile, workload, certain)["latency"] > bound
+    breaks = bound is not None and under(plan, profile, workload, certain, ratio)["latency"] > bound
     running = Outcome(
         policy=plan.policy,
         throughput_rps=now["throughput"],
@@ -148,12 +152,12 @@ def judge(
     )
     kinds = tuple(POLICIES) if plan.devices_per_replica > 1 else (*SWAPPABLE, "static")
     try:
-        found = Scheduler(problem).best_of_each(kinds)
+        found = _best_of_each(problem, kinds, ratio_of_others)
     except InfeasibleError as error:
         return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
     others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
     other = max(others, key=_throughput)
-    swap = _best_swap(plan, problem, found)
+    swap = _best_swap(plan, problem, found, ratio_of_others)
     pause_s = (now["latency"] + max(plan.estimate.memory_bytes) / terms.load_bytes_per_s) if now["latency"] else 0.0
     lost = other.estimate.throughput_rps * pause_s
 
@@ -180,7 +184,8 @@ def judge(
             f"the best plan gains {100 * gain:.1f}% of throughput, under {100 * terms.least_gain:g}%",
         )
     if is_swap and plan.policy.kind in SWAPPABLE:
-        careful = _careful(best if switch else plan, profile, problem, doubt, terms.caution)
+        of, its = (best, ratio_of_others) if switch else (plan, ratio)
+        careful = _careful(of, profile, problem, doubt, terms.caution, its, ratio_of_others)
         if careful is not None:
             best, gain = careful, careful.estimate.throughput_rps / now["throughput"] - 1
             if not switch:
@@ -190,12 +195,22 @@ def judge(
     return verdict(best, is_swap=is_swap, gain=gain, pause_s=pause_s, switch=switch, reason=reason)
 
 
-def _careful(plan: Plan, profile: Profile, problem: Problem, doubt: float, price: float) -> Plan | None:
+def at_pace(plan: Plan, slowdown: float | None) -> Plan:
+    """The plan with steps that last so many times as long as its profile says; None: as they do."""
+    if slowdown is None:
+        return plan
+    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
+
+
+def _careful(
+    plan: Plan, profile: Profile, problem: Problem, doubt: float, price: float, ratio: float, ratio_of_others: float
+) -> Plan | None:
     """A plan to swap to that keeps the bound even if the lengths' quantile lies higher, where this one does not.
 
     Args:
         doubt: by how much higher it may lie.
         price: share of throughput that may be given for it.
+        ratio, ratio_of_others: as for `judge`, of this plan and of others.
 
     Returns:
         None: the plan will do, or nothing cheap does better.
@@ -206,21 +221,20 @@ def _careful(plan: Plan, profile: Profile, problem: Problem, doubt: float, price
     least_rps = (1 - price) * under(plan, profile, workload, constraint.quantile)["throughput"]
     for share in (1.0, 0.5):
         quantile = min(constraint.quantile + share * doubt, 1 - 1e-9)
-        if under(plan, profile, workload, quantile)["latency"] <= constraint.latency_bound_s:
+        if under(plan, profile, workload, quantile, ratio)["latency"] <= constraint.latency_bound_s:
             return None
         harder = replace(_in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
         try:
-            found = Scheduler(harder).best_of_each(SWAPPABLE)
+            found = _best_of_each(harder, SWAPPABLE, ratio_of_others)
         except InfeasibleError:
             continue
         best = _in_place_of(plan, max(found.values(), key=_throughput), in_place=True)
         if best.estimate.throughput_rps >= least_rps:
-            latency_s = under(best, profile, workload, constraint.quantile)["latency"]
-            return best.model_copy(update={"estimate": best.estimate.model_copy(update={"latency_s": latency_s})})
+            return _with_latency(best, under(best, profile, workload, constraint.quantile, ratio_of_others)["latency"])
     return None
 
 
-def _best_swap(plan: Plan, problem: Problem, found: dict[str, Plan]) -> Plan | None:
+def _best_swap(plan: Plan, problem: Problem, found: dict[str, Plan], ratio_of_others: float) -> Plan | None:
     """The best that the running plan's stages and micro-batches can do; None: nothing on them keeps the bound.
 
     Args:
@@ -229,11 +243,29 @@ def _best_swap(plan: Plan, problem: Problem, found: dict[str, Plan]) -> Plan | N
     kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     if plan.devices_per_replica > 1:
         try:
-            found = Scheduler(_in_place(problem, plan)).best_of_each(kinds)
+            found = _best_of_each(_in_place(problem, plan), kinds, ratio_of_others)
         except InfeasibleError:
             return None
     swaps = [_in_place_of(plan, found[kind], in_place=True) for kind in kinds if kind in found]
     return max(swaps, key=_throughput, default=None)
+
+
+def _best_of_each(problem: Problem, kinds: Sequence[str], ratio: float) -> dict[str, Plan]:
+    """The best plan of each policy whose latency in closed form, times the ratio, keeps the bound.
+
+    Raises:
+        InfeasibleError: none does.
+    """
+    bound = problem.constraint.latency_bound_s
+    if bound is not None:
+        constraint = problem.constraint.model_copy(update={"latency_bound_s": bound / ratio})
+        problem = replace(problem, constraint=constraint)
+    found = Scheduler(problem).best_of_each(kinds)
+    return {kind: _with_latency(plan, ratio * plan.estimate.latency_s) for kind, plan in found.items()}
+
+
+def _with_latency(plan: Plan, latency_s: float) -> Plan:
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"latency_s": latency_s})})
 
 
 def _in_place(problem: Problem, plan: Plan) -> Problem:
@@ -296,8 +328,12 @@ def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
     return Histogram(lengths=lengths, probabilities=probabilities)
 
 
-def under(plan: Plan, profile: Profile, workload: Workload, quantile: float) -> dict[str, float]:
-    """What a plan does under other lengths, its resolved numbers kept."""
+def under(plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0) -> dict[str, float]:
+    """What a plan does under other lengths, its resolved numbers kept.
+
+    Args:
+        ratio: what the closed form's latency is multiplied by.
+    """
     lengths = Lengths(workload)
     lanes = lanes_of(plan, profile)
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
@@ -311,7 +347,7 @@ def under(plan: Plan, profile: Profile, workload: Workload, quantile: float) -> 
         found = two.evaluate(encode_batch=batch, max_decode_batch=cap, decode_microbatches=micro).at(0)
     else:
         found = _under_one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
-    return found | {"throughput": plan.replicas * found["throughput"]}
+    return found | {"throughput": plan.replicas * found["throughput"], "latency": ratio * found["latency"]}
 
 
 def _under_one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneModel, inside: float) -> dict[str, float]:

@@ -10,9 +10,10 @@ import pytest
 from tests.contract.scenarios import problem
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
+from xgpt.app.verifying import judged, request_latency
 from xgpt.observation import observe_lengths
 from xgpt.policies import build
-from xgpt.schema import ChunkedSettings, Constraint, Histogram, Plan, TruncatedNormal, Workload
+from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Plan, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
 from xscheduler.regret import Terms, judge, under, within_context
@@ -162,6 +163,50 @@ def test_other_stages_on_the_same_two_devices() -> None:
     assert verdict.plan.stages != plan.stages
     assert (verdict.plan.replicas, verdict.plan.devices_per_replica) == (1, 2)
     assert not build(plan).apply(build(verdict.plan))
+
+
+def observed(lengths: Workload) -> Observation:
+    """Of many requests."""
+    return Observation(
+        workload=lengths, num_requests=9999, num_finished=9999, weight=9999, input_distance=0, output_distance=0
+    )
+
+
+@functools.cache
+def plan_for_all(kind: str) -> Plan:
+    """A plan whose latency is that of all requests, as under `--sla request`, and whose bound is next to it."""
+    plan = plan_of(kind, 6.0)
+    seen_s = request_latency(plan, PROFILE)
+    constraint = plan.constraint.model_copy(update={"sla": "request", "latency_bound_s": 1.02 * seen_s})
+    estimate = plan.estimate.model_copy(update={"latency_s": seen_s})
+    return plan.model_copy(update={"constraint": constraint, "estimate": estimate})
+
+
+@pytest.mark.parametrize(("kind", "input_", "output"), [("rra", 0.8, 1.4), ("orca", 1.3, 0.7)])
+def test_where_the_bound_is_all_requests_the_running_plan_is_simulated(kind: str, input_: float, output: float) -> None:
+    plan = plan_for_all(kind)
+    lengths = scaled(plan.workload, input_, output)
+    running = judged(plan, PROFILE, observed(lengths), None, None).running
+    measured, _ = simulate(plan, PROFILE, lengths, 1500, np.random.default_rng(1))
+    by_length = judge(plan, PROFILE, lengths, 9999).running
+    assert running.latency_s == pytest.approx(measured.request_latency_s, rel=0.06)
+    assert running.latency_s > 1.08 * by_length.latency_s
+    assert running.throughput_rps == by_length.throughput_rps
+
+
+def test_what_takes_over_keeps_a_bound_on_all_requests_in_simulation() -> None:
+    plan = plan_for_all("rra")
+    bound_s = plan.constraint.latency_bound_s
+    assert bound_s is not None
+    lengths = scaled(plan.workload, 1.3, 1.2)
+    by_length = judge(plan, PROFILE, lengths, 9999).plan
+    assert by_length is not None and request_latency(by_length, PROFILE) > bound_s
+    verdict = judged(plan, PROFILE, observed(lengths), None, None)
+    assert verdict.breaks_bound and verdict.switch and verdict.plan is not None and verdict.best is not None
+    assert verdict.plan.constraint == plan.constraint
+    measured, _ = simulate(verdict.plan, PROFILE, verdict.plan.workload, 1500, np.random.default_rng(1))
+    assert measured.request_latency_s <= 1.02 * bound_s
+    assert verdict.plan.estimate.latency_s == verdict.best.latency_s <= bound_s
 
 
 def test_what_cannot_be_kept_is_said() -> None:

@@ -211,32 +211,20 @@ def plan_each(
     kv: KvPromise = "reserve",
     order: AdmissionOrder = "fcfs",
     max_devices: int | None = None,
-    *,
-    all_rates: bool = False,
 ) -> dict[str, Plan]:
     """Each policy's best plan, the best of all first.
 
     Args:
         order: who of those who wait enters next.
-        all_rates: find the highest arrival rate of each of them, not only of the first.
 
     Raises:
         InfeasibleError: no policy has one.
     """
-    from xgpt.app.verifying import settled
+    from xgpt.app.verifying import best_of_each
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
-    kinds = groups.get(policy, (policy,))
-    if constraint.arrival_rate_per_s is not None or constraint.sla == "request":
-        plans = settled(subject, constraint, kinds, search, kv, max_devices)
-    else:
-        of = scheduler(subject, constraint, search, kv, max_devices)
-        plans = of.best_of_each(kinds)
-        best = max(plans, key=lambda kind: plans[kind].estimate.throughput_rps)
-        if constraint.latency_bound_s is not None:
-            rated = plans if all_rates else {best: plans[best]}
-            plans = plans | {kind: of.with_max_arrival_rate(plan) for kind, plan in rated.items()}
+    plans = best_of_each(subject, constraint, groups.get(policy, (policy,)), search, kv, max_devices)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}
 
@@ -245,15 +233,12 @@ def plan_uniform(
     subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve", max_devices: int | None = None
 ) -> Plan | None:
     """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
-    from xgpt.app.verifying import settled
+    from xgpt.app.verifying import best_of_each
     from xgpt.errors import InfeasibleError
 
     kinds = ("chunked", "orca", "static")
     try:
-        if constraint.sla == "request":
-            plans = settled(subject, constraint, kinds, search, kv, max_devices, uniform=True)
-        else:
-            plans = scheduler(subject, constraint, search, kv, max_devices, uniform=True).best_of_each(kinds)
+        plans = best_of_each(subject, constraint, kinds, search, kv, max_devices, uniform=True)
     except InfeasibleError:
         return None
     return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)

@@ -34,14 +34,14 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
+    from xgpt.app.verifying import judged
     from xgpt.io import sha256
     from xgpt.observer import slowdown_to_plan_with
     from xgpt.workload import mean
-    from xscheduler.regret import judge
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
-    verdict = judge(plan, profile, observation.workload, observation.weight, terms, slowdown=slowdown)
+    verdict = judged(plan, profile, observation, terms, slowdown)
     then = verdict.plan if verdict.switch else None
     decision = Decision(
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -7,17 +7,18 @@ for in closed form and settled by simulation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, KvPromise, Plan, Profile
+from xgpt.schema import Constraint, KvPromise, Observation, Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from xgpt.app.planning import Subject
+    from xscheduler.regret import Terms, Verdict
     from xsimulator.cost import Array
 
 NUM_REQUESTS = 4000
@@ -41,13 +42,17 @@ class Settled:
     seen_s: float
 
 
-def request_latency(plan: Plan, profile: Profile) -> float:
-    """The quantile over all requests of the time from admission to the last token, simulated at saturation, s."""
+def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
+    """The quantile over all requests of the time from admission to the last token, simulated at saturation, s.
+
+    Args:
+        workload: other lengths than the plan's own.
+    """
     import numpy as np
 
     from xgpt.app.simulating import simulate
 
-    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, np.random.default_rng(SEED))
+    measured, _ = simulate(plan, profile, workload or plan.workload, NUM_REQUESTS, np.random.default_rng(SEED))
     return upper_quantile(measured.latencies_s, plan.constraint.quantile)
 
 
@@ -138,7 +143,7 @@ def with_simulated_rate(plan: Plan, profile: Profile) -> Plan:
     )
 
 
-def settled(
+def best_of_each(
     subject: Subject,
     constraint: Constraint,
     kinds: tuple[str, ...],
@@ -148,7 +153,9 @@ def settled(
     *,
     uniform: bool = False,
 ) -> dict[str, Plan]:
-    """Each policy's best plan that keeps its bound on all requests, or at its arrival rate, in simulation.
+    """Each policy's best plan; under a latency bound, with its highest arrival rate.
+
+    A bound on all requests, or at an arrival rate, is kept in simulation.
 
     Args:
         uniform: only replicas of equal stages.
@@ -159,6 +166,10 @@ def settled(
     from xgpt.app.planning import scheduler
 
     rate, bound_s = constraint.arrival_rate_per_s, constraint.latency_bound_s
+    if rate is None and constraint.sla == "length":
+        of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
+        found = of.best_of_each(kinds)
+        return found if bound_s is None else {kind: of.with_max_arrival_rate(plan) for kind, plan in found.items()}
     slack = 1 + round(subject.profile.spread, 4)
 
     def find(kind: str, closed_s: float | None) -> Plan:
@@ -180,11 +191,11 @@ def settled(
                 plan = find(kind, None)
                 plans[kind] = plan if rate is not None else _seen(plan, seen(plan) / slack)
                 continue
-            found = settle(partial(find, kind), seen, bound_s, loosen=rate is None)
+            kept = settle(partial(find, kind), seen, bound_s, loosen=rate is None)
         except InfeasibleError as error:
             failure = error
             continue
-        plans[kind] = found.plan if rate is not None else _seen(found.plan, found.seen_s / slack)
+        plans[kind] = kept.plan if rate is not None else _seen(kept.plan, kept.seen_s / slack)
     if not plans:
         # Of several policies, what the closed form says of all of them together.
         of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
@@ -192,6 +203,39 @@ def settled(
         assert failure is not None
         raise failure
     return plans
+
+
+def judged(
+    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None, slowdown: float | None
+) -> Verdict:
+    """A running plan beside the best one under the observed lengths, by simulation where the bound is all requests'.
+
+    The running plan is simulated, and what is to take over; where that breaks the bound, another is looked for under a
+    tighter one.
+    """
+    from xscheduler.regret import at_pace, judge, under, within_context
+
+    workload, weight = observation.workload, observation.weight
+    constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
+    if constraint.sla == "length":
+        return judge(plan, profile, workload, weight, terms, slowdown=slowdown)
+    running, lengths = at_pace(plan, slowdown), within_context(workload, plan.model.max_context)
+    closed_s = under(running, profile, lengths, constraint.quantile)["latency"]
+    ratio, others, reason = request_latency(running, profile, lengths) / closed_s, 1.0, ""
+    for _ in range(MOST_ROUNDS):
+        verdict = judge(plan, profile, workload, weight, terms, slowdown=slowdown, ratio=ratio, ratio_of_others=others)
+        if verdict.plan is None or verdict.best is None:
+            return replace(verdict, reason=reason or verdict.reason)
+        if not verdict.switch:
+            return verdict
+        seen_s = request_latency(verdict.plan, profile)
+        best = verdict.best.model_copy(update={"latency_s": seen_s})
+        verdict = replace(verdict, plan=_seen(verdict.plan, seen_s), best=best)
+        if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
+            return verdict
+        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
+        reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
+    return replace(verdict, switch=False, reason=reason)
 
 
 def _seen(plan: Plan, latency_s: float) -> Plan:
