@@ -55,7 +55,7 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
     the slow one, and the bound is put together from the encode lane's lowest and the decode lane's lowest.
     """
     model, of = space.models.floor, floor.performance
-    if not isinstance(model, TwoLaneModel):
+    if not isinstance(model, TwoLaneModel) or not space.constraint.bounds_latency:
         return floor.excess[slow::corners]
     low, high = of.encode_batch[::corners], of.encode_batch[corners - 1 :: corners]
     batch = of.decode_batch.reshape(-1, corners).min(axis=1)
@@ -127,7 +127,7 @@ def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     floor = space.evaluate_floor(boxes, evaluation)
     slow, fast = ends_of(space)
     bounds = box_bounds(space, evaluation, floor, len(corners), fast)
-    left_out = ~floor.in_memory[slow :: len(corners)]
+    left_out = ~evaluation.in_memory[slow :: len(corners)]
     left_out |= least_excess(space, floor, len(corners), slow) > LATENCY_TOLERANCE
     beaten = np.where(left_out, np.inf, inside.throughput / np.maximum(bounds, 1e-300) - 1)
     return float(np.where(inside.feasible, beaten, 0.0).max(initial=0.0))

@@ -72,7 +72,7 @@ class Placement:
         """Of one replica."""
         return sum(layout.num_devices for layout in self.layouts)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """That share the decode lane."""
         fixed = self.fixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -66,8 +66,7 @@ class Scheduler:
         self.method: Method = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
         self.lengths = Lengths(problem.workload)
         _check_context(problem, self.lengths)
-        self._floor = minorant(problem.profile)
-        self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self._floor)
+        self._models = _Predictors(problem, self.lengths)
         self._placements = Placements(
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
@@ -75,9 +74,8 @@ class Scheduler:
         self._found: dict[str, Space] = {}
         """Where each policy's best plan lies."""
         self._plan_of = partial(plan_of, problem, self.lengths)
-        self._screen = cache(self._make_screen)
-        self._models = cache(self._make_models)
-        self._memory = cache(self._make_memory)
+        self._screens: dict[Constraint, Screen] = {}
+        self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
 
     # Spaces ----------------------------------------------------------------------------------------------------
 
@@ -102,9 +100,17 @@ class Scheduler:
             space.bound = float(bound)
         return found
 
-    def _make_screen(self, constraint: Constraint) -> Screen:
-        quantile_decodes = self.lengths.decodes_at(constraint.quantile)
-        return Screen(self.problem.model, self._floor, self.lengths, quantile_decodes, constraint, self._max_batch)
+    def _screen(self, constraint: Constraint) -> Screen:
+        if constraint not in self._screens:
+            self._screens[constraint] = Screen(
+                self.problem.model,
+                self._models.floor,
+                self.lengths,
+                self.lengths.decodes_at(constraint.quantile),
+                constraint,
+                self._max_batch,
+            )
+        return self._screens[constraint]
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
         models = partial(self._models, *(layout.lane for layout in placement.layouts))
@@ -121,24 +127,16 @@ class Scheduler:
             decode, BLOCK_SIZE, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
         )
 
-    def _make_memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
-        problem = self.problem
-        try:
-            return LaneMemory(problem.model, problem.cluster, problem.profile.dtype, lane, BLOCK_SIZE)
-        except InfeasibleError as error:
-            return error
-
-    def _make_models(self, *lanes: Lane) -> Models:
-        problem, quantile = self.problem, self.problem.constraint.quantile
-
-        def build(profile: Profile, degrees: Degrees) -> OneLaneModel | TwoLaneModel:
-            costs = [LaneCost(problem.model, profile, lane, degrees) for lane in lanes]
-            if len(costs) == 2:
-                return TwoLaneModel(costs[0], costs[1], self.lengths, quantile)
-            return OneLaneModel(costs[0], self.lengths, quantile)
-
-        model = build(problem.profile, self._degrees)
-        return Models(model, model if self._floor is problem.profile else build(self._floor, self._floor_degrees))
+    def _memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
+        found = self._memories.get(lane)
+        if found is None:
+            problem = self.problem
+            try:
+                found = LaneMemory(problem.model, problem.cluster, problem.profile.dtype, lane, BLOCK_SIZE)
+            except InfeasibleError as error:
+                found = error.with_traceback(None)
+            self._memories[lane] = found
+        return found
 
     # Answers ---------------------------------------------------------------------------------------------------
 
@@ -337,6 +335,38 @@ class Scheduler:
             nearest_bound_s=None,
             binding="memory",
         )
+
+
+class _Predictors:
+    """What predicts placements: made once for those on the same lanes.
+
+    Spaces hold it, and it holds neither them nor the scheduler: a search leaves no cycles behind, which the garbage
+    collector would look for in the middle of a later one.
+
+    Attributes:
+        floor: the profile's minorant.
+    """
+
+    def __init__(self, problem: Problem, lengths: Lengths) -> None:
+        self.floor = minorant(problem.profile)
+        self._problem, self._lengths = problem, lengths
+        self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self.floor)
+        self._made: dict[tuple[Lane, ...], Models] = {}
+
+    def __call__(self, *lanes: Lane) -> Models:
+        if lanes not in self._made:
+            profile = self._problem.profile
+            model = self._model(lanes, profile, self._degrees)
+            same = self.floor is profile
+            self._made[lanes] = Models(model, model if same else self._model(lanes, self.floor, self._floor_degrees))
+        return self._made[lanes]
+
+    def _model(self, lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> OneLaneModel | TwoLaneModel:
+        quantile = self._problem.constraint.quantile
+        costs = [LaneCost(self._problem.model, profile, lane, degrees) for lane in lanes]
+        if len(costs) == 2:
+            return TwoLaneModel(costs[0], costs[1], self._lengths, quantile)
+        return OneLaneModel(costs[0], self._lengths, quantile)
 
 
 def _check_context(problem: Problem, lengths: Lengths) -> None:

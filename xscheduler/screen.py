@@ -233,9 +233,10 @@ class Screen:
         return np.maximum(least, 1e-3)
 
     def _stages(self, lane: Lane) -> _Stages:
-        if lane not in self._lanes:
-            self._lanes[lane] = self._stages_of(lane)
-        return self._lanes[lane]
+        found = self._lanes.get(lane)  # a lane takes long to hash: once
+        if found is None:
+            found = self._lanes[lane] = self._stages_of(lane)
+        return found
 
     def _stages_of(self, lane: Lane) -> _Stages:
         counts: dict[StageShape, int] = {}

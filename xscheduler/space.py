@@ -164,7 +164,7 @@ class Space:
         least = 1 if self.kind == "waa" and name == "encode_batch" else self.least_requests
         return np.arange(least, max(least, int(self.capacity)) + 1)
 
-    @property
+    @cached_property
     def least_requests(self) -> int:
         """No micro-batch goes without a request."""
         return max(self.placement.microbatches, self.placement.fixed.get("encode_microbatches", 1))
@@ -211,7 +211,7 @@ class Space:
             counts = np.floor(self.capacity / np.maximum(_phases(self.lengths), 1.0) + 1e-9) - inner.values[0] + 1
         elif self.kind == "waa":
             counts = outer.values  # a batch larger than the cap never enters
-        return outer, inner, np.clip(counts, 0, len(inner.values)).astype(int)
+        return outer, inner, np.minimum(np.maximum(counts, 0), len(inner.values)).astype(int)
 
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]
@@ -352,7 +352,7 @@ class Evaluation:
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """What does not hold at a box's smallest settings holds nowhere in it."""
+        """What does not hold at a box's smallest settings holds nowhere in it. It depends on no table of times."""
         performance, space = self.performance, self._space
         fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
         return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)

@@ -95,8 +95,9 @@ class Grid:
 
     def __call__(self, batch: Floats, length: Floats) -> Array:
         b, length = np.asarray(batch, float), np.asarray(length, float)
-        i = np.clip(np.searchsorted(self.batches, b, side="right") - 1, 0, len(self.batches) - 2)
-        j = np.clip(np.searchsorted(self.lengths, length, side="right") - 1, 0, len(self.lengths) - 2)
+        # Among the inner points alone: what lies outside belongs to the first or the last stretch.
+        i = self.batches[1:-1].searchsorted(b, side="right")
+        j = self.lengths[1:-1].searchsorted(length, side="right")
         u = (b - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
         v = (length - self.lengths[j]) / (self.lengths[j + 1] - self.lengths[j])
         s = self.seconds

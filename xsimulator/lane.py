@@ -11,9 +11,9 @@ that encodes them also the decoder, with the token that it starts with. Source: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from xsimulator.cost import Array, Grid, Line
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape, lane_of
 
+T = TypeVar("T")
+
 
 class Table:
     """Piecewise linear functions over the same points, evaluated all at once. # values [..., points]"""
@@ -31,9 +33,10 @@ class Table:
     def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
         self.points: Array = np.asarray(points, float)
         self.values: Array = np.ascontiguousarray(values, float)
-        slopes = np.diff(self.values, axis=-1) / np.diff(self.points)
+        slopes = (self.values[..., 1:] - self.values[..., :-1]) / (self.points[1:] - self.points[:-1])
         starts = self.values[..., :-1] - slopes * self.points[:-1]  # where each stretch's line passes x = 0
-        self._slopes, self._starts = np.moveaxis(slopes, -1, 0).copy(), np.moveaxis(starts, -1, 0).copy()
+        stretches_first = (-1, *range(slopes.ndim - 1))
+        self._slopes, self._starts = slopes.transpose(stretches_first).copy(), starts.transpose(stretches_first).copy()
         """# [stretches, ...]: what belongs to one is read together"""
         # The inner points alone: what lies outside belongs to the first or the last stretch.
         self._inner = self.points[1:-1]
@@ -50,7 +53,7 @@ class Table:
             return self._starts[index] + self._slopes[index] * x
         if self.values.ndim == 2:
             return (self._starts[index] + self._slopes[index] * x[:, None]).T
-        return np.moveaxis(self._starts[index] + self._slopes[index] * x[:, None, None], 0, -1)
+        return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
         """The sum, exact: both are linear between the union of their points."""
@@ -200,7 +203,7 @@ class LaneCost:
     @cached_property
     def overhead(self) -> Table:
         """The loop's own cost against requests in the step. # [kinds]"""
-        return Table.of([self._overhead] * len(self.kinds))
+        return Table(self._overhead.points, [self._overhead.values] * len(self.kinds))
 
     @cached_property
     def hop(self) -> Table:
@@ -219,17 +222,11 @@ class LaneCost:
             contexts: mean tokens that each request attends to (an encoder-decoder's: of its output).
             inputs: mean input length, for cross-attention.
         """
-        grids = [self._degrees[stage.tp] for stage, _ in self.kinds]
         parts = [self.tokens.points, self.samples.points, self.overhead.points]
-        points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in grids)]))
+        points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in self._degrees.values())]))
         base = self.tokens(points) + self.samples(points) + self.overhead(points)  # [kinds, points]
-        values = np.empty((len(self.kinds), len(contexts), len(points)))
-        for k, ((stage, _), degree) in enumerate(zip(self.kinds, grids, strict=True)):
-            attention = degree.decode(points, np.asarray(contexts, float)[:, None])
-            if degree.cross is not None:
-                attention = attention + degree.cross(points, inputs)
-            values[k] = base[k] + stage.decoder_layers * attention
-        return Table(points, values)
+        attention = self._attention(points, np.asarray(contexts, float)[:, None], inputs)
+        return Table(points, [own + of for own, of in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
         """Contexts at which the times of decode attention may bend, and these two."""
@@ -238,51 +235,57 @@ class LaneCost:
 
     def decode_attention(self, context: float, inputs: float) -> Table:
         """Attention of a decode batch alone, against its requests. # [kinds]"""
-        points = np.unique(np.concatenate([self._degrees[stage.tp].decode.batches for stage, _ in self.kinds]))
-        values = []
-        for stage, _ in self.kinds:
-            degree = self._degrees[stage.tp]
-            attention = degree.decode(points, context)
-            if degree.cross is not None:
-                attention = attention + degree.cross(points, inputs)
-            values.append(stage.decoder_layers * attention)
-        return Table(points, values)
+        points = np.unique(np.concatenate([degree.decode.batches for degree in self._degrees.values()]))
+        return Table(points, self._attention(points, context, inputs))
+
+    def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
+        """Of a decode batch, on each kind."""
+
+        def of_layer(degree: _Degree) -> Array:
+            seconds = degree.decode(requests, contexts)
+            return seconds if degree.cross is None else seconds + degree.cross(requests, inputs)
+
+        return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
+
+    def _by_kind(self, of_degree: Callable[[_Degree], T]) -> list[tuple[StageShape, T]]:
+        """Each kind with what its degree gives: once for all kinds of that degree."""
+        found = {tp: of_degree(degree) for tp, degree in self._degrees.items()}
+        return [(stage, found[stage.tp]) for stage, _ in self.kinds]
 
     def cross_kv(self, tokens: Array) -> Array:
-        """Making the keys and values of an encoder's output. # [n] -> [kinds, n]"""
-        values = []
-        for stage, _ in self.kinds:
-            line = self._degrees[stage.tp].cross_kv
-            assert line is not None
-            values.append(stage.decoder_layers * line(tokens))
-        return np.asarray(values)
+        """Making the keys and values of an encoder's output. # [...] -> [kinds, ...]"""
+
+        def of_layer(degree: _Degree) -> Array:
+            assert degree.cross_kv is not None
+            return degree.cross_kv(tokens)
+
+        return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
         """What prompts cost beside decoder tokens, samples and overhead, against their number. # [kinds]
 
         Attention; with an encoder also its layers, and what the decoder makes of its output.
         """
-        tokens = lengths.mean_input
-        points = {0.0}
-        for stage, _ in self.kinds:
-            degree = self._degrees[stage.tp]
-            points.update(degree.encode.batches)
-            if self.has_encoder:
-                points.update(degree.encoder_rest.points / tokens)
-                points.update(degree.encoder.batches)
-        x = np.sort(np.asarray(list(points)))
-        values = []
-        for stage, _ in self.kinds:
-            degree = self._degrees[stage.tp]
+        tokens, degrees = lengths.mean_input, self._degrees.values()
+        points = [degree.encode.batches for degree in degrees]
+        if self.has_encoder:
+            points += [degree.encoder_rest.points / tokens for degree in degrees]
+            points += [degree.encoder.batches for degree in degrees]
+        x = np.unique(np.concatenate([[0.0], *points]))
+
+        def of_layers(degree: _Degree) -> tuple[Array | float, Array]:
+            """Of an encoder's layer, and of a decoder's."""
             attention = degree.of_prompts(lengths)(x)
-            if not self.has_encoder:
-                values.append(stage.decoder_layers * attention)
-                continue
-            assert degree.cross is not None and degree.cross_kv is not None
-            encoder = stage.encoder_layers * (degree.encoder_rest(x * tokens) + attention)
-            if stage.embeds:
-                encoder = encoder + self._embedding(x * tokens)
-            values.append(encoder + stage.decoder_layers * (degree.cross_kv(x * tokens) + degree.cross(x, tokens)))
+            if degree.cross is None or degree.cross_kv is None:
+                return 0.0, attention
+            return degree.encoder_rest(x * tokens) + attention, degree.cross_kv(x * tokens) + degree.cross(x, tokens)
+
+        values = []
+        for stage, (of_encoder, of_decoder) in self._by_kind(of_layers):
+            seconds = stage.encoder_layers * of_encoder
+            if self.has_encoder and stage.embeds:
+                seconds = seconds + self._embedding(x * tokens)
+            values.append(seconds + stage.decoder_layers * of_decoder)
         return Table(x, values)
 
     def encode(self, lengths: Lengths) -> Table:

@@ -117,7 +117,3 @@ def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True
     found = lane([stage.tp for stage in stages], layers, encoder, heads=heads)
     nodes = [{device // cluster.devices_per_node for device in stage.devices} for stage in stages]
     return tuple(shape._replace(far=i > 0 and nodes[i].isdisjoint(nodes[i - 1])) for i, shape in enumerate(found))
-
-
-def _count(layers: tuple[int, int]) -> int:
-    return layers[1] - layers[0]

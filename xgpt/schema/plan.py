@@ -38,6 +38,10 @@ class Constraint(Frozen):
     arrival_rate_per_s: PositiveFloat | None = None
     headroom: float = Field(default=0.0, ge=0, lt=1)
 
+    @property
+    def bounds_latency(self) -> bool:
+        return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
+
 
 class Admission(Frozen):
     """Who enters next, and how K/V memory is promised.

@@ -168,11 +168,11 @@ class _Search:
             floor = evaluation if same else floor.take(where)
         num_corners = len(corners[0])
         slow, fast = ends_of(of.space)
-        least = least_excess(of.space, floor, num_corners, slow)
         bounds = box_bounds(of.space, evaluation, floor, num_corners, fast)
+        least = least_excess(of.space, floor, num_corners, slow)
         for k, box in enumerate(boxes):
             at = k * num_corners
-            if not floor.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
+            if not evaluation.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
                 continue
             if box[0] == box[1]:
                 continue

@@ -12,6 +12,7 @@ is never idle, and without a budget x = max_batch / (E[D] + 1).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -46,34 +47,49 @@ class _Slots(NamedTuple):
     """Slots that this takes."""
 
 
-class MixedSteps:
-    """Predicts orca and chunked for one lane of stages and one workload.
+class _Mix(NamedTuple):
+    """What the steps of a micro-batch are made of. # [n] each, where nothing else is said"""
 
-    Args:
-        self_context: tokens that self-attention meets before the first output token.
-        quantile_decodes: decode iterations of a request whose output has the quantile's length.
-    """
+    rate: Array
+    max_batch: Array
+    decode_batch: Array
+    busy: Array
+    """Share of steps that encode."""
+    others_busy: Array
+    """The same without the prompts of one's own slot."""
+    requests: Array
+    tokens: Array
+    """Means of a step that encodes."""
+    counts: Array
+    shares: Array
+    """Requests in each of the values that stand for such steps, and their probability. # [values, n] each"""
+    columns: Array
+    """Decode batch, requests, tokens of a step that only decodes, of these, and of the longest. # [3, 2 + values, n]"""
+    spans: Array | None
+    """Steps that a request's prompt takes, waiting included; None: its own alone."""
+    largest: Array
+    """Tokens of the largest step."""
 
-    def __init__(
-        self, lane: LaneCost, pipeline: Pipeline, lengths: Lengths, self_context: float, quantile_decodes: int
-    ) -> None:
-        self._lane, self._pipeline, self._lengths = lane, pipeline, lengths
-        self._quantile_decodes = quantile_decodes
-        context = self_context + lengths.mean_decode_context - lengths.mean_input
-        self._attention = lane.decode_attention(context, lengths.mean_input)
-        self._prompts = lane.prompts(lengths)
-        hop = lane.hop
-        self._hops = Table(hop.points, lane.counts @ hop.values)
-        """All hops of a step, against its tokens."""
-        self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
-        self._sampled = lane.samples + lane.overhead
+
+class Mixes:
+    """The mixes of one workload. They depend on no device: a profile's tables and those below them share the last."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
         self._prompt = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
+        self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
-    def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
+    def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
         """`budget`: tokens of a step at most, None: no limit."""
-        lengths, m = self._lengths, microbatches
-        mean_input, size = lengths.mean_input, len(m)
+        asked = tuple(None if of is None else of.tobytes() for of in (max_batch, budget, microbatches))
+        last = self._last
+        if last is None or last[0] != asked:
+            last = self._last = asked, self._made(max_batch, budget, microbatches)
+        return last[1]
+
+    def _made(self, max_batch: Array, budget: Array | None, m: Array) -> _Mix:
+        lengths, mean_input = self._lengths, self._lengths.mean_input
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
         if budget is None:
@@ -103,51 +119,35 @@ class MixedSteps:
         long_tokens = np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0)
         if room is not None:
             long_tokens = np.minimum(long_tokens, room)
-        columns = np.zeros((3, 2 + NUM_BUSY, size))  # decode batch, requests, tokens
+        columns = np.zeros((3, 2 + NUM_BUSY, len(m)))
         columns[0], columns[0, 0] = busy_batch, idle_batch
         columns[1:, 1:-1] = counts, found
         columns[1:, -1] = requests / tokens * long_tokens, long_tokens
-        cost, hops = self._steps(*columns.reshape(3, -1))
-        cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
-        through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
-        slowest = cost[0]
-        if len(cost) > 1:
-            stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
-            slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
-
-        # Of all steps, and of those that a request in decode meets: its own slot brings none of the prompts.
-        probability = np.empty((2, 1 + NUM_BUSY, size))
-        probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
-        probability[:, 1:] = probability[:, :1] * shares
-        probability[:, 0] = 1 - probability[:, 0]
-        rounds = RandomSteps(through[:-1], slowest[:-1], probability, m)
-        step_s, decode_s = rounds.round()
-        with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
-        long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
-        met = shares * counts  # a request is met in a step with many more often
-        ttft = own_s = (met * with_busy[:-1]).sum(axis=0) / met.sum(axis=0)
         largest = np.minimum(
             max_batch * mean_input + 4 * np.sqrt(max_batch * self._input_variance), max_batch * lengths.max_input
         )
+        spans = None
         if budget is not None and room is not None and load is not None:
-            whole_steps = lengths.inputs / room[:, None]
-            spans = np.maximum(np.ceil(whole_steps), 1) + load[:, None] * np.minimum(0.5, whole_steps)
-            ttft = own_s * (spans @ lengths.input_probabilities)
+            waiting = lengths.inputs / room[:, None]  # [n, inputs]: in place, as it is the largest of all arrays here
+            steps = np.ceil(waiting)
+            np.minimum(waiting, 0.5, out=waiting)
+            waiting *= load[:, None]
+            steps += waiting
+            spans = steps @ lengths.input_probabilities
             largest = np.minimum(budget, largest)
-        return Performance(
-            throughput=m * rate / step_s,
-            latency=ttft + self._quantile_decodes * decode_s,
-            ttft=ttft,
-            tpot=decode_s,
-            itl_p99=np.where(others_busy > 0.01, long_s, np.maximum(m * slowest[0], through[0])),
-            encode_batch=m * requests,
-            encode_tokens=m * tokens,
-            decode_batch=m * decode_batch,
-            peak_requests=m * max_batch,
-            peak_tokens=largest,
-            cycle=step_s / busy,
-            bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
-            filling=np.zeros_like(step_s),
+        return _Mix(
+            rate,
+            max_batch,
+            decode_batch,
+            busy,
+            others_busy,
+            requests,
+            tokens,
+            counts,
+            shares,
+            columns,
+            spans,
+            largest,
         )
 
     def _busy(
@@ -227,6 +227,75 @@ class MixedSteps:
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (lengths.mean_decodes - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
         return _Slots(rate, room, load, slots)
+
+
+@lru_cache(maxsize=8)
+def mixes_of(lengths: Lengths) -> Mixes:
+    return Mixes(lengths)
+
+
+class MixedSteps:
+    """Predicts orca and chunked for one lane of stages and one workload.
+
+    Args:
+        self_context: tokens that self-attention meets before the first output token.
+        quantile_decodes: decode iterations of a request whose output has the quantile's length.
+    """
+
+    def __init__(
+        self, lane: LaneCost, pipeline: Pipeline, lengths: Lengths, self_context: float, quantile_decodes: int
+    ) -> None:
+        self._lane, self._pipeline, self._mixes = lane, pipeline, mixes_of(lengths)
+        self._quantile_decodes = quantile_decodes
+        context = self_context + lengths.mean_decode_context - lengths.mean_input
+        self._attention = lane.decode_attention(context, lengths.mean_input)
+        self._prompts = lane.prompts(lengths)
+        hop = lane.hop
+        self._hops = Table(hop.points, lane.counts @ hop.values)
+        """All hops of a step, against its tokens."""
+        self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
+        self._sampled = lane.samples + lane.overhead
+
+    def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
+        """`budget`: tokens of a step at most, None: no limit."""
+        mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
+        busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
+        cost, hops = self._steps(*mix.columns.reshape(3, -1))
+        cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
+        through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
+        slowest = cost[0]
+        if len(cost) > 1:
+            stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
+            slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
+
+        # Of all steps, and of those that a request in decode meets: its own slot brings none of the prompts.
+        probability = np.empty((2, 1 + NUM_BUSY, size))
+        probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
+        probability[:, 1:] = probability[:, :1] * shares
+        probability[:, 0] = 1 - probability[:, 0]
+        rounds = RandomSteps(through[:-1], slowest[:-1], probability, m)
+        step_s, decode_s = rounds.round()
+        with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
+        long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
+        met = shares * mix.counts  # a request is met in a step with many more often
+        ttft = (met * with_busy[:-1]).sum(axis=0) / met.sum(axis=0)
+        if mix.spans is not None:
+            ttft = ttft * mix.spans
+        return Performance(
+            throughput=m * mix.rate / step_s,
+            latency=ttft + self._quantile_decodes * decode_s,
+            ttft=ttft,
+            tpot=decode_s,
+            itl_p99=np.where(others_busy > 0.01, long_s, np.maximum(m * slowest[0], through[0])),
+            encode_batch=m * mix.requests,
+            encode_tokens=m * mix.tokens,
+            decode_batch=m * mix.decode_batch,
+            peak_requests=m * mix.max_batch,
+            peak_tokens=mix.largest,
+            cycle=step_s / busy,
+            bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
+            filling=np.zeros_like(step_s),
+        )
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
         """Steps that decode a batch and encode so many tokens of so many requests: on each kind of stage, and hops."""

@@ -78,9 +78,9 @@ class TwoLaneModel:
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-        rounds = self._rounds(encode_batch, encode_batch, microbatches)
+        rounds = self._rounds(encode_batch, encode_batch, microbatches, _size_for(cap / microbatches))
         batch, step = self._balance(
-            self._decoding(encode_batch, through + moving, microbatches, rounds, cap),
+            self._decoding(encode_batch, through + moving, microbatches, rounds),
             _Waiting(1 / encode_batch, sd * sd, interval, limit),
             cap,
         )
@@ -130,8 +130,8 @@ class TwoLaneModel:
         limit = largest_batch / np.maximum(interval, at_most)
         # Beyond the profile's points a batch may cost more by the prompt than a smaller one.
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
-        rounds = self._rounds(encode_batch, largest_batch, microbatches)
-        grid = self._decoding(encode_batch, through + moving, microbatches, rounds, cap)
+        rounds = self._rounds(encode_batch, largest_batch, microbatches, _size_for(cap / microbatches))
+        grid = self._decoding(encode_batch, through + moving, microbatches, rounds)
         batch, step = self._balance(grid, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap, levels=2)
         most = np.minimum(batch / (mean_decodes * step), limit)
         if latency_s is None or not self.quantile_decodes:
@@ -139,12 +139,12 @@ class TwoLaneModel:
         # Steps as long as the latency allows, to within rounding, and what they serve.
         longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
         size = grid.shape[-1]
-        inside, seconds = microbatches[:, None] * GRID[:size], rounds[:, :size]
-        allowed = seconds <= longest[:, None]
-        served = np.where(allowed, inside / seconds, 0.0).max(axis=1)
+        inside = microbatches[:, None] * GRID[:size]
+        allowed = rounds <= longest[:, None]
+        served = np.where(allowed, inside / rounds, 0.0).max(axis=1)
         last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last that is allowed, if any is
         rows, after = np.arange(len(last)), np.minimum(last + 1, size - 1)
-        start, end = seconds[rows, last], seconds[rows, after]
+        start, end = rounds[rows, last], rounds[rows, after]
         share = np.clip((longest - start) / np.maximum(end - start, 1e-300), 0.0, 1.0)
         at_end = inside[rows, last] + share * (inside[rows, after] - inside[rows, last])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -190,9 +190,9 @@ class TwoLaneModel:
         """
         through, _, moving, _ = self._encoding(encode_batch)
         met = self._encoding(largest_batch)[3] ** 2
-        rounds = self._rounds(encode_batch, largest_batch, microbatches)
         each = decode_batch / microbatches
         before = np.minimum(GRID.searchsorted(each, side="right"), len(GRID) - 1) - 1
+        rounds = self._rounds(encode_batch, largest_batch, microbatches, int(before.max()) + 2)
         start, end = rounds[np.arange(len(each)), before], rounds[np.arange(len(each)), before + 1]
         step = start + (end - start) * (each - GRID[before]) / (GRID[before + 1] - GRID[before])
         encoding = through * (1 + met)
@@ -210,65 +210,66 @@ class TwoLaneModel:
         pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
         return through, np.maximum(np.maximum.reduce(te), pace) + self.transfer.occupies * moving, moving, sd
 
-    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array, rounds: Array, cap: Array) -> Array:
-        """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all.
-
-        At the grid's points up to the largest cap. # [3, n, grid]
+    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array, rounds: Array) -> Array:
+        """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all. # [3, n, grid]
 
         Args:
             before: seconds from admission to the decode lane.
             rounds: seconds of an iteration. # [n, grid]
         """
-        size = min(int(GRID.searchsorted((cap / microbatches).max())) + 2, len(GRID))
-        found = np.empty((3, len(cap), size))
-        inside, seconds = np.multiply(microbatches[:, None], GRID[:size], out=found[0]), found[1]
-        seconds[:] = rounds[:, :size]
+        found = np.empty((3, *rounds.shape))
+        inside, seconds = np.multiply(microbatches[:, None], GRID[: rounds.shape[1]], out=found[0]), found[1]
+        seconds[:] = rounds
         # A batch's prompts vary in number where they are packed by tokens.
         forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
         each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
         found[2] = inside * (1 + each) + forming[:, None]
         return found
 
-    def _rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
-        """Seconds of an iteration that encode batches between these do not fall below, against the grid. # [n, grid]"""
+    def _rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
+        """Seconds of an iteration that encode batches between these do not fall below. # [n, grid]
+
+        Args:
+            size: at so many of the grid's points, from the first on.
+        """
         _, slowest, through = self._decode_grid
         if self.decode.has_encoder:
-            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches)
+            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, size)
         else:
-            rounds = np.maximum(microbatches[:, None] * slowest, through)
+            rounds = np.maximum(microbatches[:, None] * slowest[:size], through[:size])
         if self.transfer.occupies:  # as often as a batch's worth of requests has ended; least each in the largest
             each = self._encode_table(largest_batch)[-1] / largest_batch / max(self.mean_decodes, 1e-9)
-            rounds = rounds + (microbatches * each)[:, None] * GRID
+            rounds = rounds + (microbatches * each)[:, None] * GRID[:size]
         return rounds
 
-    def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
+    def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         columns = encode_batch.tolist(), largest_batch.tolist(), microbatches.tolist()
         keys = list(zip(*columns, strict=True))
         order = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # many candidates share an encode batch
-        new = [key for key in order if key not in self._joined]
+        new = [key for key in order if len(self._joined.get(key, ())) < size]
         if new:
-            self._joined.update(zip(new, self._with_joining(*np.asarray(new).T), strict=True))
-        return np.stack([self._joined[key] for key in order])[[order[key] for key in keys]]
+            encode, largest, micro = np.asarray(new).T
+            self._joined.update(zip(new, self._with_joining(encode, largest, micro, size), strict=True))
+        return np.stack([self._joined[key][:size] for key in order])[[order[key] for key in keys]]
 
-    def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array) -> Array:
+    def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
 
         The requests of a batch join together, and most steps are joined by nobody: these layers' weights are read only
         where somebody joins, and all steps behind such a one wait for it. Of larger batches fewer steps are joined, of
         smaller ones each takes less.
         """
-        cost, slowest, through = self._decode_grid
-        joining = GRID / max(self.mean_decodes, 1e-9)
+        cost, slowest, through = (of[..., :size] for of in self._decode_grid)
+        joining = GRID[:size] / max(self.mean_decodes, 1e-9)
         some = -np.expm1(-joining / encode_batch[:, None])  # [n, grid]
         tokens = joining / np.maximum(some, 1e-12) * self.lengths.mean_input
         some = -np.expm1(-joining / largest_batch[:, None])
         extra = self.decode.cross_kv(tokens)  # [kinds, n, grid]
-        size = some.size
         long = np.stack([(cost[:, None] + extra).max(axis=0), through + self._decode_pipeline.all_stages(extra)])
         short = np.stack([np.broadcast_to(slowest, some.shape), np.broadcast_to(through, some.shape)])
-        steps = np.stack([short, long], axis=1).reshape(2, 2, size)
-        share = np.stack([1 - some, some]).reshape(1, 2, size)
-        rounds = RandomSteps(steps[1], steps[0], share, np.repeat(microbatches, len(GRID))).round()
+        steps = np.stack([short, long], axis=1).reshape(2, 2, -1)
+        share = np.stack([1 - some, some]).reshape(1, 2, -1)
+        rounds = RandomSteps(steps[1], steps[0], share, np.repeat(microbatches, size)).round()
         return np.maximum(rounds[0].reshape(some.shape), 1e-12)
 
     @cached_property
@@ -320,6 +321,11 @@ class Transfer:
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)
+
+
+def _size_for(each: Array) -> int:
+    """Points of the grid, from the first on, among which a micro-batch's requests lie."""
+    return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
 
 
 def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
