@@ -166,7 +166,8 @@ def make_checkpoint(model: str, seed: int) -> Path:
         config = getattr(transformers, kind)(**changes)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
         words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(config.vocab_size)}, unk_token="<0>"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<2>").save_pretrained(directory)
+        named = {"unk_token": "<0>", "bos_token": "<2>", "eos_token": "<2>"}
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(directory)
         tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
         tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that older versions know as well
         (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
