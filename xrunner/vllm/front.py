@@ -162,7 +162,7 @@ class Front:
         try:
             answer = await self._encode.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
-            return f"the encode lane does not answer: {error}"
+            return f"the encode lane does not answer: {str(error) or type(error).__name__}"
         if answer.status_code != httpx.codes.OK:
             return f"the encode lane answers {answer.status_code}: {answer.text[:200]}"
         waiting.transfer = answer.json().get("kv_transfer_params")
@@ -174,7 +174,9 @@ def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(None, connect=10.0)
+        # A connection for each request: vLLM closes those that are idle for seconds, perhaps as one is taken up again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(None, connect=10.0)
         async with (
             httpx.AsyncClient(base_url=encode_url, limits=limits, timeout=timeout, trust_env=False) as encode,
             httpx.AsyncClient(base_url=decode_url, limits=limits, timeout=timeout, trust_env=False) as decode,
@@ -193,7 +195,7 @@ def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
         except (InputError, msgspec.MsgspecError) as error:
             return _error(400, str(error))
         except (httpx.HTTPError, StopAsyncIteration) as error:
-            return _error(502, str(error))
+            return _error(502, str(error) or type(error).__name__)  # some of httpx's errors say nothing
 
         async def all_pieces() -> AsyncIterator[bytes]:
             yield first
