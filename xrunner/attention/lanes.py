@@ -11,7 +11,8 @@ unrolled by must be constants where the function is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -101,17 +102,12 @@ def add_values(
         weights, shrink, values, sums = _pointers(context, builder, signature, arguments, 4)
         values, sums = builder.gep(values, [arguments[4]]), builder.gep(sums, [arguments[5]])
         count, dim, emit = arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
-        factor = emit.load(shrink, _int(0))
-        totals = emit.variables(num_dims.literal_value)
-        for number, total in enumerate(totals):
-            builder.store(builder.fmul(emit.load(sums, _int(number)), factor), total)
-        with cgutils.for_range(builder, count) as key:
+        shrunk = emit.shrunk_sums(sums, emit.load(shrink, _int(0)), num_dims.literal_value)
+        with shrunk as totals, cgutils.for_range(builder, count) as key:
             weight = emit.load(weights, key.index)
             value = builder.gep(values, [builder.mul(key.index, dim)])
             for number, total in enumerate(totals):
                 builder.store(emit.multiply_add(weight, emit.spread(value, number), builder.load(total)), total)
-        for number, total in enumerate(totals):
-            emit.store(builder.load(total), sums, _int(number))
         return context.get_dummy_value()
 
     return types.void(weights, shrink, values, sums, *[types.intp] * 4, num_dims, lanes), generate
@@ -175,17 +171,13 @@ def add_rows(
         weights, values, sums = _pointers(context, builder, signature, arguments, 3)
         values, sums = builder.gep(values, [arguments[3]]), builder.gep(sums, [arguments[4]])
         factor, count, dim, emit = arguments[5], arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
-        totals = emit.variables(num_vectors.literal_value)
-        for number, total in enumerate(totals):
-            builder.store(builder.fmul(emit.load(sums, _int(number)), emit.fill(factor)), total)
-        with cgutils.for_range(builder, count) as key:
+        shrunk = emit.shrunk_sums(sums, emit.fill(factor), num_vectors.literal_value)
+        with shrunk as totals, cgutils.for_range(builder, count) as key:
             weight = emit.fill(builder.load(builder.gep(weights, [key.index])))
             value = builder.gep(values, [builder.mul(key.index, dim)])
             for number, total in enumerate(totals):
                 product = emit.multiply_add(weight, emit.load(value, _int(number)), builder.load(total))
                 builder.store(product, total)
-        for number, total in enumerate(totals):
-            emit.store(builder.load(total), sums, _int(number))
         return context.get_dummy_value()
 
     numbers = [types.intp, types.intp, types.float32, types.intp, types.intp]
@@ -277,6 +269,16 @@ class _Emit:
     def variables(self, count: int) -> list[ir.Value]:
         """Zeros at first."""
         return [cgutils.alloca_once_value(self.builder, self.constant(0.0)) for _ in range(count)]
+
+    @contextmanager
+    def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
+        """An array's first vectors times a factor, in variables, to be added to; written back behind the block."""
+        totals = self.variables(count)
+        for number, total in enumerate(totals):
+            self.builder.store(self.builder.fmul(self.load(sums, _int(number)), factor), total)
+        yield totals
+        for number, total in enumerate(totals):
+            self.store(self.builder.load(total), sums, _int(number))
 
     def _place(self, array: ir.Value, index: ir.Value) -> ir.Value:
         first = self.builder.gep(array, [self.builder.mul(index, _int(self.lanes))])
