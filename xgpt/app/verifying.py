@@ -158,7 +158,8 @@ def best_of_each(
     A bound on all requests, or at an arrival rate, is kept in simulation.
 
     Args:
-        uniform: only replicas of equal stages.
+        uniform: only replicas of equal stages, to compare throughputs with: no rate of theirs is looked for under
+            "length".
 
     Raises:
         InfeasibleError: no policy has one.
@@ -169,7 +170,9 @@ def best_of_each(
     if rate is None and constraint.sla == "length":
         of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
         found = of.best_of_each(kinds)
-        return found if bound_s is None else {kind: of.with_max_arrival_rate(plan) for kind, plan in found.items()}
+        if bound_s is None or uniform:
+            return found
+        return {kind: of.with_max_arrival_rate(plan) for kind, plan in found.items()}
     slack = 1 + round(subject.profile.spread, 4)
 
     def find(kind: str, closed_s: float | None) -> Plan:
