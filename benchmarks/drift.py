@@ -105,7 +105,7 @@ class Lab:
 
     def plan(self, workload: Workload, bound_s: float | None, slowdown: float = 1.0) -> Plan:
         """The best plan on a machine that takes so many times as long as the profile says."""
-        constraint = Constraint(latency_bound_s=bound_s, headroom=round(self.profile.spread, 4))
+        constraint = Constraint(latency_bound_s=bound_s, headroom=self.profile.headroom)
         problem = Problem(SMALL, None, self.cluster, workload, self.profile.slowed(slowdown), constraint)
         return Scheduler(problem).best(KINDS)
 

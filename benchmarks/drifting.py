@@ -23,7 +23,6 @@ from xgpt.observer import Observer
 from xgpt.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import quantile, sample
-from xrunner.server.watch import LOOK_EVERY, LOOK_INTERVAL_S
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measure import Measured, measure
 
@@ -89,7 +88,6 @@ class _SimulatedWatch:
         self._slowdown = slowdown
         self._seen: dict[int, Seen] = {}
         self._num_ended = 0
-        self._looked_s = 0.0
         self._due: tuple[float, Plan | None] | None = None
 
     def note(self, record: StepRecord, engine: SimulatedEngine) -> None:
@@ -111,16 +109,14 @@ class _SimulatedWatch:
                 assert engine.schedule.apply(policies.build(plan)), "only swaps can be simulated"
                 observer.go_over_to(plan)
         for id_ in record.finished:
-            self._seen.pop(id_).has_ended = True
+            observer.end(self._seen.pop(id_))
             self._num_ended += 1
-            due = self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S
-            if due and self._due is None:
-                self._looked_s = now_s
-                now = observer.snapshot()
-                if now is not None and (observation := observer.look(now)) is not None:
-                    decision, plan = propose(observer.plan, self._profile, observation)
-                    self.decided.append((self._num_ended, decision))
-                    self._due = now_s + PLANNING_S, plan
+        if self._due is None and observer.is_due(now_s):
+            now = observer.snapshot()
+            if now is not None and (observation := observer.look(now)) is not None:
+                decision, plan = propose(observer.plan, self._profile, observation)
+                self.decided.append((self._num_ended, decision))
+                self._due = now_s + PLANNING_S, plan
 
 
 def simulated(

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import inf, log
+from math import ceil, inf, lgamma, log, log2
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import gammaincc
 
 from xgpt.schema import Histogram, Observation, Workload
 from xgpt.workload import histogram_of
@@ -26,11 +27,15 @@ HALF_LIFE = 1024
 """Requests after which one counts half."""
 MIN_FINISHED = 100
 """Ended requests without which nothing is concluded."""
-FALSE_ALARM = 1e-5
+FALSE_ALARM = 1e-4
 """Probability that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
+WINDOWS_A_DOUBLING = 2
+"""Windows of growing size that a look compares: the one that ends up before the change dilutes what it tells."""
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 """Of the planned lengths: between these quantiles requests are counted. The outer ones show what reaches the tails."""
-CERTAIN = 1e6
+MOST_NATS = 500.0
+"""Beyond which a probability is taken from its asymptote: the number itself would be 0."""
+CERTAIN = 1e5
 """Requests that planned lengths count as where they are taken as certain: two that no plan foresaw are a change."""
 
 
@@ -229,7 +234,7 @@ def surprise(
         known_to: what the observed histogram has from this length on counts as longer.
 
     Returns:
-        -log of what bounds the probability (Chernoff). Source: Wilks, Annals of Mathematical Statistics, 1938.
+        -log of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
     """
     lengths = planned.lengths
     at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
@@ -238,9 +243,13 @@ def surprise(
     counted, expected = (np.diff(_below(h, edges), prepend=0.0, append=1.0) for h in (observed, planned))
     counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums that miss 1 by rounding
     pooled = (size * counted + planned_size * expected) / (size + planned_size)
-    nats = size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled)
+    nats = max(0.0, size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled))
     freedom = (np.count_nonzero(pooled > 1e-12) - 1) / 2
-    return nats - freedom - freedom * log(nats / freedom) if nats > freedom > 0 else 0.0
+    if not freedom:
+        return 0.0
+    if nats > MOST_NATS:
+        return nats - (freedom - 1) * log(nats) + lgamma(freedom)
+    return -log(gammaincc(freedom, nats))
 
 
 def _divergence(of: Array, to: Array) -> float:
@@ -252,8 +261,8 @@ def _divergence(of: Array, to: Array) -> float:
 class ChangeDetector:
     """Tells when requests are others than those that a plan was made for, and since when.
 
-    Each look compares the last 64, 128, 256, ... requests with the planned lengths (`surprise`); where several differ,
-    the clearest tells since when.
+    Each look compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`); where several
+    differ, the clearest tells since when.
 
     Args:
         planned: the lengths that the running plan was made for.
@@ -271,7 +280,8 @@ class ChangeDetector:
         """
         if whole.num_finished < MIN_FINISHED:
             return None
-        sizes = [64 << i for i in range((len(whole) - 1) // 64 + 1) if 64 << i < 2 * len(whole)]
+        most = ceil(WINDOWS_A_DOUBLING * log2(max(1.0, len(whole) / 64)))
+        sizes = [round(64 * 2 ** (i / WINDOWS_A_DOUBLING)) for i in range(most + 1)]
         score, size = max((self._score(whole.tail(size)), size) for size in sizes)
         if score > log(2 / FALSE_ALARM):
             around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}

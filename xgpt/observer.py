@@ -7,11 +7,18 @@ package.
 
 from __future__ import annotations
 
+from collections import deque
 from math import exp, inf, log
+from statistics import mean, stdev
 from typing import NamedTuple
 
 from xgpt.observation import CERTAIN, ChangeDetector, LengthWindow, Sample, Seen, observe
-from xgpt.schema import Observation, Plan, ProfileRef
+from xgpt.schema import LEAST_HEADROOM, Observation, Plan, ProfileRef
+
+LOOK_EVERY = 16
+"""Ended requests between two looks at their lengths."""
+LOOK_INTERVAL_S = 0.5
+"""Time between two looks, at least."""
 
 PACE_MEMORY_S = 10.0
 """Time after which a comparison of a step with its prediction counts 1/e. The clock of a shared machine changes every
@@ -20,9 +27,15 @@ PACE_MEMORY_STEPS = 50
 """Comparisons that count at least, however long they took to come."""
 ENOUGH_STEPS = 24
 """Comparisons without which the pace is not known."""
-LEAST_SPREAD = 0.1
-"""Share by which the pace may differ from the planned one before that means something, where the profile's own spread
-is smaller."""
+STRETCH_S = 0.5
+"""The pace of such stretches, one after the other, tells how sure its mean is."""
+ENOUGH_STRETCHES = 4
+"""Without which it is not told."""
+SURE = 2.0
+"""Standard errors that tell a slower machine from chance."""
+LEAST_GAIN = 0.1
+"""Share by which steps must be shorter than planned before that means something. To be a little slower than one could
+be costs less than a broken bound, so that a machine's good moment does not count as soon as its bad one."""
 COMPARED_SHARE = 1 / 8
 """Of the steps, that are compared with their prediction at least."""
 COMPARED_EVERY_S = 0.05
@@ -30,9 +43,14 @@ COMPARED_EVERY_S = 0.05
 _GOLDEN = (5**0.5 - 1) / 2
 
 
+def is_slower(slowdown: float, other: float, spread: float) -> bool:
+    """Whether that pace uses up the headroom of a plan for the other."""
+    return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
+
+
 def differs(slowdown: float, other: float, spread: float) -> bool:
     """Whether two paces are further apart than a profile's own measurements, or chance."""
-    return abs(log(slowdown / other)) > log(1 + max(spread, LEAST_SPREAD))
+    return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
@@ -52,6 +70,10 @@ class Pace:
         self._measured_s = self._predicted_s = self._num_compared = 0.0
         self._num_steps, self._step_s = 0, 0.0
         self._first_s = self._last_s = 0.0
+        self._stretch_s = self._stretch_measured_s = self._stretch_predicted_s = 0.0
+        """Beginning and sums of the present stretch."""
+        self._stretches: deque[float] = deque(maxlen=round(PACE_MEMORY_S / STRETCH_S))
+        """Logarithms of the ratios of those before it."""
 
     def wants_step(self, step_s: float) -> bool:
         """Whether the step that has just ended shall be compared: a share of them, in step with no cycle of a policy.
@@ -65,16 +87,23 @@ class Pace:
     def note(self, end_s: float, measured_s: float, predicted_s: float) -> None:
         """A step has ended that was compared."""
         if not self._num_compared:
-            self._first_s = self._last_s = end_s
+            self._first_s = self._last_s = self._stretch_s = end_s
         keep = max(1 - 1 / PACE_MEMORY_STEPS, exp(-max(0.0, end_s - self._last_s) / PACE_MEMORY_S))
         self._last_s = end_s
         self._measured_s = keep * self._measured_s + measured_s
         self._predicted_s = keep * self._predicted_s + predicted_s
         self._num_compared = keep * self._num_compared + 1
+        self._stretch_measured_s += measured_s
+        self._stretch_predicted_s += predicted_s
+        if end_s - self._stretch_s >= STRETCH_S:
+            self._stretches.append(log(self._stretch_measured_s / self._stretch_predicted_s))
+            self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
         """Predictions are so many times as long from now on."""
         self._predicted_s *= factor
+        self._stretch_predicted_s *= factor
+        self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
 
     @property
     def ratio(self) -> float | None:
@@ -85,6 +114,13 @@ class Pace:
     def is_known(self) -> bool:
         """Whether what has been compared is more than one moment of the machine."""
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
+
+    @property
+    def least_ratio(self) -> float:
+        """What the ratio is at least, as far as its stretches tell; 0: they are too few."""
+        if len(self._stretches) < ENOUGH_STRETCHES:
+            return 0.0
+        return exp(mean(self._stretches) - SURE * stdev(self._stretches) / len(self._stretches) ** 0.5)
 
 
 class Snapshot(NamedTuple):
@@ -128,12 +164,35 @@ class Observer:
         """The pace at which a plan was last looked for: it is looked for again at another one only."""
         self._since_s = -inf
         """Arrival of the first request with the lengths of now."""
+        self._num_ended = 0
+        """Since the last look."""
+        self._looked_s = -inf
 
     @property
     def slowdown(self) -> float | None:
-        """Measured time of the steps of late over the profile's; None: too few have been compared."""
-        ratio = self.pace.ratio
-        return ratio * self.plan.profile.slowdown if ratio and self.pace.is_known else None
+        """Measured time of the steps of late over the profile's; None: too few have been compared.
+
+        A pace at which the plan's headroom is used up is told as soon as chance hardly explains it.
+        """
+        ratio, spread = self.pace.ratio, self.plan.profile.spread
+        is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
+        return ratio * self.plan.profile.slowdown if ratio and is_known else None
+
+    def end(self, seen: Seen) -> None:
+        """A request of the window has its whole output."""
+        seen.has_ended = True
+        self._num_ended += 1
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time for a `snapshot` to `look` at; if so, it counts as taken."""
+        if now_s - self._looked_s <= LOOK_INTERVAL_S:
+            return False
+        slowdown, reference = self.slowdown, self.plan.profile
+        has_slowed = slowdown is not None and is_slower(slowdown, self._judged_slowdown, reference.spread)
+        if self._num_ended < LOOK_EVERY and not has_slowed:
+            return False
+        self._num_ended, self._looked_s = 0, now_s
+        return True
 
     def snapshot(self) -> Snapshot | None:
         """How things stand; None: no request has come."""

@@ -48,15 +48,15 @@ class Terms:
         least_gain: share of the running plan's throughput that another must gain.
         confidence: standard deviations within which the quantile of the observed lengths may lie: the highest
             quantiles of few requests are mostly chance. The bound counts as broken where even the lowest breaks it.
-        caution: share of throughput that is given for a plan that keeps the bound under a higher quantile, where the
-            running one would not.
+        caution: (standard deviations, share of throughput): so much is given for a plan that keeps the bound even if
+            the quantile lies so much higher, where the running one would not. The likelier that is, the more.
         horizon_s: time in which a change of placement must repay its pause.
         load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
     """
 
     least_gain: float = 0.05
     confidence: float = 2.0
-    caution: float = 0.02
+    caution: tuple[tuple[float, float], ...] = ((2.0, 0.05), (1.0, 0.15))
     horizon_s: float = 600.0
     load_bytes_per_s: float = 2e9
 
@@ -115,8 +115,8 @@ def judge(
     now = under(plan, profile, workload, plan.constraint.quantile, ratio)
     # The quantile that the observed lengths exceed for certain.
     q = plan.constraint.quantile
-    doubt = terms.confidence * sqrt(q * (1 - q) / weight)
-    certain = max(0.5, q - doubt)
+    deviation = sqrt(q * (1 - q) / weight)
+    certain = max(0.5, q - terms.confidence * deviation)
     breaks = bound is not None and under(plan, profile, workload, certain, ratio)["latency"] > bound
     running = Outcome(
         policy=plan.policy,
@@ -185,7 +185,7 @@ def judge(
         )
     if is_swap and plan.policy.kind in SWAPPABLE:
         of, its = (best, ratio_of_others) if switch else (plan, ratio)
-        careful = _careful(of, profile, problem, doubt, terms.caution, its, ratio_of_others)
+        careful = _careful(of, profile, problem, deviation, terms.caution, its, ratio_of_others)
         if careful is not None:
             best, gain = careful, careful.estimate.throughput_rps / now["throughput"] - 1
             if not switch:
@@ -203,13 +203,19 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
 
 
 def _careful(
-    plan: Plan, profile: Profile, problem: Problem, doubt: float, price: float, ratio: float, ratio_of_others: float
+    plan: Plan,
+    profile: Profile,
+    problem: Problem,
+    deviation: float,
+    caution: Sequence[tuple[float, float]],
+    ratio: float,
+    ratio_of_others: float,
 ) -> Plan | None:
     """A plan to swap to that keeps the bound even if the lengths' quantile lies higher, where this one does not.
 
     Args:
-        doubt: by how much higher it may lie.
-        price: share of throughput that may be given for it.
+        deviation: standard deviation of the observed quantile.
+        caution: see `Terms`.
         ratio, ratio_of_others: as for `judge`, of this plan and of others.
 
     Returns:
@@ -218,9 +224,9 @@ def _careful(
     constraint, workload = plan.constraint, problem.workload
     if constraint.latency_bound_s is None:
         return None
-    least_rps = (1 - price) * under(plan, profile, workload, constraint.quantile)["throughput"]
-    for share in (1.0, 0.5):
-        quantile = min(constraint.quantile + share * doubt, 1 - 1e-9)
+    now_rps = under(plan, profile, workload, constraint.quantile)["throughput"]
+    for deviations, price in caution:
+        quantile = min(constraint.quantile + deviations * deviation, 1 - 1e-9)
         if under(plan, profile, workload, quantile, ratio)["latency"] <= constraint.latency_bound_s:
             return None
         harder = replace(_in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
@@ -229,7 +235,7 @@ def _careful(
         except InfeasibleError:
             continue
         best = _in_place_of(plan, max(found.values(), key=_throughput), in_place=True)
-        if best.estimate.throughput_rps >= least_rps:
+        if best.estimate.throughput_rps >= (1 - price) * now_rps:
             return _with_latency(best, under(best, profile, workload, constraint.quantile, ratio_of_others)["latency"])
     return None
 

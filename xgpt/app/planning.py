@@ -177,7 +177,7 @@ def scheduler(
     *,
     uniform: bool = False,
 ) -> Scheduler:
-    """The scheduler of a subject, its headroom set from the profile's spread.
+    """The scheduler of a subject, its headroom that of the profile.
 
     Args:
         max_devices: take no more of the cluster's.
@@ -188,7 +188,7 @@ def scheduler(
     from xscheduler.schedule import Problem, Scheduler
     from xscheduler.search import Method
 
-    constraint = constraint.model_copy(update={"headroom": round(subject.profile.spread, 4)})
+    constraint = constraint.model_copy(update={"headroom": subject.profile.headroom})
     problem = Problem(
         model=subject.model,
         checkpoint=None if subject.checkpoint is None else str(subject.checkpoint),

@@ -9,8 +9,10 @@ import asyncio
 import datetime
 import json
 import os
+import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,6 @@ NICENESS = 15
 """Of the planning process: what serves goes first."""
 PATIENCE_S = 120.0
 """How long planning may take before it is given up."""
-STREAM_LIMIT = 64 << 20
-"""Bytes of a line between the processes, at most."""
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
@@ -124,7 +124,7 @@ def find_profile(plan: Plan, path: str | None = None) -> Profile:
 class BackgroundPlanner:
     """Plans in a process of its own, at low priority. See `xgpt.schema.Planner`.
 
-    The process is started with the first question and kept: loading what planning needs takes longer than planning.
+    The process is kept between questions: loading what planning needs takes longer than planning.
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
@@ -135,7 +135,23 @@ class BackgroundPlanner:
         self._cost_of = cache(partial(CostModel, plan.model, profile))
         """By tensor-parallel degree."""
         self._profile_json = profile.model_dump_json()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Have the process load what it needs, before requests could notice; else the first question starts it."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "xgpt.app.replanning"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # A Ctrl-C is for the server; it ends this process itself. Not a session of its own: the kernel shares the
+            # cores between sessions evenly, however nice their processes are (autogroups).
+            process_group=0,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._profile_json.encode() + b"\n")
+        self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
         if len(plan.stages) > 1:
@@ -147,7 +163,7 @@ class BackgroundPlanner:
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                answer = await self._ask(await asyncio.to_thread(_question, plan, observation))
+                answer = await asyncio.to_thread(self._ask, plan, observation)
         except (OSError, TimeoutError) as error:
             await self.close()
             raise MachineError(f"planning failed: {error or f'no answer within {PATIENCE_S:g} s'}") from None
@@ -157,30 +173,22 @@ class BackgroundPlanner:
 
     async def close(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+        if process is not None:
             process.kill()
-            await process.wait()
+            await asyncio.to_thread(process.wait)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
 
-    async def _ask(self, question: bytes) -> dict[str, Any]:
+    def _ask(self, plan: Plan, observation: Observation) -> dict[str, Any]:
         if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "xgpt.app.replanning",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=STREAM_LIMIT,
-                start_new_session=True,  # a Ctrl-C is for the server; it ends this process itself
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            assert self._process.stdin is not None
-            self._process.stdin.write(self._profile_json.encode() + b"\n")
+            self.start()
+        assert self._process is not None
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        stdin.write(question)
-        await stdin.drain()
-        line = await stdout.readline()
+        stdin.write(_question(plan, observation))
+        stdin.flush()
+        line = stdout.readline()
         if not line:
             raise OSError("the planning process has ended")
         answer: dict[str, Any] = json.loads(line)
@@ -199,6 +207,9 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 def main() -> None:
     """Answer questions until there are none: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
+    for module in ("xgpt.app.verifying", "xscheduler.regret"):
+        import_module(module)  # what `propose` needs, before the first question
+
     profile = Profile.model_validate_json(sys.stdin.readline())
     for line in sys.stdin:
         question = json.loads(line)

@@ -328,7 +328,10 @@ def serve_plan(
     planner = find_planner(plan, profile_path) if replan else None
     log = None if step_log is None else StepLogWriter(step_log)
     thread = server.single_thread()
-    engine = thread.submit(build_engine, plan, log, nodes).result()
+    building = thread.submit(build_engine, plan, log, nodes)
+    if planner is not None:
+        planner.start()  # it loads while the engine does
+    engine = building.result()
     limits = server.Limits(answer_within_s=answer_within_s)
     app = server.create_app(
         server.EngineThread(engine, thread, server.Watch(plan, planner)),

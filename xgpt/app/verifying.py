@@ -173,7 +173,7 @@ def best_of_each(
         if bound_s is None or uniform:
             return found
         return {kind: of.with_max_arrival_rate(plan) for kind, plan in found.items()}
-    slack = 1 + round(subject.profile.spread, 4)
+    slack = 1 + subject.profile.headroom
 
     def find(kind: str, closed_s: float | None) -> Plan:
         under = constraint.model_copy(update={"latency_bound_s": closed_s})

@@ -29,7 +29,7 @@ from xgpt.schema.policy import (
     Variable,
     WaaSettings,
 )
-from xgpt.schema.profile import CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
+from xgpt.schema.profile import LEAST_HEADROOM, CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
@@ -37,6 +37,7 @@ from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, 
 
 __all__ = [
     "BYTES_PER_ELEMENT",
+    "LEAST_HEADROOM",
     "SLICE_TOKENS",
     "Admission",
     "AdmissionOrder",

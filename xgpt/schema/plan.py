@@ -27,7 +27,7 @@ class Constraint(Frozen):
 
     Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
     it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). `headroom` is the share of the
-    bound that the planner leaves unused, because the profile's own measurements spread by as much.
+    bound that the planner leaves unused (`Profile.headroom`).
     """
 
     latency_bound_s: PositiveFloat | None = None

@@ -11,6 +11,11 @@ from pydantic import Field, PositiveInt, model_validator
 from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType
 
+LEAST_HEADROOM = 0.05
+"""Share of a latency bound that plans from measured profiles leave unused at least, however little these varied: a
+minute of measuring does not show the hour, nor what clients on the same machine take. A server that watches its steps
+takes less for chance, and more for a reason to plan anew."""
+
 
 class Curve(Frozen):
     """Seconds against one size: `seconds[i]` at `points[i]`; linear between points."""
@@ -116,7 +121,7 @@ class Profile(Frozen):
     """All measured, computed or imported times of a model on a device kind.
 
     `spread` is by how much slow stretches of the measuring (their 90th percentile) exceed the mean: what a prediction
-    from this profile can be wrong by although it is right. The planner keeps it as headroom.
+    from this profile can be wrong by although it is right.
     """
 
     schema_version: Literal[1] = 1
@@ -164,6 +169,11 @@ class Profile(Frozen):
     def tp_degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that the profile covers."""
         return tuple(layer.tp_degree for layer in self.layers)
+
+    @property
+    def headroom(self) -> float:
+        """Share of a latency bound that plans from this profile leave unused."""
+        return round(max(self.spread, LEAST_HEADROOM if self.source == "measured" else 0.0), 4)
 
     def slowed(self, factor: float) -> Profile:
         """The profile of a machine that takes so many times as long for everything."""

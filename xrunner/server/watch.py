@@ -21,10 +21,6 @@ from xgpt.schema.step_log import StepRecord
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 16
-"""Ended requests between two looks."""
-LOOK_INTERVAL_S = 0.5
-"""Time between two looks, at least."""
 MAX_HISTORY = 256
 RECENT_S = 30.0
 """Span of the rates and latencies that are called recent."""
@@ -41,12 +37,10 @@ class Watch:
         self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
         self.recent = Recent()
         self.loop_s = 0.0
-        """Longest time that a look has held the event loop, from a request's end to its return."""
+        """Longest time that a look has held the event loop."""
         self._observer = Observer(plan)
         self._planner = planner
         self._apply: Callable[[policies.Schedule], None] | None = None
-        self._num_ended = 0
-        self._looked_s = 0.0
         self._judging: asyncio.Task[None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
@@ -81,14 +75,10 @@ class Watch:
 
     def end(self, seen: Seen, started_s: float) -> None:
         """A request's output has ended by itself."""
-        seen.has_ended = True
         now_s = time.perf_counter()
+        self._observer.end(seen)
         self.recent.end(now_s, now_s - started_s, seen.generated)
-        self._num_ended += 1
-        if self._num_ended % LOOK_EVERY == 0 and now_s - self._looked_s > LOOK_INTERVAL_S:
-            self._looked_s = now_s
-            self._look()
-            self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
+        self._look()
 
     def wants_step(self, record: StepRecord) -> bool:
         """Whether the step that has just ended shall be compared with its prediction."""
@@ -105,6 +95,7 @@ class Watch:
         if predicted_s is None:
             return
         self._observer.pace.note(record.end_ns / 1e9, (record.end_ns - record.start_ns) / 1e9, predicted_s)
+        self._look()
 
     def observation(self) -> Observation | None:
         """What was observed of late; None: nobody has ended yet."""
@@ -118,9 +109,13 @@ class Watch:
     def _look(self) -> None:
         if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
             return
+        now_s = time.perf_counter()
+        if not self._observer.is_due(now_s):
+            return
         now = self._observer.snapshot()
         if now is not None:
             self._judging = asyncio.create_task(self._judge(self._planner, now))
+        self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
         """Where something has changed, have the running plan judged, and do what comes of it."""
