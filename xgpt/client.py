@@ -1,7 +1,7 @@
 """The load client: replays requests against a completions endpoint and notes when each token came.
 
-It shares the machine with the engine that it measures, so it reads the event stream by hand and keeps of an
-event only what is asked for below.
+It shares the machine with the engine that it measures, so it speaks HTTP without more between (`xgpt.connection`),
+reads the event stream by hand, and keeps of an event only what is asked for below.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 
+from xgpt.connection import Connection, Failure
 from xgpt.errors import InputError, MachineError
 
-CONNECT_TIMEOUT_S = 10.0
-_JSON = {"content-type": "application/json"}
+OK = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +127,8 @@ async def replay(
         accepted = "a closed loop takes no send_at_s, an open loop one for each request"
         raise InputError("concurrency", concurrency, accepted)
     async with _Connections(url) as connections:
-        async with connections.one() as http:
-            model = await _served_model(http, url)
+        async with connections.one() as connection:
+            model = await _served_model(connection, url)
         client = _Client(connections, model, stream)
         if concurrency is None:
             return await asyncio.gather(*map(client.send, requests))
@@ -160,39 +159,45 @@ async def replay(
         return [result for result in results if result is not None]
 
 
-async def _served_model(http: httpx.AsyncClient, url: str) -> _Model:
+async def _served_model(connection: Connection, url: str) -> _Model:
     try:
-        response = await http.get("/v1/models")
-        return msgspec.json.decode(response.raise_for_status().content, type=_Models).data[0]
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, IndexError) as error:
-        raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}") from None
+        status = await connection.ask("GET", "/v1/models")
+        body = await connection.read_all()
+        if status == OK:
+            return msgspec.json.decode(body, type=_Models).data[0]
+        error: object = _message(status, body)
+    except (*Failure, msgspec.MsgspecError, IndexError) as failure:
+        error = failure
+    raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}")
 
 
-class _Connections(AsyncExitStack):
-    """As many as requests are under way at once, each with an httpx client of its own.
-
-    A client looks through all of its connections whenever a request begins or ends: with hundreds of them that takes
-    milliseconds of the cores that the engine computes on.
-    """
+class _Connections:
+    """As many as requests are under way at once."""
 
     def __init__(self, url: str) -> None:
-        super().__init__()
         self._url = url
-        self._tls = httpx.create_ssl_context(trust_env=False)
-        self._idle: list[httpx.AsyncClient] = []
+        self._all: list[Connection] = []
+        self._idle: list[Connection] = []
+
+    async def __aenter__(self) -> _Connections:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self._all:
+            connection.close()
+        await asyncio.sleep(0)  # asyncio closes them when the loop turns again
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def one(self) -> AsyncIterator[Connection]:
         """A connection that nobody else uses meanwhile."""
-        http = self._idle.pop() if self._idle else await self.enter_async_context(self._new())
+        if not self._idle:
+            self._all.append(Connection(self._url))
+            self._idle.append(self._all[-1])
+        connection = self._idle.pop()
         try:
-            yield http
+            yield connection
         finally:
-            self._idle.append(http)
-
-    def _new(self) -> httpx.AsyncClient:
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        return httpx.AsyncClient(base_url=self._url, timeout=timeout, verify=self._tls, trust_env=False)
+            self._idle.append(connection)
 
 
 class _Client:
@@ -219,17 +224,15 @@ class _Client:
             await asyncio.sleep(request.send_at_s - self._now_s())
         result = ClientResult(self._now_s())
         try:
-            async with (
-                self._connections.one() as http,
-                http.stream("POST", "/v1/completions", content=content, headers=_JSON) as response,
-            ):
-                if response.status_code != httpx.codes.OK:
-                    result.error = _message(response.status_code, await response.aread())
+            async with self._connections.one() as connection:
+                status = await connection.ask("POST", "/v1/completions", content)
+                if status != OK:
+                    result.error = _message(status, await connection.read_all())
                 elif self._stream:
-                    await self._read(response, result)
+                    await self._read(connection, result)
                 else:
-                    self._take(result, await response.aread(), self._now_s())
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+                    self._take(result, await connection.read_all(), self._now_s())
+        except (*Failure, msgspec.MsgspecError) as error:
             result.error = f"{type(error).__name__}: {error}"
         result.end_s = self._now_s()
         return result
@@ -243,10 +246,10 @@ class _Client:
         ending = {"output_length": request.output_length}
         return {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": ending}
 
-    async def _read(self, response: httpx.Response, result: ClientResult) -> None:
+    async def _read(self, connection: Connection, result: ClientResult) -> None:
         unfinished = b""
         done = False
-        async for piece in response.aiter_raw():
+        while (piece := await connection.read()) is not None:
             now_s = self._now_s()
             *events, unfinished = (unfinished + piece).split(b"\n\n")
             for line in events:

@@ -172,10 +172,14 @@ class BackgroundPlanner:
         return await asyncio.to_thread(_proposal, answer)
 
     async def close(self) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """End the process; a question that waits for it fails."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            await asyncio.to_thread(process.wait)
+            process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -326,29 +327,28 @@ def serve_plan(
     keys = exposure.check()
     server.log_json(log_level)
     planner = find_planner(plan, profile_path) if replan else None
-    log = None if step_log is None else StepLogWriter(step_log)
-    thread = server.single_thread()
-    building = thread.submit(build_engine, plan, log, nodes)
-    if planner is not None:
-        planner.start()  # it loads while the engine does
-    engine = building.result()
-    limits = server.Limits(answer_within_s=answer_within_s)
-    app = server.create_app(
-        server.EngineThread(engine, thread, server.Watch(plan, planner)),
-        model_name=plan.model.name,
-        spec=plan.model,
-        tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
-        eos_token_ids=plan.model.eos_token_ids,
-        limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
-        keys=keys,
-        hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
-    )
-    try:
-        server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
-    finally:
-        thread.submit(engine.close).result()
+    with ExitStack() as at_end:
+        log = None if step_log is None else StepLogWriter(step_log)
         if log is not None:
-            log.close()
+            at_end.callback(log.close)
+        if planner is not None:
+            planner.start()  # it loads while the engine does
+            at_end.callback(planner.stop)
+        thread = server.single_thread()
+        engine = thread.submit(build_engine, plan, log, nodes).result()
+        at_end.callback(lambda: thread.submit(engine.close).result())
+        limits = server.Limits(answer_within_s=answer_within_s)
+        app = server.create_app(
+            server.EngineThread(engine, thread, server.Watch(plan, planner)),
+            model_name=plan.model.name,
+            spec=plan.model,
+            tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
+            eos_token_ids=plan.model.eos_token_ids,
+            limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
+            keys=keys,
+            hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
+        )
+        server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
 
 
 def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:

@@ -1,0 +1,97 @@
+"""One HTTP/1.1 connection of the load client: h11's protocol over asyncio's streams.
+
+The load client shares the machine with the engine that it measures, and on a few cores each millisecond of the one is
+missing to the other. A request through httpx takes 1.6 ms of a core, through this 0.6 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from urllib.parse import urlsplit
+
+import h11
+
+from xgpt.errors import InputError
+
+CONNECT_TIMEOUT_S = 10.0
+READ_BYTES = 1 << 16
+
+Failure = (OSError, h11.ProtocolError)
+"""What an exchange fails with: nobody answers, in time or as HTTP has it, or the answer breaks off."""
+
+
+class Connection:
+    """Exchanges with one server, one after the other; opened by the first, and again where one was not read whole.
+
+    Args:
+        url: the server's, with whatever comes before all paths.
+
+    Raises:
+        InputError: it is not the URL of a server.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or parts.scheme not in ("http", "https"):
+            raise InputError("url", url, "it must be as http://HOST:PORT")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._address = host, port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/")
+        self._host = parts.netloc.rpartition("@")[2]
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+        self._http: h11.Connection
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> int:
+        """Send a request, with JSON for a body; the answer's status. Raises one of `Failure`."""
+        if self._writer is None or self._http.our_state is not h11.IDLE or self._reader.at_eof():
+            self.close()
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                self._reader, self._writer = await asyncio.open_connection(*self._address, ssl=self._tls)
+            self._http = h11.Connection(h11.CLIENT)
+        headers = [("host", self._host), ("accept", "*/*")]
+        if body:
+            headers += [("content-type", "application/json"), ("content-length", str(len(body)))]
+        events = (
+            h11.Request(method=method, target=self._prefix + path, headers=headers),
+            *([h11.Data(data=body)] if body else []),
+            h11.EndOfMessage(),
+        )
+        self._writer.write(b"".join(self._http.send(event) or b"" for event in events))
+        await self._writer.drain()
+        while not isinstance(event := await self._next(), h11.Response):
+            if not isinstance(event, h11.InformationalResponse):
+                raise h11.RemoteProtocolError("the server closed the connection without an answer")
+        return event.status_code
+
+    async def read(self) -> bytes | None:
+        """The next piece of the answer's body; None: there is no more. Raises one of `Failure`."""
+        event = await self._next()
+        if isinstance(event, h11.Data):
+            return bytes(event.data)
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+        return None
+
+    async def read_all(self) -> bytes:
+        """What is left of the answer's body. Raises one of `Failure`."""
+        pieces = []
+        while (piece := await self.read()) is not None:
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    async def _next(self) -> object:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(READ_BYTES))
+        return event
