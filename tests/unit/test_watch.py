@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from tests.contract.scenarios import problem
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.app.replanning import BackgroundPlanner, observe_source
 from xgpt.errors import MachineError
-from xgpt.observation import observe_lengths
+from xgpt.observation import observe, observe_lengths
 from xgpt.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xrunner.server import Watch
 from xscheduler.schedule import Scheduler
@@ -107,6 +108,22 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     assert live["plan"]["settings"] == {"max_batch": 32}
     assert live["now"]["step_ratio"] is not None
     assert sum(live["lengths"]["output"]["observed"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/plan", "/live"])
+def test_lengths_are_not_told_in_the_loops_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_loop = []
+
+    def noting(*args: Any) -> Observation:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return observe(*args)
+
+    monkeypatch.setattr("xgpt.observer.observe", noting)
+    with running(fake_app(fake_engine(FakeExecutor()))) as url:
+        ask(url, 3, 4)
+        told = get(url, path).text
+    assert in_loop == [False]
+    assert "xgpt_observed_output_tokens 4" in told or '"num_finished":3' in told
 
 
 def test_the_page_escapes_and_loads_nothing(url: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from inspect import isawaitable
 from typing import Any
 
 import msgspec
@@ -84,10 +85,12 @@ def create_app(
     app.add_route("/v1/chat/completions", service.chat, methods=["POST"])
 
     def read(path: str, answer: Callable[[], Any], media_type: str = "application/json") -> None:
-        """A route that only shows something: bytes as they are, anything else as JSON."""
+        """A route that only shows something, awaited if need be: bytes as they are, anything else as JSON."""
 
         async def show(_: Request) -> Response:
             value = answer()
+            if isawaitable(value):
+                value = await value
             content = value if isinstance(value, bytes) else msgspec.json.encode(value)
             return Response(content, media_type=media_type)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from xgpt.schema import Histogram
 from xrunner.server.engine_thread import EngineThread
-from xrunner.server.watch import Watch
+from xrunner.server.watch import MAX_HISTORY, Watch
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 450
@@ -35,22 +35,23 @@ class Live:
             self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
             await asyncio.sleep(SAMPLE_S)
 
-    def plan(self) -> dict[str, Any]:
+    async def plan(self) -> dict[str, Any]:
         """The running plan, and what was observed."""
-        observation = self._watch.observation()
+        plan = self._watch.plan
+        observation = await self._watch.observation()
         return {
-            "plan": self._watch.plan.model_dump(mode="json"),
+            "plan": plan.model_dump(mode="json"),
             "observed": None if observation is None else observation.model_dump(mode="json"),
         }
 
-    def history(self) -> list[dict[str, Any]]:
-        """Every decision, the latest last."""
-        return [decision.model_dump(mode="json") for decision in self._watch.history]
+    def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
+        """The decisions, the latest last."""
+        return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
-    def now(self) -> dict[str, Any]:
+    async def now(self) -> dict[str, Any]:
         watch = self._watch
         plan = watch.plan
-        observation = watch.observation()
+        observation = await watch.observation()
         observed_input = None if observation is None else observation.workload.input
         observed_output = None if observation is None else observation.workload.output
         return {
@@ -71,7 +72,7 @@ class Live:
                 "input": _bins(plan.workload.input, observed_input),
                 "output": _bins(plan.workload.output, observed_output),
             },
-            "decisions": self.history()[-SHOWN_DECISIONS:],
+            "decisions": self.history(SHOWN_DECISIONS),
         }
 
     def _figures(self) -> dict[str, float | None]:

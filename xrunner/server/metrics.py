@@ -119,8 +119,8 @@ class Metrics:
         if met:
             self.utility.inc(1 / prompt_tokens)
 
-    def render(self) -> bytes:
-        observation = None if self._watch is None else self._watch.observation()
+    async def render(self) -> bytes:
+        observation = None if self._watch is None else await self._watch.observation()
         if observation is not None:
             workload = observation.workload
             values = (mean(workload.input), mean(workload.output))

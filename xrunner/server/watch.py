@@ -1,7 +1,7 @@
 """Observes what a served plan does, has it judged when lengths change, and goes over to another plan.
 
-Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so does the
-search for changes; what the loop does itself is to list the requests of the window.
+Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so do the
+search for changes and what is told of the lengths; what the loop does itself is to list the requests of the window.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class Watch:
         self._observer.pace.note(record.end_ns / 1e9, (record.end_ns - record.start_ns) / 1e9, predicted_s)
         self._look()
 
-    def observation(self) -> Observation | None:
+    async def observation(self) -> Observation | None:
         """What was observed of late; None: nobody has ended yet."""
         now = self._observer.snapshot()
-        return None if now is None else now.observation()
+        return None if now is None else await asyncio.to_thread(now.observation)
 
     def go_over_to(self, plan: Plan) -> None:
         """The running plan is another one from now on."""
