@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import FakeExecutor, fake_app, fake_engine, running
 from xgpt.cli import COMMANDS, main
-from xgpt.io import config_names
-from xgpt.schema import Histogram
+from xgpt.io import config_names, load_json
+from xgpt.schema import Histogram, Plan
 from xgpt.workload import mean
+from xrunner.server import Watch
 
 PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
 
@@ -192,6 +194,27 @@ def test_every_json_is_one_document(xgpt: Xgpt, plan: Path) -> None:
         assert ran.code == 0, ran
         assert isinstance(json.loads(ran.out), dict)
         assert "Warning" not in ran.err
+
+
+def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
+    assert xgpt("plan", "--latency-bound", "8", *PROBLEM, "-o", "later.json").code == 0
+    running_plan = load_json(Path("later.json"), Plan, "plan")
+    watch = Watch(running_plan)
+    for _ in range(200):
+        seen = watch.arrive(128, 128)
+        seen.generated = 100
+        watch.end(seen, 0.0)
+    with running(fake_app(fake_engine(FakeExecutor()), watch)) as url:
+        ran = xgpt("replan", "plan.json", "--lengths", url, "-o", "now.json")
+        same = xgpt("replan", "later.json", "--lengths", url, "--json")
+    assert ran.code == same.code == 0, (ran, same)
+    assert ran.out.count("judged: what the server runs by now, and not plan.json (") == 1
+    judged = json.loads(same.out)
+    assert judged["running"]["policy"] == running_plan.policy.model_dump(mode="json")
+    assert judged["action"] in ran.out
+    assert judged["action"] != "keep" or load_json(Path("now.json"), Plan, "plan") == running_plan
+    Path("today.csv").write_text("input,output\n" + "128,128\n" * 200)
+    assert "judged" not in xgpt("replan", "plan.json", "--lengths", "today.csv").out
 
 
 def test_simulate_is_repeatable(xgpt: Xgpt, plan: Path) -> None:

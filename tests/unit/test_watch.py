@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.contract.scenarios import problem
-from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
+from tests.fakes import SPEC, FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.app.replanning import BackgroundPlanner, observe_source
-from xgpt.errors import MachineError
+from xgpt.errors import InputError, MachineError
 from xgpt.observation import observe, observe_lengths
 from xgpt.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xrunner.server import Watch
@@ -100,7 +100,12 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     plan = get(url, "/plan").json()
     assert plan["plan"]["policy"]["max_batch"] == 32
     assert plan["observed"]["output_distance"] > 0
-    assert observe_source(fake_plan(), url).num_requests == plan["observed"]["num_requests"]
+    running_plan, observed = observe_source(fake_plan(), url)
+    assert running_plan == fake_plan(policy=OrcaSettings(max_batch=32))
+    assert observed.num_requests == plan["observed"]["num_requests"]
+    other = fake_plan(model=SPEC.model_copy(update={"name": "other"}))
+    with pytest.raises(InputError, match="it serves fake, and the plan is of other"):
+        observe_source(other, url)
     metrics = get(url, "/metrics").text
     assert 'xgpt_plan_decisions_total{action="swap"} 1.0' in metrics
     assert "xgpt_observed_output_tokens 8" in metrics

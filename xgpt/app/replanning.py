@@ -61,22 +61,25 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     return Proposal(decision, then)
 
 
-def observe_source(plan: Plan, source: str) -> Observation:
-    """The lengths in a trace file, or those that a running server has observed.
+def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
+    """What to judge under which lengths: the plan under those of a trace file; of a server the plan that runs there by
+    now, under those that it has observed.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
 
     Raises:
-        InputError: the file is malformed.
+        InputError: the file is malformed, or the server is one of another model or version.
         MachineError: the server does not answer, or has seen too little.
     """
+    from xgpt.io import parse
+
     if not source.startswith(("http://", "https://")):
         from xgpt.observation import observe_lengths
         from xgpt.workload import read_lengths
 
         lengths = read_lengths(Path(source))
-        return observe_lengths(lengths.input, lengths.output, plan.workload)
+        return plan, observe_lengths(lengths.input, lengths.output, plan.workload)
     import httpx
 
     headers = {}
@@ -84,12 +87,16 @@ def observe_source(plan: Plan, source: str) -> Observation:
         headers["authorization"] = f"Bearer {key}"
     try:
         response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
-        observed = response.raise_for_status().json()["observed"]
+        told = response.raise_for_status().json()
+        running, observed = told["plan"], told["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise MachineError(f"{source}/plan does not tell what was observed: {error}") from None
+        raise MachineError(f"{source}/plan does not tell what runs and was observed: {error}") from None
     if observed is None:
         raise MachineError(f"{source} has not yet seen enough requests end; ask again later")
-    return Observation.model_validate(observed)
+    running = parse(running, Plan, "plan")
+    if running.model != plan.model:
+        raise InputError("lengths", source, f"it serves {running.model.name}, and the plan is of {plan.model.name}")
+    return running, parse(observed, Observation, "observed")
 
 
 def find_profile(plan: Plan, path: str | None = None) -> Profile:

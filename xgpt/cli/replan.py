@@ -47,6 +47,8 @@ def command(
 ) -> None:
     """What changes under other lengths, what that gains, what the switch costs.
 
+    Of a running server the plan that it runs by now is judged, which PLAN.JSON may be no longer.
+
     \b
     Examples:
       xgpt replan plan.json --lengths today.csv -o new.json
@@ -55,14 +57,15 @@ def command(
     from pathlib import Path
 
     from xgpt.app.replanning import find_profile, observe_source, propose
+    from xgpt.app.wording import settings_text
     from xgpt.cli import render
     from xgpt.io import dump_json, load_json, write_atomic
     from xgpt.schema import Plan
     from xscheduler.regret import Terms
 
-    plan = load_json(Path(plan_path), Plan, "plan")
+    given = load_json(Path(plan_path), Plan, "plan")
+    plan, observation = observe_source(given, source)
     profile = find_profile(plan, profile_path)
-    observation = observe_source(plan, source)
     terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
     decision, then = propose(plan, profile, observation, terms)
     if output is not None:
@@ -70,4 +73,8 @@ def command(
     if as_json:
         click.echo(dump_json(decision), nl=False)
     else:
-        render.show(render.decision_table(decision), *render.decision_notes(decision, observation, output))
+        notes = render.decision_notes(decision, observation, output)
+        if plan != given:
+            says = f"{given.policy.kind}: {settings_text(given)}"
+            notes.insert(0, f"judged: what the server runs by now, and not {plan_path} ({says})")
+        render.show(render.decision_table(decision), *notes)
