@@ -213,8 +213,20 @@ def test_the_exported_script_is_the_command_pinned_to_a_version() -> None:
     assert Plan.model_validate_json(files["plan.json"]) == fitting(RRA)
     assert f"vllm=={TESTED_VERSION}" in files["requirements.txt"]
     words = shlex.split(files["serve.sh"].partition("exec ")[2])
-    expected = launch(fitting(RRA), plan_path="plan.json", host="0.0.0.0", port=8000)
-    assert [word for word in words if word != "\n"] == expected.command("python3")
+    expected = launch(fitting(RRA), plan_path="plan.json", host="127.0.0.1", port=8000)
+    assert [word for word in words if word != "\n"] == [*expected.command("python3"), "$@"]
+
+
+def test_the_exported_script_listens_further_only_where_that_is_said(tmp_path: Path) -> None:
+    for name, text in export(fitting(RRA), "vllm").items():
+        (tmp_path / name).write_text(text)
+    fake = tmp_path / "python3"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for more in ([], ["--host", "0.0.0.0"]):
+        words = subprocess.check_output(["sh", tmp_path / "serve.sh", *more], env=path, text=True).split()
+        assert words[-4 - len(more) :] == ["--host", "127.0.0.1", "--port", "8000", *more]  # vLLM takes the last
 
 
 def test_exported_objects_are_kubernetes_own() -> None:

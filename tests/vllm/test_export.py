@@ -38,7 +38,7 @@ def parsed(words: list[str]) -> AsyncEngineArgs:
 
 
 def command_of(script: str) -> list[str]:
-    return [word for word in shlex.split(script.rpartition("exec ")[2]) if word != "\n"]
+    return [word for word in shlex.split(script.rpartition("exec ")[2]) if word not in ("\n", "$@")]
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -27,7 +27,8 @@ MODEL_PATH = "/model"
 PLAN_PATH = "/etc/xgpt/plan.json"
 PORT = 8000
 RENDEZVOUS_PORT = 29400
-LANE_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
+"""Without keys nobody else is listened to, as `xgpt serve` has it."""
 LANE_PORTS = {"encode": PORT + 100, "decode": PORT + 200}
 NIXL = {"kv_connector": "NixlConnector"}
 """From GPU to GPU; the address of the encode lane is told with each request."""
@@ -92,22 +93,23 @@ def _vllm(plan: Plan) -> dict[str, str]:
     if num_devices > per_node:
         says = f"that takes {num_devices} devices; the script is for one node, of {per_node}"
         raise InputError("plan.replicas", plan.replicas, says)
-    head = "# {}. Needs what requirements.txt names in one environment.\n".format
+    head = "# {}.\n# Needs what requirements.txt names in one environment.\n".format
     files = {"requirements.txt": _requirements(plan)}
     if not isinstance(plan.policy, WaaSettings):
-        started = launch(plan, plan_path="plan.json", host="0.0.0.0", port=PORT)
-        says = "The plan's schedule in vLLM, for whoever reaches this machine; VLLM_API_KEY=... asks them for a key"
-        return files | {"serve.sh": _script(head(says), _command(started))}
+        started = launch(plan, plan_path="plan.json", host=HOST, port=PORT)
+        others = "VLLM_API_KEY=... sh serve.sh --host 0.0.0.0"
+        says = f"The plan's schedule in vLLM, for this machine alone (for others: {others})"
+        return files | {"serve.sh": _script(head(says), _command(started) + ' \\\n    "$@"')}
     if plan.replicas > 1:
         says = f"the front drives one replica of waa; plan for {plan.devices_per_replica} devices, and export each"
         raise InputError("plan.replicas", plan.replicas, says)
     on_gpus = plan.cluster.device.type == "gpu"
     for number, (lane, port) in enumerate(LANE_PORTS.items()):
-        started = launch_lane(plan, lane, NIXL if on_gpus else FILES, host=LANE_HOST, port=port)
+        started = launch_lane(plan, lane, NIXL if on_gpus else FILES, host=HOST, port=port)
         if on_gpus:
             started = replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(NIXL_PORT + number)})
         files[f"{lane}.sh"] = _script(head(f"The {lane} lane"), _command(started))
-    lanes_at = " ".join(f"--{lane} http://{LANE_HOST}:{port}" for lane, port in LANE_PORTS.items())
+    lanes_at = " ".join(f"--{lane} http://{HOST}:{port}" for lane, port in LANE_PORTS.items())
     front = f"python3 -m xrunner.vllm.front plan.json {lanes_at} --port {PORT} &"
     all_end = 'trap "kill $all" EXIT\ntrap exit INT TERM\nwait $!'  # the lanes too when the front ends
     both = ["sh encode.sh &", "all=$!", "sh decode.sh &", 'all="$all $!"', front, 'all="$all $!"', all_end]
