@@ -77,7 +77,7 @@ class Live:
 
     def _figures(self) -> dict[str, float | None]:
         pool = self._engine_thread.pool
-        seconds, latencies, tokens = self._watch.recent.since()
+        seconds, latencies, tokens = self._watch.recent.figures()
         return {
             "throughput_rps": self._watch.recent.rate_per_s(),
             "output_tokens_per_s": tokens / seconds if seconds else None,

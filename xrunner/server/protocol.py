@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, cast
 
 import msgspec
 from msgspec import Meta
@@ -191,16 +191,11 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         given = self.prompt
         if len(given) > longest and not isinstance(given, str):
             refuse("prompt", f"{len(given)} token ids or prompts in one list; at most {longest} are accepted")
-        prompts: list[Prompt] = []
-        if isinstance(given, str):
-            prompts = [given]
-        elif given and all(isinstance(item, int) for item in given):
-            prompts = [[item for item in given if isinstance(item, int)]]
-        else:
-            for item in given:
-                if isinstance(item, int):
-                    refuse("prompt", "token ids and prompts are mixed in one list")
-                prompts.append(item)
+        kinds = set() if isinstance(given, str) else set(map(type, given))
+        if int in kinds and len(kinds) > 1:
+            refuse("prompt", "token ids and prompts are mixed in one list")
+        is_one = isinstance(given, str) or int in kinds
+        prompts = cast(list[Prompt], [given] if is_one else given)
         if not prompts or not all(prompts):
             refuse("prompt", "it is empty")
         return prompts

@@ -153,15 +153,19 @@ class Recent:
         """`latency_s`: from admission to the last token."""
         self._ended.append((now_s, latency_s, num_tokens))
 
-    def since(self, span_s: float = RECENT_S) -> tuple[float, list[float], int]:
+    def figures(self) -> tuple[float, list[float], int]:
         """(seconds that were looked at, latencies of who ended in them, their tokens)."""
-        now_s = time.perf_counter()
-        while self._ended and self._ended[0][0] < now_s - span_s:
-            self._ended.popleft()
-        seconds = min(span_s, now_s - self._ended[0][0]) if self._ended else span_s
+        seconds = self._forget()
         return seconds, [latency_s for _, latency_s, _ in self._ended], sum(tokens for *_, tokens in self._ended)
 
     def rate_per_s(self) -> float | None:
         """Requests that end a second; None: too few to tell."""
-        seconds, latencies, _ = self.since()
-        return (len(latencies) - 1) / seconds if len(latencies) > 1 and seconds > 0 else None
+        seconds = self._forget()
+        return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
+
+    def _forget(self) -> float:
+        """Leave out who ended too long ago; seconds that the others tell of."""
+        now_s = time.perf_counter()
+        while self._ended and self._ended[0][0] < now_s - RECENT_S:
+            self._ended.popleft()
+        return min(RECENT_S, now_s - self._ended[0][0]) if self._ended else RECENT_S
