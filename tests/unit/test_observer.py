@@ -89,6 +89,26 @@ def test_a_clock_that_flips_every_second_is_one_pace() -> None:
     assert max(ratios) / min(ratios) < 1.1
 
 
+def test_a_slower_machine_is_noticed_within_seconds_and_a_faster_one_is_made_sure_of() -> None:
+    for slowdown, seconds in ((1.2, 3.0), (0.7, 1.2 * PACE_MEMORY_S)):
+        observer = Observer(fake_plan())
+        finish(observer, 1)
+        end_s = step(observer.pace, seconds / 2, slowdown, step_s=0.01)
+        assert observer.slowdown is None and not observer.is_due(end_s)
+        end_s = step(observer.pace, seconds / 2, slowdown, end_s, 0.01)
+        assert observer.slowdown == pytest.approx(slowdown, rel=0.01)
+        # Looks at lengths count endings; a machine that uses up the headroom is reason enough.
+        assert observer.is_due(end_s) == (slowdown > 1) and not observer.is_due(end_s + 0.1)
+
+
+def test_a_pace_that_goes_up_and_down_is_not_taken_for_a_slower_one() -> None:
+    observer, end_s = Observer(fake_plan()), 0.0
+    for stretch in range(12):
+        end_s = step(observer.pace, 0.5, (0.8, 1.3)[stretch % 2], end_s, 0.01)
+        assert observer.slowdown is None
+    assert 0.8 < observer.pace.least_ratio < 1.05
+
+
 def test_a_ratio_within_the_spread_is_one() -> None:
     reference = ProfileRef(source="measured", sha256="0", spread=0.3, slowdown=2.0)
     assert slowdown_to_plan_with(reference, None) == 2

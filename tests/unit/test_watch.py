@@ -1,6 +1,7 @@
 """A served plan that is watched: observed on every surface, judged when lengths change, gone over from."""
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.fakes import SPEC, FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
-from xgpt.app.replanning import BackgroundPlanner, observe_source
+from xgpt.app.replanning import NICENESS, BackgroundPlanner, observe_source
 from xgpt.errors import InputError, MachineError
 from xgpt.observation import observe, observe_lengths
 from xgpt.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
@@ -148,7 +149,13 @@ def test_planning_runs_in_a_process_of_its_own() -> None:
         planner = BackgroundPlanner(plan, of.profile)
         assert (planner.predict_s(plan, [(0, 10, 1)], [20, 30]) or 0) > 0
         try:
-            return [await planner.propose(plan, longer) for _ in range(2)]
+            proposals = [await planner.propose(plan, longer) for _ in range(2)]
+            assert planner._process is not None
+            pid = planner._process.pid
+            # Niceness counts among the processes of a session.
+            assert os.getsid(pid) == os.getsid(0) and os.getpgid(pid) != os.getpgid(0)
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+            return proposals
         finally:
             await planner.close()
 

@@ -22,7 +22,7 @@ from xgpt.schema import Decision, Observation, Plan, Profile, Proposal
 if TYPE_CHECKING:
     from xscheduler.regret import Terms
 
-NICENESS = 15
+NICENESS = 10
 """Of the planning process: what serves goes first."""
 PATIENCE_S = 120.0
 """How long planning may take before it is given up."""
