@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Step
@@ -150,14 +150,14 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
     return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
 
 
-def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> FastAPI:
+def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> Starlette:
     """The endpoint of model "fake"; `options` go to create_app."""
     defaults: dict[str, Any] = {"model_name": "fake", "tokenizer": None, "eos_token_ids": ()}
     return create_app(EngineThread(engine, watch=watch or Watch(fake_plan())), spec=SPEC, **defaults | options)
 
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[str]:
+def running(app: Starlette) -> Iterator[str]:
     """A server for the app in a thread; yields its URL."""
     # No logging set-up of uvicorn's own: its records reach the tests' log.
     config = uvicorn.Config(app, log_level="warning", log_config=None, timeout_graceful_shutdown=1)

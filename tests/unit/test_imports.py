@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 """Longest prefix wins."""
 
 MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure", "xprofiler.ranks")
-HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "fastapi", "transformers", "matplotlib"}
+HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "starlette", "transformers", "matplotlib"}
 
 
 def may_import_torch(module: str) -> bool:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.vllm.plans import waa_plan
-from xrunner.vllm.front import Front
+from xrunner.vllm.front import Front, create_app
 
 Lane = Callable[[httpx.Request], httpx.Response]
 PROMPTS = [[number] * 8 for number in range(1, 11)]
@@ -98,3 +98,19 @@ def test_a_lane_that_is_not_there_is_not_healthy() -> None:
         raise httpx.ConnectError("nobody listens")
 
     assert not asyncio.run(front_of(refuse, refuse).lanes_answer())
+
+
+def test_the_endpoint_says_what_it_is_and_which_lane_is_missing() -> None:
+    async def ask() -> list[httpx.Response]:
+        app = create_app(waa_plan(), "http://127.0.0.1:9", "http://127.0.0.1:9")
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as to:
+            bodies = [{"prompt": prompt, "max_tokens": 2} for prompt in ([1, 2], "text")]
+            completions = [await to.post("/v1/completions", json=body) for body in bodies]
+            return [await to.get("/v1/models"), await to.get("/health"), *completions]
+
+    models, health, no_lane, no_ids = asyncio.run(ask())
+    assert [(model["id"], model["owned_by"]) for model in models.json()["data"]] == [("opt-125m", "vllm")]
+    assert health.status_code == 503
+    assert no_lane.status_code == 502 and "the encode lane does not answer" in no_lane.json()["error"]["message"]
+    assert no_ids.status_code == 400

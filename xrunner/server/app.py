@@ -10,10 +10,10 @@ from inspect import isawaitable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from xgpt.pages import render_live
 from xgpt.schema import ModelSpec
@@ -39,7 +39,7 @@ def create_app(
     limits: Limits | None = None,
     keys: ApiKeys | None = None,
     hosts: AllowedHosts | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The endpoint; the engine's thread runs from the app's startup to its shutdown.
 
     Args:
@@ -55,7 +55,7 @@ def create_app(
     live = None if engine_thread.watch is None else Live(engine_thread, engine_thread.watch)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine_thread.start()
         sampling = None if live is None else asyncio.create_task(live.run())
         try:
@@ -65,22 +65,23 @@ def create_app(
                 sampling.cancel()
             await engine_thread.stop()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app = Starlette(lifespan=lifespan)
+    app.router.redirect_slashes = False
     app.state.engine_thread = engine_thread
     app.add_middleware(Guard, keys=keys, hosts=hosts)
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
+    async def refused(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        assert isinstance(error, ApiError)
         return error_response(error)
 
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, __: ClientDisconnect) -> Response:
+    async def gone(_: Request, __: Exception) -> Response:
         return Response()  # nobody reads it; the client has left in the middle of its request
 
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_route("/v1/completions", service.complete, methods=["POST"])
     app.add_route("/v1/chat/completions", service.chat, methods=["POST"])
 

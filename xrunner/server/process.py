@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from xgpt.errors import MachineError
 from xrunner.server.engine_thread import EngineThread
@@ -21,7 +21,7 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def serve(app: FastAPI, host: str, port: int, *, drain_s: float = DRAIN_S) -> None:
+def serve(app: Starlette, host: str, port: int, *, drain_s: float = DRAIN_S) -> None:
     """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 takes a free one.
 
     After the first signal no new request is taken in; what runs has `drain_s` seconds to end, then it ends with an

@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
-from fastapi import Request as HttpRequest
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from xgpt import policies
 from xgpt.errors import InputError
@@ -169,11 +169,11 @@ class Front:
         return None
 
 
-def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
+def create_app(plan: Plan, encode_url: str, decode_url: str) -> Starlette:
     """The endpoint: completions of token ids, streamed or not, as the decode lane answers them."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # A connection for each request: vLLM closes those that are idle for seconds, perhaps as one is taken up again.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=10.0)
@@ -184,9 +184,8 @@ def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
             app.state.front = Front(plan, encode, decode)
             yield
 
-    app = FastAPI(title=f"{plan.model.name} on two lanes", lifespan=lifespan)
+    app = Starlette(lifespan=lifespan)
 
-    @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         try:
             body = msgspec.json.decode(await http.body(), type=dict[str, Any])
@@ -205,19 +204,21 @@ def create_app(plan: Plan, encode_url: str, decode_url: str) -> FastAPI:
         media_type = "text/event-stream" if body.get("stream") else "application/json"
         return StreamingResponse(all_pieces(), media_type=media_type)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models(_: HttpRequest) -> Response:
         # What the decode lane's vLLM is told in a request, it is told through us: clients shall take us for it.
-        return {"object": "list", "data": [{"id": plan.model.name, "object": "model", "owned_by": "vllm"}]}
+        model = {"id": plan.model.name, "object": "model", "owned_by": "vllm"}
+        return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(_: HttpRequest) -> Response:
         return Response(status_code=200 if await app.state.front.lanes_answer() else 503)
 
-    @app.get("/hand_over")
-    async def hand_over() -> dict[str, list[float]]:
-        return {"seconds": app.state.front.hand_over.seconds}
+    async def hand_over(_: HttpRequest) -> Response:
+        return JSONResponse({"seconds": app.state.front.hand_over.seconds})
 
+    app.add_route("/v1/completions", completions, methods=["POST"])
+    app.add_route("/v1/models", models)
+    app.add_route("/health", health)
+    app.add_route("/hand_over", hand_over)
     return app
 
 
