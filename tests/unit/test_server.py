@@ -215,7 +215,7 @@ def test_a_crash_is_visible(caplog: pytest.LogCaptureFixture) -> None:
 def test_tokens_before_a_crash_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     next_token = Answer._next
 
-    async def late(answer: Answer) -> Delta | None:
+    async def late(answer: Answer) -> list[Delta]:
         time.sleep(0.05)  # the loop is busy: the engine fails before any token is read
         return await next_token(answer)
 

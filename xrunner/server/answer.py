@@ -155,24 +155,25 @@ class Answer(Response):
             raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
         return promise
 
-    async def _next(self) -> Delta | None:
-        """What the next token adds; None where its choice has ended before.
+    async def _next(self) -> list[Delta]:
+        """What the next tokens of a choice add; nothing where it has ended before.
 
         Raises:
             ApiError: no more tokens will come.
         """
-        item = await self._inbox.get()
-        if isinstance(item, ApiError):
-            raise item
-        choice = self._choices[item.id]
+        tokens = await self._inbox.get()
+        if isinstance(tokens, ApiError):
+            raise tokens
+        id_ = tokens[0].id
+        choice = self._choices[id_]
         if choice.finish:
-            return None
-        delta = choice.push(item)
+            return []
+        deltas = [choice.push(token) for token in tokens]
         if choice.finish:
             self._num_running -= 1
-            if item.finish is None:
-                self._engine_thread.cancel(self._streams[item.id], finish_reason=choice.finish)
-        return delta
+            if tokens[-1].finish is None:
+                self._engine_thread.cancel(self._streams[id_], finish_reason=choice.finish)
+        return deltas
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -200,11 +201,11 @@ class Answer(Response):
                 chunks: list[bytes] = []
                 while not chunks or (self._num_running and not self._inbox.empty()):
                     try:
-                        delta = await self._next()
+                        deltas = await self._next()
                     except ApiError as error:
                         failure = error
                         break
-                    if delta is not None:
+                    for delta in deltas:
                         timings = None if self._num_running else self._timings()
                         num_tokens += 1
                         chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,8 +33,9 @@ LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 logger = logging.getLogger(__name__)
 
 
-Inbox = asyncio.Queue[Token | ApiError]
-"""Where the tokens of one caller's requests arrive, in the order of the engine's steps, or why none will come."""
+Inbox = asyncio.Queue[Sequence[Token] | ApiError]
+"""Where the tokens of one caller's requests arrive, in the order of the engine's steps, or why none will come: one at a
+time, or of a request that holds them all at once."""
 
 
 class Promise(NamedTuple):
@@ -295,12 +296,12 @@ class EngineThread:
                 metrics.requests.labels(token.finish).inc()
                 self._note_deadline(stream, end_s)
                 self._end(stream)
-            if stream.held is not None:
-                stream.held.append(token)
-                if token.finish is None:
-                    continue
-            for ready in stream.held or (token,):
-                stream.inbox.put_nowait(ready)
+            if stream.held is None:
+                stream.inbox.put_nowait((token,))
+                continue
+            stream.held.append(token)
+            if token.finish is not None:
+                stream.inbox.put_nowait(stream.held)
         # A step that others overlapped was scheduled before the engine was last asked for one.
         scheduled_s = min((record.start_ns / 1e9 for record in records), default=start_s)
         self._backlog.begin((*encoding, *(token.id for token in tokens)), scheduled_s, end_s)

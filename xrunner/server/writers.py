@@ -34,7 +34,7 @@ class TokenReport:
     top: list[tuple[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What a token adds to a choice."""
 
