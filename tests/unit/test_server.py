@@ -3,12 +3,15 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.fakes import (
     FakeExecutor,
@@ -24,6 +27,7 @@ from tests.fakes import (
 from xgpt.errors import MachineError
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.answer import Answer
+from xrunner.server.metrics import Histogram
 from xrunner.server.writers import Delta
 
 PROMPT = [5, 6, 7]
@@ -171,6 +175,17 @@ def test_models_plan_health_metrics(url: str) -> None:
     before = [metric(url, name) for name in names]
     post(url, max_tokens=4)
     assert [metric(url, name) - b for name, b in zip(names, before, strict=True)] == [4, 1, 4]
+
+
+def test_histograms_read_as_prometheus_own() -> None:
+    def shown(kind: Callable[..., Any]) -> list[str]:
+        registry = CollectorRegistry()
+        histogram = kind("seconds", "Of something.", buckets=(0.001, 0.5, 1.0, 25.0), registry=registry)
+        for value in (0.0, 0.001, 0.0011, 1 / 3, 0.5, 25.0, 1e9):
+            histogram.observe(value)
+        return [line for line in generate_latest(registry).decode().splitlines() if "_created " not in line]
+
+    assert shown(Histogram) == shown(prometheus_client.Histogram)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,6 +65,12 @@ class Answer(Response):
         self._stop_token_ids = ends if runs_on else ends | eos_token_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._submit()
+        except ApiError as error:
+            self._note("refused")
+            await error_response(error)(scope, receive, send)
+            return
         write = self._events if self._request.stream else self._whole
         answer = asyncio.ensure_future(write(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -177,7 +183,6 @@ class Answer(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._submit()
             while self._num_running:
                 await self._next()
         except ApiError as error:
@@ -194,33 +199,29 @@ class Answer(Response):
         has_begun = False
         num_tokens = 0
         failure: ApiError | None = None
-        try:
-            self._submit()
-            while self._num_running and failure is None:
-                # All that has come meanwhile goes into one write, also where a failure came behind it.
-                chunks: list[bytes] = []
-                while not chunks or (self._num_running and not self._inbox.empty()):
-                    try:
-                        deltas = await self._next()
-                    except ApiError as error:
-                        failure = error
-                        break
-                    for delta in deltas:
-                        timings = None if self._num_running else self._timings()
-                        num_tokens += 1
-                        chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))
-                if not chunks:
+        while self._num_running and failure is None:
+            # All that has come meanwhile goes into one write, also where a failure came behind it.
+            chunks: list[bytes] = []
+            while not chunks or (self._num_running and not self._inbox.empty()):
+                try:
+                    deltas = await self._next()
+                except ApiError as error:
+                    failure = error
                     break
-                if not self._num_running:
-                    chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
-                sampled_s = self._take_unwritten()
-                if not has_begun:
-                    has_begun = True
-                    await send(_EVENT_STREAM_HEAD)
-                await _send_body(send, b"".join(chunks), more=bool(self._num_running))
-                self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
-        except ApiError as error:
-            failure = error
+                for delta in deltas:
+                    timings = None if self._num_running else self._timings()
+                    num_tokens += 1
+                    chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))
+            if not chunks:
+                break
+            if not self._num_running:
+                chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
+            sampled_s = self._take_unwritten()
+            if not has_begun:
+                has_begun = True
+                await send(_EVENT_STREAM_HEAD)
+            await _send_body(send, b"".join(chunks), more=bool(self._num_running))
+            self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         if failure is not None:
             if has_begun:
                 await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
+from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from xgpt.schema import Decision
 from xgpt.workload import mean
@@ -130,6 +135,32 @@ class Metrics:
                 gauge.set(value)
             self._arrivals.set(observation.arrival_rate_per_s or NAN)
         return generate_latest(self._registry)
+
+
+class Histogram(Collector):
+    """Observations counted in buckets, from one thread; named and shown as prometheus_client's own is.
+
+    That one looks at each bucket and takes two locks, which is five times the work; and each token is observed.
+    """
+
+    def __init__(self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self._edges = (*buckets, inf)
+        self._counts = [0] * len(self._edges)
+        self._sum = 0.0
+        self._created_s = time.time()
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._edges, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        below = accumulate(self._counts)
+        buckets = [(floatToGoString(edge), count) for edge, count in zip(self._edges, below, strict=True)]
+        family = HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+        family.add_sample(f"{self._name}_created", {}, self._created_s)
+        yield family
 
 
 class _Processes(Collector):
