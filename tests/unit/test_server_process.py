@@ -46,6 +46,18 @@ def test_serve_until_a_signal(sent: signal.Signals, says: str) -> None:
     assert (process.returncode, out, err) == (0, says, "")
 
 
+def test_a_head_without_end_is_not_read_on() -> None:
+    process, url = start()
+    with process, socket.create_connection(url.removeprefix("http://").split(":")) as connection:
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+            for _ in range(100):
+                connection.sendall(b"x" * 1_000_000)
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=10).status_code == 200
+        process.terminate()
+        process.communicate(timeout=20)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_second_ctrl_c_ends_at_once_and_quietly(stream: bool) -> None:
     process, url = start()

@@ -36,6 +36,7 @@ def serve(app: Starlette, host: str, port: int, *, drain_s: float = DRAIN_S) -> 
         log_level="warning",
         access_log=False,
         server_header=False,
+        http="h11",  # httptools, taken where it is installed, reads a request's head however long it is
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(drain_s)),
