@@ -24,7 +24,7 @@ PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "stati
 CPU_DTYPE: DType = "float32"
 """What models run in on a CPU: half precision is emulated there."""
 
-PROFILE_GENERATION = 3
+PROFILE_GENERATION = 4
 """To be raised whenever steps are executed, or measured, in another way: older cached profiles are not read then."""
 
 
