@@ -42,8 +42,8 @@ from xrunner.worker import Worker, build_worker
 
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048)
-"""Close together where decode batches are: matrix kernels take rows by the dozen or so, and ten cost more than what eight
-and sixteen do would let one think (11% of a step)."""
+"""Close together where decode batches are: matrix kernels take rows by the dozen or so, and ten cost up to a tenth of a
+step more than what eight and sixteen do would let one think."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Half a block short of whole blocks: kernels read whole ones, and that is what they read too much on average."""

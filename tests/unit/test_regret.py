@@ -103,9 +103,10 @@ def test_in_doubt_of_the_bound_a_swap_that_costs_next_to_nothing_is_made() -> No
     assert few.plan is not None and few.gain >= -0.05
     assert few.plan.estimate.latency_s < 0.7 * few.running.latency_s
     assert not many.switch
-    assert not judge(few.plan, PROFILE, lengths, 100, Terms(caution=1e-6)).switch
-    # Where caution costs more than the terms allow, the plan stays.
-    assert not judge(plan, PROFILE, lengths, 100, Terms(caution=-0.1)).switch
+    assert not judge(few.plan, PROFILE, lengths, 100, Terms(caution=((2.0, 1e-6), (1.0, 1e-6)))).switch
+    # Where caution costs more than the terms allow, half of it may do, or the plan stays.
+    assert judge(plan, PROFILE, lengths, 100, Terms(caution=((2.0, -0.1), (1.0, 0.05)))).switch
+    assert not judge(plan, PROFILE, lengths, 100, Terms(caution=((2.0, -0.1), (1.0, -0.1)))).switch
 
 
 def test_a_placement_changes_only_where_that_repays_its_pause() -> None:
