@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from functools import cache
 from urllib.parse import urlsplit
 
 import h11
@@ -19,6 +20,12 @@ READ_BYTES = 1 << 16
 
 Failure = (OSError, h11.ProtocolError)
 """What an exchange fails with: nobody answers, in time or as HTTP has it, or the answer breaks off."""
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all connections: it reads the certificates of a hundred authorities."""
+    return ssl.create_default_context()
 
 
 class Connection:
@@ -39,7 +46,7 @@ class Connection:
             host = port = None
         if not host or parts.scheme not in ("http", "https"):
             raise InputError("url", url, "it must be as http://HOST:PORT")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = _tls() if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
         self._host = parts.netloc.rpartition("@")[2]

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +158,9 @@ class BackgroundPlanner:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(self._profile_json.encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(OSError):  # it has ended: the first question will say so
+            self._process.stdin.write(self._profile_json.encode() + b"\n")
+            self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
         if len(plan.stages) > 1:
@@ -189,7 +191,8 @@ class BackgroundPlanner:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                pipe.close()
+                with suppress(OSError):  # what it has not read
+                    pipe.close()
 
     def _ask(self, plan: Plan, observation: Observation) -> dict[str, Any]:
         if self._process is None:
@@ -218,10 +221,9 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 def main() -> None:
     """Answer questions until there are none: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
+    profile = Profile.model_validate_json(sys.stdin.readline())
     for module in ("xgpt.app.verifying", "xscheduler.regret"):
         import_module(module)  # what `propose` needs, before the first question
-
-    profile = Profile.model_validate_json(sys.stdin.readline())
     for line in sys.stdin:
         question = json.loads(line)
         try:
