@@ -16,6 +16,7 @@ from xgpt.errors import InfeasibleError
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import (
     ChunkedSettings,
+    Constraint,
     Histogram,
     OrcaSettings,
     Outcome,
@@ -50,6 +51,8 @@ class Terms:
             quantiles of few requests are mostly chance. The bound counts as broken where even the lowest breaks it.
         caution: (standard deviations, share of throughput): so much is given for a plan that keeps the bound even if
             the quantile lies so much higher, where the running one would not. The likelier that is, the more.
+        near: latency, over the nearest that anything keeps, up to which the running plan stays where nothing keeps the
+            bound.
         horizon_s: time in which a change of placement must repay its pause.
         load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
     """
@@ -57,6 +60,7 @@ class Terms:
     least_gain: float = 0.05
     confidence: float = 2.0
     caution: tuple[tuple[float, float], ...] = ((2.0, 0.05), (1.0, 0.15))
+    near: float = 1.1
     horizon_s: float = 600.0
     load_bytes_per_s: float = 2e9
 
@@ -154,6 +158,20 @@ def judge(
     try:
         found = _best_of_each(problem, kinds, ratio_of_others)
     except InfeasibleError as error:
+        if breaks and bound is not None and error.nearest_bound_s is not None:
+            goal_s = terms.near * ratio_of_others * error.nearest_bound_s
+            if bound < goal_s < now["latency"]:
+                relaxed = plan.constraint.model_copy(update={"latency_bound_s": goal_s})
+                near = judge(
+                    plan.model_copy(update={"constraint": relaxed}),
+                    profile,
+                    observed,
+                    weight,
+                    terms,
+                    ratio=ratio,
+                    ratio_of_others=ratio_of_others,
+                )
+                return _although_broken(near, plan.constraint)
         return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
     others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
     other = max(others, key=_throughput)
@@ -200,6 +218,20 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
+
+
+def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
+    """What was found under a bound that can be kept, for a plan whose own can not; that stays its aim."""
+    bound, best, plan = constraint.latency_bound_s, near.best, near.plan
+    assert best is not None and plan is not None
+    return replace(
+        near,
+        running=near.running.model_copy(update={"keeps_bound": False}),
+        best=best.model_copy(update={"keeps_bound": False}),
+        plan=plan.model_copy(update={"constraint": constraint}),
+        breaks_bound=True,
+        reason=f"nothing keeps the bound of {bound:g} s; {best.latency_s:.3g} s are near to what can be kept",
+    )
 
 
 def _careful(

@@ -89,6 +89,21 @@ def test_few_requests_do_not_prove_a_broken_bound() -> None:
     assert not judge(plan, PROFILE, lengths, 20).breaks_bound
 
 
+def test_where_nothing_keeps_the_bound_the_plan_comes_near_to_what_can_be_kept() -> None:
+    plan = plan_of("rra", 6.0)
+    verdict = judge(plan, PROFILE, plan.workload, 1000, slowdown=30.0)
+    assert verdict.breaks_bound and verdict.switch and verdict.plan is not None and verdict.best is not None
+    assert not verdict.best.keeps_bound and "nothing keeps" in verdict.reason
+    assert verdict.best.latency_s < 0.8 * verdict.running.latency_s
+    assert verdict.plan.constraint == plan.constraint  # which is aimed at again as soon as it can be kept
+    again = judge(verdict.plan, PROFILE, plan.workload, 1000)
+    assert again.breaks_bound and not again.switch
+    assert (
+        judge(verdict.plan, PROFILE, plan.workload, 1000, slowdown=1.0).best
+        == judge(plan, PROFILE, plan.workload, 1000).best
+    )
+
+
 def test_in_doubt_of_the_bound_a_swap_that_costs_next_to_nothing_is_made() -> None:
     plan = plan_of("chunked", 6.0)
     plan = plan.model_copy(
