@@ -171,7 +171,8 @@ def judge(
                     ratio=ratio,
                     ratio_of_others=ratio_of_others,
                 )
-                return _although_broken(near, plan.constraint)
+                if near.plan is not None:  # else something besides the latency binds, too
+                    return _although_broken(near, near.plan, plan.constraint)
         return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
     others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
     other = max(others, key=_throughput)
@@ -220,10 +221,10 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
 
 
-def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
+def _although_broken(near: Verdict, plan: Plan, constraint: Constraint) -> Verdict:
     """What was found under a bound that can be kept, for a plan whose own can not; that stays its aim."""
-    bound, best, plan = constraint.latency_bound_s, near.best, near.plan
-    assert best is not None and plan is not None
+    bound, best = constraint.latency_bound_s, near.best
+    assert best is not None
     return replace(
         near,
         running=near.running.model_copy(update={"keeps_bound": False}),

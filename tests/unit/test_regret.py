@@ -104,6 +104,13 @@ def test_where_nothing_keeps_the_bound_the_plan_comes_near_to_what_can_be_kept()
     )
 
 
+def test_where_another_bound_cannot_be_kept_either_the_plan_stays() -> None:
+    plan = plan_of("rra", 6.0)
+    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"ttft_s": 0.2})})
+    verdict = judge(plan, PROFILE, plan.workload, 1000, slowdown=100.0)
+    assert verdict.breaks_bound and not verdict.switch and verdict.plan is None
+
+
 def test_in_doubt_of_the_bound_a_swap_that_costs_next_to_nothing_is_made() -> None:
     plan = plan_of("chunked", 6.0)
     plan = plan.model_copy(

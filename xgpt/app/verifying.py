@@ -236,8 +236,10 @@ def judged(
         verdict = replace(verdict, plan=_seen(verdict.plan, seen_s), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
-        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
         reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
+        if not best.keeps_bound:
+            break  # it was found for want of one that keeps the bound, so there is none under a tighter one
+        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
     return replace(verdict, switch=False, reason=reason)
 
 
