@@ -1,8 +1,4 @@
-"""What a running plan loses under other lengths than it was made for, and whether to change it.
-
-Assumptions: requests wait (saturation), and the running plan keeps its resolved numbers: rra encodes the planned
-prompt tokens a phase, whatever the number of requests that bring them.
-"""
+"""What a running plan loses under other lengths than it was made for, and whether to change it."""
 
 from __future__ import annotations
 
@@ -10,32 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
-import numpy as np
-
 from xgpt.errors import InfeasibleError
-from xgpt.policies.rule import ADJUSTMENT
-from xgpt.schema import (
-    ChunkedSettings,
-    Constraint,
-    Histogram,
-    OrcaSettings,
-    Outcome,
-    Plan,
-    Profile,
-    RraSettings,
-    SingleLaneSettings,
-    StaticSettings,
-    WaaSettings,
-    Workload,
-)
-from xgpt.workload import decoding_share
+from xgpt.schema import Constraint, Outcome, Plan, Profile, Workload
 from xscheduler.placement import Placement
 from xscheduler.schedule import Problem, Scheduler
 from xscheduler.space import POLICIES
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.lane import lanes_of
-from xsimulator.lengths import Lengths
-from xsimulator.memory import capacity
+from xscheduler.under import at_pace, under, within_context
 
 SWAPPABLE = ("rra", "chunked", "orca")
 """Policies among which an engine goes over between two steps; a static batch must end first, and waa's lanes empty."""
@@ -214,13 +190,6 @@ def judge(
     return verdict(best, is_swap=is_swap, gain=gain, pause_s=pause_s, switch=switch, reason=reason)
 
 
-def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """The plan with steps that last so many times as long as its profile says; None: as they do."""
-    if slowdown is None:
-        return plan
-    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
-
-
 def _although_broken(near: Verdict, plan: Plan, constraint: Constraint) -> Verdict:
     """What was found under a bound that can be kept, for a plan whose own can not; that stays its aim."""
     bound, best = constraint.latency_bound_s, near.best
@@ -337,98 +306,3 @@ def _in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
             "search": best.search,
         }
     )
-
-
-def within_context(workload: Workload, max_context: int) -> Workload:
-    """The workload with its longest outputs and inputs cut, so that any input goes with any output.
-
-    Each request fitted; the longest input came with a shorter output than the longest. What outputs were allowed but
-    did not take goes first: a chat without a limit may fill the context.
-    """
-    workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
-    room = max_context - workload.output.lengths[-1]
-    if workload.input.lengths[-1] <= room:
-        return workload
-    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
-    rest = 1 - sum(p for _, p in kept)
-    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
-    return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
-
-
-def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Outputs, with what is allowed beyond the longest that came cut to the room that the longest input leaves."""
-    output = workload.output
-    room = max_context - workload.input.lengths[-1]
-    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
-        return output
-    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
-    if room > lengths[-1]:
-        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
-    return Histogram(lengths=lengths, probabilities=probabilities)
-
-
-def under(plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0) -> dict[str, float]:
-    """What a plan does under other lengths, its resolved numbers kept.
-
-    Args:
-        ratio: what the closed form's latency is multiplied by.
-    """
-    lengths = Lengths(workload)
-    lanes = lanes_of(plan, profile)
-    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
-    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv))
-    inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
-    if isinstance(plan.policy, WaaSettings):
-        two = TwoLaneModel(lanes["encode"], lanes["decode"], lengths, quantile)
-        cap = min(plan.policy.max_decode_batch, int(inside))
-        batch = min(plan.estimate.encode_tokens / lengths.mean_input, cap)
-        micro = plan.policy.decode_microbatches
-        found = two.evaluate(encode_batch=batch, max_decode_batch=cap, decode_microbatches=micro).at(0)
-    else:
-        found = _under_one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
-    return found | {"throughput": plan.replicas * found["throughput"], "latency": ratio * found["latency"]}
-
-
-def _under_one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneModel, inside: float) -> dict[str, float]:
-    """Args:
-    inside: requests that K/V memory holds.
-    """
-    match settings:
-        case RraSettings() as rra:
-            batch = _encode_batch(plan, rra, model)
-            peak = _rra(model, rra, batch)["peak_requests"]
-            return _rra(model, rra, min(batch, batch * inside / peak))
-        case OrcaSettings() as orca:
-            most = min(orca.max_batch, int(inside))
-            return model.evaluate("orca", max_batch=most, microbatches=orca.microbatches).at(0)
-        case ChunkedSettings() as chunked:
-            most, budget = min(chunked.max_batch, int(inside)), chunked.token_budget
-            micro = chunked.microbatches
-            return model.evaluate("chunked", max_batch=most, token_budget=budget, microbatches=micro).at(0)
-        case StaticSettings() as static:
-            return model.estimate(static.model_copy(update={"batch": min(static.batch, int(inside))}))
-
-
-def _rra(model: OneLaneModel, settings: RraSettings, encode_batch: float) -> dict[str, float]:
-    return model.evaluate(
-        "rra",
-        encode_batch=encode_batch,
-        decode_iterations=settings.decode_iterations,
-        microbatches=settings.microbatches,
-    ).at(0)
-
-
-def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> float:
-    """Requests a phase that the planned prompt tokens come to under the model's lengths.
-
-    Where more or fewer requests than planned stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch
-    settles at the threshold, or as far from its target as the adjustment reaches.
-    """
-    estimate = plan.estimate
-    batch = estimate.encode_tokens / model.lengths.mean_input
-    one = _rra(model, settings, batch)
-    carried_each = max(one["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
-    planned = estimate.decode_batch - settings.encode_batch * decoding_share(plan.workload)
-    slack = ADJUSTMENT * estimate.decode_batch
-    low, high = ((planned + sign * slack) / carried_each for sign in (-1, 1))
-    return float(np.clip(np.clip(batch, low, high), (1 - ADJUSTMENT) * batch, (1 + ADJUSTMENT) * batch))

@@ -12,8 +12,9 @@ from xgpt.app.replanning import BackgroundPlanner, propose
 from xgpt.io import sha256
 from xgpt.observer import ENOUGH_STEPS, PACE_MEMORY_S, Observer, Pace, differs, slowdown_to_plan_with
 from xgpt.schema import Observation, Plan, ProfileRef
-from xscheduler.regret import judge, under
+from xscheduler.regret import judge
 from xscheduler.schedule import Scheduler
+from xscheduler.under import under
 
 OF = problem("opt-13b", "h200x1", "summarization", 4.0)
 

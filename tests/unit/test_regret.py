@@ -16,8 +16,9 @@ from xgpt.policies import build
 from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Plan, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
-from xscheduler.regret import Terms, judge, under, within_context
+from xscheduler.regret import Terms, judge
 from xscheduler.schedule import Scheduler
+from xscheduler.under import under, within_context
 
 Kind = Literal["rra", "chunked", "orca", "static"]
 

@@ -216,7 +216,8 @@ def judged(
     The running plan is simulated, and what is to take over; where that breaks the bound, another is looked for under a
     tighter one.
     """
-    from xscheduler.regret import at_pace, judge, under, within_context
+    from xscheduler.regret import judge
+    from xscheduler.under import at_pace, under, within_context
 
     workload, weight = observation.workload, observation.weight
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
