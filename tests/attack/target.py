@@ -1,0 +1,204 @@
+"""A running `xgpt serve` that is attacked, and what its other clients feel meanwhile.
+
+Traffic goes to the loopback interface alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.placed import SPEC, Served, one_lane, plan, served, two_lanes
+from xgpt.schema import ModelSpec, Plan
+
+ADMIN_KEY = "attack-suite-key-0123456789"
+PROBE = {"prompt": [3, 50, 61, 72, 83], "max_tokens": 12, "temperature": 0}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+FLAVOURS: dict[str, Callable[[ModelSpec], Plan]] = {
+    "one": lambda model: plan(one_lane([1]), model=model),
+    "tp": lambda model: plan(one_lane([2]), model=model),
+    "waa": lambda model: plan(two_lanes([1], [1]), model=model),
+    "replicas": lambda model: plan(one_lane([1]), replicas=2, model=model),
+}
+"""Placements that are attacked, each on at most two cores."""
+
+
+@dataclass
+class Felt:
+    """What another client felt during an attack: seconds."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two tokens of a stream that ran throughout."""
+        return max(self.gaps_s, default=0.0)
+
+    @property
+    def slowest_health_s(self) -> float:
+        return max(self.health_s, default=0.0)
+
+
+@dataclass
+class Target:
+    """A server under attack."""
+
+    served: Served
+    model: str
+    headers: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        return self.served.url
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname and parts.port
+        return parts.hostname, parts.port
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = 60.0
+    ) -> tuple[int, bytes]:
+        """Status and body of one request; a body that is no bytes is sent as JSON. `headers` replace the key's."""
+        connection = HTTPConnection(*self.address, timeout=timeout_s)
+        try:
+            content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, content, self.headers if headers is None else headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Status and answer of a completion."""
+        status, body = self.ask("POST", "/v1/completions", {"model": self.model, **fields})
+        return status, json.loads(body)
+
+    def probe(self) -> list[int]:
+        """Greedy tokens of a fixed prompt: the same before, during and after every attack."""
+        status, answer = self.complete(**PROBE)
+        assert status == 200, answer
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the process that answers. Linux only."""
+        for line in Path(f"/proc/{self.served.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError("the server has ended")
+
+    @contextmanager
+    def felt(self) -> Iterator[Felt]:
+        """Another client beside the block: one stream after the other, and /health every 20 ms."""
+        felt, stop = Felt(), threading.Event()
+        threads = [threading.Thread(target=work, args=(felt, stop)) for work in (self._stream, self._health)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield felt
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+
+    def _stream(self, felt: Felt, stop: threading.Event) -> None:
+        body = {"model": self.model, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not stop.is_set():
+            connection = HTTPConnection(*self.address, timeout=60)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body).encode(), self.headers)
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    felt.failures.append(f"stream: {answer.status}")
+                    time.sleep(0.05)
+                    continue
+                last_s: float | None = None
+                while not stop.is_set() and (line := answer.readline()):
+                    if line.startswith(b"data: {"):
+                        now_s = time.perf_counter()
+                        if last_s is not None:
+                            felt.gaps_s.append(now_s - last_s)
+                        last_s = now_s
+            except OSError as error:
+                felt.failures.append(f"stream: {error!r}")
+                time.sleep(0.05)
+            finally:
+                connection.close()
+
+    def _health(self, felt: Felt, stop: threading.Event) -> None:
+        while not stop.is_set():
+            started_s = time.perf_counter()
+            try:
+                status, _ = self.ask("GET", "/health")
+                if status != 200:
+                    felt.failures.append(f"/health: {status}")
+            except OSError as error:
+                felt.failures.append(f"/health: {error!r}")
+            felt.health_s.append(time.perf_counter() - started_s)
+            stop.wait(0.02)
+
+
+@contextmanager
+def attacked(flavour: str, checkpoint: Path, directory: Path, *options: str, key: bool = True) -> Iterator[Target]:
+    """Serve one of FLAVOURS with these options until the end of the block.
+
+    Args:
+        checkpoint: as the fixture of that name gives it.
+        directory: for the plan and the keys.
+        key: whether the server demands one; `Target` sends it.
+    """
+    from xgpt.checkpoint import read_spec
+
+    model = read_spec(checkpoint)
+    what = FLAVOURS[flavour](model).model_copy(update={"checkpoint": str(checkpoint)})
+    headers = {"Content-Type": "application/json"}
+    if key:
+        keys = directory / "keys"
+        keys.write_text(f"{ADMIN_KEY}\n")
+        options += ("--api-key-file", str(keys))
+        headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+    with served(what, directory, *options) as running:
+        yield Target(running, model.name, headers)
+
+
+def save_checkpoint(directory: Path) -> Path:
+    """Seeded weights of `SPEC`'s shape with one token a byte and a chat template."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=SPEC.vocab_size,
+        hidden_size=SPEC.hidden_size,
+        word_embed_proj_dim=SPEC.hidden_size,
+        num_hidden_layers=SPEC.num_layers,
+        num_attention_heads=SPEC.num_heads,
+        ffn_dim=SPEC.ffn_size,
+        max_position_embeddings=SPEC.max_context,
+        tie_word_embeddings=False,
+        bos_token_id=2,
+        eos_token_id=2,
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
