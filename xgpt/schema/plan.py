@@ -19,6 +19,7 @@ KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
+Objective = Literal["arrivals", "saturated"]
 StageLane = Literal["both", "encode", "decode"]
 
 
@@ -28,7 +29,13 @@ class Constraint(Frozen):
     Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
     it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). `headroom` is the share of the
     bound that the planner leaves unused (`Profile.headroom`).
+
+    `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
+    keeps the bounds with waiting counted (`Capacity`); "saturated", throughput while requests always wait, with latency
+    counted from admission, as the papers do. Plans of files without it were made for the latter.
     """
+
+    objective: Objective = "saturated"
 
     latency_bound_s: PositiveFloat | None = None
     quantile: float = Field(default=0.99, gt=0, lt=1)
@@ -91,6 +98,31 @@ class JointLengths(Frozen):
     latency: float
 
 
+class Capacity(Frozen):
+    """The highest Poisson arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
+
+    A request keeps them where its time from arrival to the last token, that from arrival to the first token, and its
+    mean gap between tokens are within the bounds, headroom left. The rate is the highest at which the constraint's
+    quantile of `num_requests` simulated requests keeps them; the `warm_up_requests` before those are left out. Lengths
+    and gaps between arrivals are drawn from `seed`, the same at every rate.
+    """
+
+    rate_per_s: float
+    rate_under_tighter_per_s: float
+    """The same under bounds that are 5% tighter."""
+    rate_under_looser_per_s: float
+    """The same under bounds that are 5% looser."""
+    whole_s: float
+    """The quantile of the time from arrival to the last token at that rate."""
+    share_kept: float
+    """Share of the simulated requests that kept the bounds at that rate."""
+    closed_form_per_s: float | None = None
+    """The rate that the closed form predicted."""
+    num_requests: int
+    warm_up_requests: int
+    seed: int = 0
+
+
 class Estimate(Frozen):
     """What the simulator predicts for a plan at saturation."""
 
@@ -116,6 +148,8 @@ class Estimate(Frozen):
     """The highest Poisson rate at which the quantile of the whole time, waiting included, keeps the latency bound."""
     arrival_rate_gap: float | None = None
     """That rate is simulated, and the closed form's lies this share above it; None: it is the closed form's."""
+    capacity: Capacity | None = None
+    """None: no bound was given (any rate below the throughput is kept), or it has not been simulated."""
     joint_lengths: JointLengths | None = None
     """None: the workload is no trace, or its lengths are all alike."""
     warnings: tuple[str, ...] = ()
