@@ -291,7 +291,9 @@ class Engine:
             generation = self._generations[request.id]
             again.input_length, again.max_output = len(generation.prompt), generation.max_output
         self._schedule.submit(again)
-        self._arrivals.append(Arrival(request.id, again.input_length, again.max_output, request.arrival_ns))
+        self._arrivals.append(
+            Arrival(request.id, again.input_length, again.max_output, request.arrival_ns, request.deadline_ns)
+        )
 
     def _is_known(self, id_: int) -> bool:
         """Whether this token has been handed out before; counts it."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Request, Step
-from xgpt.schema import KvPromise
+from xgpt.schema import AdmissionOrder, KvPromise
 
 BLOCK_SIZE = 4
 
@@ -79,3 +79,18 @@ def test_a_request_too_long_can_never_fit() -> None:
 
 def test_cancelling_what_is_not_there_is_ignored() -> None:
     assert Pool(4, 4).cancel(7) == []
+
+
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "lpt", "edf", "das"])
+def test_a_fresh_pool_lets_requests_in_in_the_same_order(order: AdmissionOrder) -> None:
+    """A restart made every order first come, first served."""
+    pool = Pool(100, BLOCK_SIZE, order=order, row_tokens=20 if order == "das" else None)
+    requests = [Request(0, 9, 2, 0, 50), Request(1, 3, 8, 0, 90), Request(2, 5, 5, 0, 10), Request(3, 7, 1, 0, 20)]
+
+    def entered(pool: Pool) -> list[int]:
+        for request in requests:
+            pool.submit(request)
+        return [request.id for request in pool.waiting.ahead(4)]
+
+    assert type(pool.fresh().waiting) is type(pool.waiting)
+    assert entered(pool.fresh()) == entered(pool.fresh().fresh()) == entered(pool)

@@ -125,6 +125,23 @@ def test_a_log_begins_anew_and_replays() -> None:
     assert [record[2:] for record in replay(SCHEDULES["orca"](), after)] == [record[2:] for record in after]
 
 
+def test_deadlines_and_order_outlive_a_loss() -> None:
+    def schedule() -> Schedule:
+        return OneLane(LaneSettings(mix=True, max_batch=1), Pool(BLOCKS, BLOCK_SIZE, order="edf"))
+
+    log: list[StepRecord] = []
+    engine = Engine(schedule(), Counting((2,), resumes=True), clock=lambda: 0, on_step=log.append)
+    for id_, deadline_ns in ((0, 400), (1, 300), (2, 100), (3, 200)):
+        engine.submit(Generation(id_, (1000 * id_,), 3, deadline_ns=deadline_ns))
+    while engine.step() is not None:
+        pass
+    (again,) = [i for i, record in enumerate(log) if record.number == 0][1:]
+    after = log[again:]
+    assert [id_ for record in after for id_ in record.finished] == [2, 3, 1, 0]
+    assert {arrival.id: arrival.deadline_ns for arrival in after[0].arrivals} == {0: 400, 1: 300, 2: 100, 3: 200}
+    assert [record[2:] for record in replay(schedule(), after)] == [record[2:] for record in after]
+
+
 def test_workers_that_do_not_come_back_end_the_engine() -> None:
     with pytest.raises(MachineError, match="4 times within 60 s"):
         run("rra", Counting((3,), resumes=True, comes_back=False))

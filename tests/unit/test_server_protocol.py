@@ -7,6 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fakes import SPEC
+from xrunner.cluster import messages as m
+from xrunner.generation import Generation
 from xrunner.server.protocol import ApiError, check_tokens, parse_chat, parse_completion
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}
@@ -38,6 +40,12 @@ def error_of(**fields: object) -> ApiError:
         ({"temperature": "hot"}, "temperature", "Expected `float"),
         ({"top_p": 0}, "top_p", "> 0"),
         ({"top_k": -2}, "top_k", ">= -1"),
+        ({"top_k": 10**20}, "top_k", "<= 2147483647"),
+        ({"top_k": 2**31}, "top_k", "<= 2147483647"),
+        ({"max_tokens": 10**20}, "max_tokens", "<= 2147483647"),
+        ({"max_tokens": 2**31}, "max_tokens", "<= 2147483647"),
+        ({"output_length": 2**31}, "output_length", "<= 2147483647"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids", "<= 2147483647"),
         ({"min_p": 2}, "min_p", "<= 1"),
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "<= 128"),
@@ -121,6 +129,16 @@ def test_how_tokens_are_chosen() -> None:
     assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0, 0, 0.5, 0.1)
     assert (chosen.presence_penalty, chosen.frequency_penalty, chosen.logprobs) == (-1, 0, 0)
     assert parse_chat_with(logprobs=True).num_logprobs == 0
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1, 2**64, 2**64 + 128 * 0x9E3779B97F4A7C15])
+def test_whatever_is_asked_for_fits_a_control_message(seed: int) -> None:
+    sampling = parse(top_k=2**31 - 1).sampling(seed)
+    assert 0 <= sampling.seed < 2**64
+    beginning = m.Beginning.of(Generation(0, (1,), 4, sampling=sampling))
+    sent = m.decode_to_worker(m.encode(m.Transfer(1, [], [beginning])))
+    assert isinstance(sent, m.Transfer)
+    assert sent.begin[0].generation().sampling == sampling
 
 
 def test_context_and_memory_may_be_filled_to_the_last_token() -> None:

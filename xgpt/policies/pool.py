@@ -50,6 +50,8 @@ class Pool:
         self.kv = kv
         self.max_running = max_running
         self.hold_finished = hold_finished
+        self._order: AdmissionOrder = order
+        self._row_tokens = row_tokens
         self.encode_emits = True
         """Whether the step that ends a prompt makes its first output token, too."""
         self.prompt_blocks = kv_blocks
@@ -72,6 +74,8 @@ class Pool:
             kv=self.kv,
             max_running=self.max_running,
             hold_finished=self.hold_finished,
+            order=self._order,
+            row_tokens=self._row_tokens,
         )
 
     def add_batches(self, count: int) -> tuple[MicroBatch, ...]:

@@ -33,8 +33,10 @@ MAX_ITEMS = 1 << 18
 
 Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
-Count = Annotated[int, Meta(ge=1)]
-TokenId = Annotated[int, Meta(ge=0)]
+MAX_INT = 2**31 - 1
+"""No count and no token id of a request is larger: control messages and tensors hold 64 bits, arrays of indices 32."""
+Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -92,7 +94,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
@@ -132,12 +134,13 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         raise NotImplementedError
 
     def sampling(self, seed: int) -> SamplingParams:
+        """How tokens are chosen; of the seed, 64 bits count."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
-            seed=seed,
+            seed=seed % 2**64,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logprobs=self.num_logprobs,
@@ -168,7 +171,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
     prompt: str | list[int | str | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    best_of: Count | None = None
     echo: bool | None = None
     suffix: str | None = None
 
