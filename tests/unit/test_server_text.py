@@ -1,14 +1,18 @@
 """Text out of tokens: whole characters only, and nothing lost."""
 
 import json
+import random
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import byte_codec
 from xgpt.errors import InputError
-from xrunner.server.text import REPLACEMENT, Detokenizer, StopStrings, load_tokenizer
+from xrunner.server.text import REPLACEMENT, Detokenizer, StopStrings, TextCodec, load_tokenizer
 from xrunner.server.writers import ChatWriter, CompletionWriter, Delta
 
 CODEC = byte_codec()
@@ -46,6 +50,103 @@ def test_load_tokenizer(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+SPECIAL = ["<s>", "</s>", "<unk>"]
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog. don't stop, it's 5 o'clock!",
+    "Größe, naïve café €5 日本語 テスト 😀 👩\u200d👩\u200d👧 ok",
+    " multiple   spaces\n\nnewlines\t",
+)
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 has it: a space that is a letter, bytes that are tokens."""
+    words = ["▁", "▁▁", "a", "b", "▁a", "▁the", "c", "é", "日"]
+    vocab = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(models.BPE(vocab={v: i for i, v in enumerate(vocab)}, merges=[], byte_fallback=True))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    return tokenizer
+
+
+def suffixed() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback, word_piece, suffixed])
+def test_pieces_join_to_what_transformers_decodes(make) -> None:
+    """Special tokens anywhere, and ids that the tokenizer lacks; random tokens, where any of them make a text."""
+    tokenizer = make()
+    codec, reference = TextCodec(tokenizer), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    reference.add_special_tokens({"additional_special_tokens": SPECIAL})
+    size, rng = tokenizer.get_vocab_size(), random.Random(1)
+    for trial in range(600):
+        # A byte that is no character takes the whole run of bytes with it, those whose text is out among them.
+        if trial % 2 or make is byte_fallback:
+            ids = tokenizer.encode(rng.choice(CORPUS)[rng.randrange(8) :] + rng.choice(CORPUS)).ids
+            for _ in range(4):
+                ids.insert(rng.randint(0, len(ids)), rng.choice([0, 1, 2, size]))
+        else:
+            ids = [rng.randrange(size + 3) for _ in range(rng.randint(1, 60))]
+        detokenizer = Detokenizer(codec)
+        text = "".join([detokenizer.push(id_) for id_ in ids]) + detokenizer.flush()
+        assert text == reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_output_that_is_no_text_costs_no_more_than_text(make) -> None:
+    tokenizer = make()
+    bad = tokenizer.token_to_id("ÿ" if make is byte_level else "<0xFF>")
+
+    def seconds(token: int) -> float:
+        detokenizer = Detokenizer(TextCodec(tokenizer))
+        begin_s = time.perf_counter()
+        for _ in range(4000):
+            detokenizer.push(token)
+        return time.perf_counter() - begin_s
+
+    assert min(seconds(bad) for _ in range(3)) < 10 * min(seconds(tokenizer.token_to_id("a")) for _ in range(3))
 
 
 def cut(text: str, stops: list[str], include: bool) -> tuple[str, bool]:

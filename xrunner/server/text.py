@@ -14,6 +14,10 @@ REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""
 
 
+MAX_UNFINISHED = 3
+"""Bytes, and so tokens, of a character whose last one is missing."""
+
+
 class TextCodec:
     """A checkpoint's tokenizer, and its chat template where it has one.
 
@@ -24,11 +28,17 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A rendered chat has its special tokens already."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def has_text(self, token: int) -> bool:
+        """Whether a decoder sees the token: it is neither special nor outside the tokenizer's vocabulary."""
+        return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
 
 def load_tokenizer(checkpoint: Path) -> TextCodec | None:
@@ -55,35 +65,46 @@ def token_text(codec: TextCodec | None, token: int) -> str:
 class Detokenizer:
     """The text of one request's output, token by token; never half a character. Without a tokenizer: no text.
 
-    Each call decodes the tokens since the last but one call that gave text, because what a token reads as
-    depends on its neighbours (a leading space, the bytes of one character).
+    What a token reads as depends on its neighbours (a leading space, the bytes of one character). Each call therefore
+    decodes a window: the last few tokens whose text is out, and those behind them.
     """
 
     def __init__(self, codec: TextCodec | None) -> None:
-        self._tokenizer = None if codec is None else codec.tokenizer
+        self._codec = codec
         self._ids: list[int] = []
         self._num_given = 0
-        """Leading tokens of `_ids` whose text has been given already."""
+        """Characters of the window's text that are out."""
+        self._num_pending = 0
+        """Tokens since text was given."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes."""
-        if self._tokenizer is None:
+        # Skipped before anything is decoded: a window of nothing else would read as the beginning of the text.
+        if self._codec is None or not self._codec.has_text(token):
             return ""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        return "" if text.endswith(REPLACEMENT) else self._give(self._tokenizer, text)
+        self._num_pending += 1
+        text = self._codec.tokenizer.decode(self._ids)
+        if not text.endswith(REPLACEMENT):
+            return self._give(self._codec.tokenizer, text, 0)
+        if self._num_pending <= MAX_UNFINISHED:
+            return ""
+        # No character has as many tokens: only the last ones can still become one.
+        num_held = len(text) - len(text.rstrip(REPLACEMENT))
+        return self._give(self._codec.tokenizer, text, min(num_held, MAX_UNFINISHED))
 
     def flush(self) -> str:
         """What is still held back when the output ends."""
-        if self._tokenizer is None:
-            return ""
-        return self._give(self._tokenizer, self._tokenizer.decode(self._ids))
+        return "" if self._codec is None else self._codec.tokenizer.decode(self._ids)[self._num_given :]
 
-    def _give(self, tokenizer: Tokenizer, text: str) -> str:
-        given = tokenizer.decode(self._ids[: self._num_given])
-        del self._ids[: self._num_given]
-        self._num_given = len(self._ids)
-        return text[len(given) :]
+    def _give(self, tokenizer: Tokenizer, text: str, num_held: int) -> str:
+        """What is new in the window's text but for its last `num_held` characters."""
+        given = text[self._num_given : len(text) - num_held]
+        # A token before what is held, or pending, is context enough: decoders look one back.
+        del self._ids[: -max(self._num_pending, 1)]
+        self._num_pending = 0
+        self._num_given = max(0, len(tokenizer.decode(self._ids)) - num_held)
+        return given
 
 
 class StopStrings:
