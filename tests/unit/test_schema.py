@@ -1,7 +1,21 @@
-"""The published JSON schema is the code's."""
+"""What is published of the code's types and commands is current."""
 
-from tools import make_schema
+from pathlib import Path
+
+import pytest
+
+from tools import make_reference, make_schema
 
 
 def test_the_published_schema_of_plan_json_is_current():
     assert make_schema.PATH.read_text() == make_schema.text(), "run python -m tools.make_schema"
+
+
+@pytest.mark.parametrize("page", make_reference.PAGES)
+def test_the_reference_is_current(page: str) -> None:
+    path: Path = make_reference.FOLDER / page
+    assert path.read_text() == make_reference.PAGES[page](), "run python -m tools.make_reference"
+
+
+def test_the_schema_describes_fields() -> None:
+    assert '"description": "Mean requests encoded in a step that encodes."' in make_schema.text()

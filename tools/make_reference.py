@@ -1,0 +1,142 @@
+"""Write docs/reference from the code: `python -m tools.make_reference`."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tools.fields import descriptions, reachable
+from xgpt.cli import COMMANDS
+from xgpt.schema import Plan, Profile
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+EXIT_CODES = """| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | infeasible; the message names the nearest bound that can be kept |
+| 2 | bad input: a field, its value, and what is accepted |
+| 3 | the machine cannot do it: devices, memory, a port |
+| 4 | internal error; `XGPT_TRACEBACK=1` shows where |
+| 130 | interrupted |
+
+An error is one line on standard error. With `--json`, standard output carries one JSON document and nothing else."""
+
+
+def commands() -> str:
+    """The command line: each command's help, arguments and options."""
+    parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES]
+    for name in COMMANDS:
+        command = importlib.import_module(f"xgpt.cli.{name}").command
+        context = click.Context(command, info_name=f"xgpt {name}")
+        parts += [f"## xgpt {name}", _help(command.help or ""), f"```\n{_usage(command, context)}\n```"]
+        rows = [_option(option, context) for option in command.params if isinstance(option, click.Option)]
+        parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(command: click.Command, context: click.Context) -> str:
+    return " ".join([context.command_path, *command.collect_usage_pieces(context)])
+
+
+def _help(text: str) -> str:
+    """Click's help as Markdown: what keeps its lines there is a block of code here."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.splitlines()
+        if lines and lines[0].strip() == "\b":
+            title, *rest = [line.rstrip() for line in lines[1:]]
+            paragraphs.append(
+                f"{title.strip()}\n\n```\n" + "\n".join(line.strip() for line in rest if line.strip()) + "\n```"
+            )
+        else:
+            paragraphs.append(_escaped(" ".join(line.strip() for line in lines)))
+    return "\n\n".join(paragraphs)
+
+
+def _option(option: click.Option, context: click.Context) -> str:
+    names = " / ".join(f"`{name}`" for name in option.opts)
+    takes = "" if option.is_flag else f" {_escaped(option.make_metavar(context))}"
+    help_, _, default = (option.help or "").rstrip().partition("  [default: ")
+    if option.required:
+        default = "required"
+    elif not default and option.show_default and option.default is not None:
+        default = str(option.default)
+    return f"| {names}{takes} | {_escaped(default.rstrip(']'))} | {_escaped(help_)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def files() -> str:
+    """Every type that plan.json and profile.json are made of, field by field."""
+    parts = [
+        "# Files",
+        "Generated from the types that read and write them. The JSON schema of plan.json is "
+        "`configs/schema/plan.schema.json`. Unknown fields, NaN and infinities are refused.",
+    ]
+    seen: list[type[BaseModel]] = []
+    for title, root in (("plan.json", Plan), ("profile.json", Profile)):
+        parts.append(f"## {title}")
+        for model in reachable(root, seen):
+            parts += [f"### {model.__name__}", _docstring(model), _fields(model)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _docstring(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").partition("Attributes:")[0].strip().replace("\n    ", "\n")
+
+
+def _fields(model: type[BaseModel]) -> str:
+    said = descriptions(model)
+    rows = [
+        f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_escaped(said.get(name, ''))} |"
+        for name, field in model.model_fields.items()
+    ]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return " \\| ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " \\| ".join(_type(argument) for argument in arguments)
+    if annotation is type(None):
+        return "null"
+    if origin is dict:
+        return f"object of {_type(arguments[1])}"
+    if origin in (tuple, list):
+        inner = [argument for argument in arguments if argument is not ...]
+        of = ", ".join(_type(argument) for argument in inner)
+        return f"list of {of}" if len(inner) < len(arguments) or origin is list else f"[{of}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return {int: "integer", float: "number", str: "string", bool: "boolean"}.get(annotation, str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is PydanticUndefined or isinstance(field.default, BaseModel):
+        return "empty"
+    return "null" if field.default is None else f"`{field.default}`"
+
+
+PAGES = {"commands.md": commands, "files.md": files}
+"""What is written into docs/reference, and by what."""
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, write in PAGES.items():
+        (FOLDER / name).write_text(write())
