@@ -17,7 +17,8 @@ import click
 import numpy as np
 
 from xgpt.app.comparing import measure_each
-from xgpt.app.planning import PolicyChoice, Subject, obtain_profile, plan_each, resolve
+from xgpt.app.planning import PolicyChoice, Subject, plan_each, resolve
+from xgpt.app.profiles import obtain_profile
 from xgpt.app.wording import settings_text
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.app.bench import calibrate
-from xgpt.app.planning import Subject, obtain_profile, plan_each
+from xgpt.app.planning import Subject, plan_each
+from xgpt.app.profiles import obtain_profile, profile_of
 from xgpt.app.serving import build_replica
-from xgpt.app.simulating import outstanding_requests, profile_of, read_log, simulate, warm_up_requests
+from xgpt.app.simulating import outstanding_requests, read_log, simulate, warm_up_requests
 from xgpt.io import load_json
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload

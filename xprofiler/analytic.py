@@ -60,9 +60,10 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
     degrees = tp_degrees(spec, cluster)
     return Profile(
         source="analytic",
-        model=spec.name,
+        model=spec.shape,
         dtype=dtype,
         device=cluster.device.name,
+        devices_per_node=cluster.devices_per_node,
         layers=tuple(_layer(spec, kernels, degree) for degree in degrees),
         encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
         if spec.is_encoder_decoder

@@ -92,9 +92,12 @@ def profile(
     layers = tuple(_layer(spec, tables, kernels, t, loop) for t in analytic.tp_degrees(spec, cluster))
     return Profile(
         source="imported",
-        model=spec.name,
+        model=spec.shape,
         dtype=dtype,
         device=cluster.device.name,
+        devices_per_node=cluster.devices_per_node,
+        engine=framework,
+        engine_version=tables.versions["gemm"],
         layers=layers,
         embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, tables, kernels, 1),
@@ -153,6 +156,8 @@ class Tables:
     def __init__(self, root: Path, framework: str, dtype: str) -> None:
         self.root, self.framework, self.dtype = root, framework, dtype
         self.provenance: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        """Of the framework, by operator."""
         self._products: dict[str, Grid3] = {}
         self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
         self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
@@ -260,6 +265,7 @@ class Tables:
         if not len(latency) or not (np.isfinite(latency) & (latency > 0)).all():
             raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
         self.provenance[operator] = "/".join(path.parts[-5:-1])
+        self.versions[operator] = path.parts[-2]
         return rows
 
 

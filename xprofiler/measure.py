@@ -31,6 +31,7 @@ from xgpt.errors import InputError
 from xgpt.machine import num_cores
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xprofiler import NATIVE_VERSION
 from xprofiler.passes import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
@@ -132,9 +133,12 @@ def _profile(
     alone = by_degree[1]
     return Profile(
         source="measured",
-        model=spec.name,
+        model=spec.shape,
         dtype=dtype,
         device=cluster.device.name,
+        devices_per_node=cluster.devices_per_node,
+        engine="native",
+        engine_version=NATIVE_VERSION,
         num_threads=threads,
         layers=tuple(_layer(spec, points, degree, measured, alone) for degree, measured in by_degree.items()),
         embedding=_curve(alone, "embedding", TOKENS),

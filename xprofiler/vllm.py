@@ -138,7 +138,7 @@ def profile(
     jobs = in_passes(once, lambda point: point.step_tokens)
     log, vllm_version = _run(spec, cluster, dtype, checkpoint, [job.group for job in jobs], progress)
     times = _times(log, jobs)
-    return fit(spec, cluster, dtype, times, {"vllm": vllm_version})
+    return fit(spec, cluster, dtype, times, vllm_version)
 
 
 def _run(
@@ -214,7 +214,7 @@ def _requests(step: StepRecord) -> Iterator[int]:
 
 
 def fit(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Point, list[float]], versions: dict[str, str]
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Point, list[float]], vllm_version: str
 ) -> Profile:
     """The tables of a profile from the seconds of whole steps.
 
@@ -239,17 +239,19 @@ def fit(
     spread = [value / mean for point, mean in step.items() for value in times[point]]
     fitted = Profile(
         source="measured",
-        model=spec.name,
+        model=spec.shape,
         dtype=dtype,
         device=cluster.device.name,
+        devices_per_node=cluster.devices_per_node,
+        engine="vllm",
+        engine_version=vllm_version,
         num_threads=computing_cores(cluster) if cluster.device.type == "cpu" else None,
         layers=(layer,),
         embedding=Curve(points=(1, MAX_STEP_TOKENS), seconds=(0.0, 0.0)),
         head=head.curve,
         overhead=Curve(points=(1, max(BATCHES)), seconds=(0.0, 0.0)),
         spread=max(0.0, float(np.quantile(spread, 0.9)) - 1),
-        provenance={"engine": "vllm", "embedding": "in rest", "overhead": "in rest and head"},
-        environment=versions,
+        provenance={"embedding": "in rest", "overhead": "in rest and head"},
     )
     if (mixed := _mixed_error(times, rest)) is None:
         return fitted

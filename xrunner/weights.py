@@ -17,7 +17,7 @@ from xgpt.checkpoint import STORED_DTYPES, read_spec
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec
 from xrunner.layers import Linear
-from xrunner.models import Model, family_of
+from xrunner.models import Model
 from xrunner.parallel import Cut, Part, build, cuts, materialise
 
 DTYPES: dict[DType, torch.dtype] = {
@@ -228,9 +228,8 @@ def load_model(
 
 def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
     """The model without memory, its weights known to be there."""
-    family = family_of(part.spec)
-    if dtype not in family.dtypes:
-        raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(family.dtypes)}")
+    if dtype not in part.spec.run_dtypes:
+        raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(part.spec.run_dtypes)}")
     model = build(part)
     source.check(weights_of(model, part))
     return model

@@ -48,6 +48,8 @@ def plan_of(
         profile=ProfileRef(
             source=profile.source,
             sha256=sha256(profile),
+            engine=profile.engine,
+            engine_version=profile.engine_version,
             num_threads=profile.num_threads,
             spread=profile.spread,
             provenance=profile.provenance,

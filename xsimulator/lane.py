@@ -105,9 +105,8 @@ class _Degree:
 
     def __init__(self, profile: Profile, degree: int) -> None:
         if degree not in profile.tp_degrees:
-            raise InputError(
-                "tp_degree", degree, f"the profile of {profile.model} on {profile.device} covers {profile.tp_degrees}"
-            )
+            of = f"{profile.model.name} on {profile.device}"
+            raise InputError("tp_degree", degree, f"the profile of {of} covers {profile.tp_degrees}")
         layer = profile.layer(degree)
         self.rest = Line.of(layer.rest)
         self.encode = Grid(layer.encode_attention)
@@ -164,7 +163,8 @@ class LaneCost:
 
     def __init__(self, spec: ModelSpec, profile: Profile, stages: Lane, degrees: Degrees | None = None) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
-            raise InputError("profile", profile.model, "it holds no times between devices: stages cannot be predicted")
+            says = "it holds no times between devices: stages cannot be predicted"
+            raise InputError("profile", profile.model.name, says)
         self.spec = spec
         self.profile = profile
         self.stages = stages

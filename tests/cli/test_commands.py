@@ -4,65 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, running
-from xgpt.cli import COMMANDS, main
+from xgpt.cli import COMMANDS
 from xgpt.io import config_names, load_json
 from xgpt.schema import Histogram, Plan
 from xgpt.workload import mean
 from xrunner.server import Watch
-
-PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-class Xgpt:
-    """Runs commands in an empty directory with a cache of its own."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-
-    def __call__(self, *arguments: str) -> Ran:
-        with pytest.raises(SystemExit) as end:
-            main(list(arguments))
-        assert isinstance(end.value.code, int)
-        return Ran(end.value.code, *self._capfd.readouterr())
-
-    def fails(self, code: int, *arguments: str) -> str:
-        """Run what must fail: one line on standard error, nothing on standard output, no file. Returns the line."""
-        before = set(Path.cwd().iterdir())
-        ran = self(*arguments)
-        assert ran.code == code, ran
-        assert ran.out == ""
-        assert ran.err.startswith("xgpt: ")
-        assert ran.err.count("\n") == 1
-        assert "Traceback" not in ran.err
-        assert set(Path.cwd().iterdir()) == before
-        return ran.err
-
-
-@pytest.fixture
-def xgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Xgpt:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return Xgpt(capfd)
-
-
-@pytest.fixture
-def plan(xgpt: Xgpt) -> Path:
-    assert xgpt("plan", "--latency-bound", "4", *PROBLEM).code == 0
-    return Path("plan.json")
 
 
 @pytest.mark.parametrize("kind", ["model", "cluster", "workload"])

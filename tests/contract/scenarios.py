@@ -13,6 +13,7 @@ from xgpt.schema import (
     Constraint,
     Curve,
     LayerTimes,
+    ModelShape,
     OrcaSettings,
     Profile,
     RraSettings,
@@ -32,6 +33,18 @@ from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
 
 BLOCK_SIZE = 16
+RANDOM = ModelShape(
+    name="random",
+    family="opt",
+    num_layers=2,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=32,
+    vocab_size=64,
+    max_context=2048,
+)
 
 
 @functools.cache
@@ -117,7 +130,7 @@ def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[i
     hops: dict[str, Curve] = {"hop": curve(tokens), "kv_transfer": curve(tokens)} if len(degrees) > 1 else {}
     return Profile(
         source="analytic",
-        model="random",
+        model=RANDOM,
         dtype="float32",
         device="random",
         layers=layers,

@@ -69,7 +69,7 @@ def profile_of(spec: ModelSpec, mixing: float = 1.0) -> Profile:
     jobs = in_passes(once, lambda point: point.step_tokens)
     assert len(jobs) < PASSES * len(once)  # long prompts are not in every pass
     times = vllm._times(log_of(jobs, num_slow=len(once), mixing=mixing), jobs)
-    return vllm.fit(spec, cluster, "float32", times, {})
+    return vllm.fit(spec, cluster, "float32", times, "0.32.0")
 
 
 def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:

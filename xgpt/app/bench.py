@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xgpt.app.profiles import profile_of
 from xgpt.app.simulating import (
     check_fits,
     outstanding_requests,
-    profile_of,
     read_log,
     requests_to_send,
     simulate,

@@ -43,10 +43,13 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     """The files of a target, by name.
 
     Raises:
-        InputError: the plan does not fit its devices by its own estimate, or the target cannot run it.
+        InputError: the plan does not fit its devices by its own estimate, is for another engine, or the target cannot
+            run it.
     """
+    from xgpt.app.profiles import check_engine
     from xgpt.io import dump_json
 
+    check_engine(plan, "native" if target == "torchrun" else "vllm")
     check_memory(plan)
     files = {"vllm": _vllm, "k8s": _k8s, "torchrun": _torchrun}[target](plan)
     return {"plan.json": dump_json(plan), **files}

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from xgpt.errors import InputError
-from xgpt.io import cache_dir, load_json, write_atomic
 from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from xgpt.app.profiles import Progress
     from xscheduler.schedule import Scheduler
 
-Progress = Callable[[int, int, str], None]
-"""(done, total, what is being measured)"""
-
 PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
-
-
-CPU_DTYPE: DType = "float32"
-"""What models run in on a CPU: half precision is emulated there."""
-
-PROFILE_GENERATION = 4
-"""To be raised whenever steps are executed, or measured, in another way: older cached profiles are not read then."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +34,19 @@ def resolve(
     profile_path: str | None = None,
     progress: Progress | None = None,
     price: float | None = None,
+    dtype: DType | None = None,
 ) -> Subject:
     """Look the names up and get a profile: the given file, the cached one, a measurement, or the datasheet's.
 
     Args:
         price: of one device for an hour; None: what the cluster says.
+        dtype: what the model is to run in; None: its own, on a CPU float32.
 
     Raises:
-        InputError: a name that is not there, or a file that is broken.
+        InputError: a name that is not there, a file that is broken, or a profile of something else.
         MachineError: the machine cannot be measured.
     """
-    from pathlib import Path
-
+    from xgpt.app.profiles import given_profile, keep, obtain_profile
     from xgpt.resolve import load_cluster, load_model, load_workload
 
     spec, checkpoint = load_model(model)
@@ -66,9 +55,10 @@ def resolve(
         devices = devices.model_copy(update={"price_per_device_hour": price})
     lengths = load_workload(workload, spec)
     if profile_path is not None:
-        profile = load_json(Path(profile_path), Profile, "profile")
+        profile = given_profile(profile_path, spec, devices, dtype)
     else:
-        profile = obtain_profile(spec, checkpoint, devices, progress)
+        profile = obtain_profile(spec, checkpoint, devices, progress, dtype=dtype)
+    keep(profile)
     return Subject(spec, checkpoint, devices, lengths, profile)
 
 
@@ -78,94 +68,6 @@ def subject_of(plan: Plan, profile: Profile) -> Subject:
 
     checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
     return Subject(plan.model, checkpoint, plan.cluster, plan.workload, profile)
-
-
-def obtain_profile(
-    spec: ModelSpec,
-    checkpoint: Path | None,
-    cluster: ClusterSpec,
-    progress: Progress | None = None,
-    *,
-    dtype: DType | None = None,
-    refresh: bool = False,
-) -> Profile:
-    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
-
-    Args:
-        dtype: None: the model's own; on a CPU, the one that it runs in.
-
-    Raises:
-        InputError: a CPU has no such dtype, or the datasheet no rate for it.
-    """
-    if dtype is not None:
-        spec = spec.model_copy(update={"default_dtype": dtype})
-    if not cluster.is_local:
-        from xprofiler import analytic
-
-        return analytic.profile(spec, cluster, spec.default_dtype)
-    if cluster.device.type == "cpu":
-        if dtype not in (None, CPU_DTYPE):
-            raise InputError("dtype", dtype, f"on a CPU models run in {CPU_DTYPE}")
-        dtype = CPU_DTYPE
-    else:
-        dtype = spec.default_dtype
-    path = cache_dir() / "profiles" / f"{_cache_key(spec, cluster)}.json"
-    if path.is_file() and not refresh:
-        return load_json(path, Profile, "profile")
-    from xprofiler import measure
-
-    profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
-    write_atomic(path, profile.model_dump_json() + "\n")
-    return profile
-
-
-def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str) -> Profile:
-    """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
-
-    Raises:
-        InputError: they are not there, or hold nothing for this model, device, dtype or framework.
-    """
-    from pathlib import Path
-
-    from xprofiler import imported
-
-    folder = None if where == "aiconfigurator" else Path(where)
-    if folder is not None and not folder.is_dir():
-        raise InputError("import-from", where, "give aiconfigurator, or a folder of tables")
-    return imported.profile(spec, cluster, dtype, folder, framework)
-
-
-def profile_vllm(
-    spec: ModelSpec,
-    checkpoint: Path | None,
-    cluster: ClusterSpec,
-    dtype: DType | None,
-    progress: Progress | None = None,
-) -> Profile:
-    """vLLM's step times on this machine. They are not cached: a plan for vLLM names its profile.
-
-    Raises:
-        InputError: vLLM cannot run that model, or the cluster is not this machine.
-        MachineError: there is no vLLM here, or it does not run.
-    """
-    from xprofiler import vllm
-
-    if not cluster.is_local:
-        raise InputError("cluster", cluster.name, "vLLM is measured where it runs; take local")
-    if dtype is None:
-        dtype = spec.default_dtype if cluster.device.type == "gpu" else CPU_DTYPE
-    return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
-
-
-def _cache_key(spec: ModelSpec, cluster: ClusterSpec) -> str:
-    """Hash of everything that step times depend on: shape, dtype, device, versions, and how they are measured."""
-    import hashlib
-    from importlib.metadata import version
-
-    shape = spec.model_copy(update={"name": ""}).model_dump_json()
-    versions = [f"{name}={version(name)}" for name in ("xgpt", "torch", "numba", "numpy")]
-    key = "\n".join([shape, cluster.device.model_dump_json(), *versions, f"generation={PROFILE_GENERATION}"])
-    return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def scheduler(

@@ -100,35 +100,6 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     return running, parse(observed, Observation, "observed")
 
 
-def find_profile(plan: Plan, path: str | None = None) -> Profile:
-    """The profile that a plan was made from: the file given, the cached one, or the datasheet's. Never measures.
-
-    Raises:
-        InputError: it is not there, or is another one.
-    """
-    from xgpt.app.planning import obtain_profile
-    from xgpt.io import cache_dir, load_json, sha256
-
-    if path is not None:
-        candidates = [load_json(Path(path), Profile, "profile")]
-    elif plan.profile.source == "analytic":
-        checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
-        candidates = [obtain_profile(plan.model, checkpoint, plan.cluster, dtype=plan.dtype)]
-    else:
-        candidates = []
-        for file in sorted((cache_dir() / "profiles").glob("*.json")):
-            try:
-                candidates.append(load_json(file, Profile, "profile"))
-            except InputError:
-                continue  # of another version of this program
-    for profile in candidates:
-        if sha256(profile) == plan.profile.sha256:
-            return profile
-    raise InputError(
-        "profile", plan.profile.sha256[:12], "the plan's profile is not in the cache; give it with --profile FILE"
-    )
-
-
 class BackgroundPlanner:
     """Plans in a process of its own, at low priority. See `xgpt.schema.Planner`.
 

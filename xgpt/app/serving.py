@@ -86,14 +86,16 @@ def build_engine(
         nodes: None: this machine is the only one.
 
     Raises:
+        InputError: the plan is for another engine.
         MachineError: the plan is for devices that are not here.
     """
     from xgpt import policies
+    from xgpt.app.profiles import check_engine
     from xrunner.engine import Engine
     from xrunner.replicas import Replicas
 
+    check_engine(plan, "native")
     check_devices(plan, 1 if nodes is None else nodes.count)
-
     if plan.replicas > 1:
         return Replicas(partial(build_replica, plan), plan.replicas, on_step=on_step)
     if plan.devices_per_replica > 1:
@@ -259,10 +261,13 @@ def check_plan(plan: Plan, num_nodes: int = 1) -> None:
 
     Raises:
         MachineError: devices or memory are missing.
-        InputError: the checkpoint is not there, is broken, or does not have the plan's shape.
+        InputError: the plan is for another engine; or the checkpoint is not there, is broken, or does not have the
+            plan's shape.
     """
+    from xgpt.app.profiles import check_engine
     from xgpt.machine import detect
 
+    check_engine(plan, "native")
     check_devices(plan, num_nodes)
     offered = detect(plan.replicas * plan.devices_per_replica // num_nodes).device.memory_bytes
     needed = max(plan.estimate.memory_bytes)
@@ -355,10 +360,11 @@ def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | No
     """What re-plans; None where it cannot, which the log says."""
     import logging
 
-    from xgpt.app.replanning import BackgroundPlanner, find_profile
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.replanning import BackgroundPlanner
 
     try:
-        return BackgroundPlanner(plan, find_profile(plan, profile_path))
+        return BackgroundPlanner(plan, profile_of(plan, profile_path))
     except InputError as error:
         if profile_path is not None:
             raise

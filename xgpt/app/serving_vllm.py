@@ -40,18 +40,22 @@ def check_plan_for_vllm(plan: Plan) -> str:
         vLLM's version.
 
     Raises:
-        InputError: it cannot run that policy, or there are no weights.
+        InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
         MachineError: there is no vLLM.
     """
+    from xgpt.app.profiles import check_engine
     from xrunner.vllm import TESTED_VERSION
     from xrunner.vllm.command import launch
     from xrunner.vllm.process import package_path, python, version_of
 
+    check_engine(plan, "vllm")
     launch(plan, plan_path="plan.json")
     with package_path() as packages:
         found = version_of(python(), packages)
     if found != TESTED_VERSION:
         logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+    if plan.profile.engine_version not in (None, found):
+        logger.warning("the plan's profile is of vLLM %s, this is %s", plan.profile.engine_version, found)
     return found
 
 

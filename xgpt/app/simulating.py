@@ -20,31 +20,6 @@ if TYPE_CHECKING:
     from xsimulator.measure import Measured
 
 
-def profile_of(plan: Plan, profile_path: str | None = None) -> Profile:
-    """The profile that the plan was made from.
-
-    Raises:
-        InputError: the profile at hand is another one.
-    """
-    from pathlib import Path
-
-    from xgpt.app.planning import obtain_profile
-    from xgpt.io import load_json, sha256
-
-    if profile_path is not None:
-        profile = load_json(Path(profile_path), Profile, "profile")
-    else:
-        checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
-        profile = obtain_profile(plan.model, checkpoint, plan.cluster)
-    if sha256(profile) != plan.profile.sha256:
-        raise InputError(
-            "profile",
-            sha256(profile)[:12],
-            f"the plan was made from {plan.profile.sha256[:12]}; plan again with this one",
-        )
-    return profile
-
-
 def warm_up_requests(plan: Plan) -> int:
     """Endings after which the batch has the composition of the steady state."""
     return ceil(1.5 * plan.estimate.decode_batch + plan.estimate.encode_batch)

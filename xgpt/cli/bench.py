@@ -55,7 +55,7 @@ def command(
     import numpy as np
 
     from xgpt.app.bench import bench_plan, bench_url
-    from xgpt.app.replanning import find_profile
+    from xgpt.app.profiles import profile_of
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, load_json, write_atomic
@@ -80,7 +80,7 @@ def command(
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     log: list[StepRecord] = []
-    profile = None if calibrated_path is None else find_profile(plan, profile_path)
+    profile = None if calibrated_path is None else profile_of(plan, profile_path)
     report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream, engine=engine, on_log=log.extend)
     notes = render.bench_notes(report)
     if calibrated_path is not None and profile is not None:

@@ -28,6 +28,7 @@ def command(
     tpot: float | None,
     model: str,
     cluster: str,
+    dtype: Any,
     workload: str,
     price: float | None,
     profile_path: str | None,
@@ -63,7 +64,7 @@ def command(
 
     constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
     with render.progress_bar() as progress:
-        subject = resolve(model, cluster, workload, profile_path, progress, price)
+        subject = resolve(model, cluster, workload, profile_path, progress, price, dtype)
     if measure and not subject.cluster.is_local:
         raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
     running = None if current is None else read_vllm_command(current, subject.cluster)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+DTYPES = ["float32", "float16", "bfloat16", "float8"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -39,13 +41,14 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
 
 
 def problem_options(command: F) -> F:
-    """--model, --cluster, --workload, --price, --profile: what is planned for."""
+    """--model, --cluster, --dtype, --workload, --price, --profile: what is planned for."""
     return _add(
         [
             click.option(
                 "--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory."
             ),
             click.option("--cluster", default="local", show_default=True, help="Name or YAML file."),
+            click.option("--dtype", type=click.Choice(DTYPES), help="To run in; the model's own, on a CPU float32."),
             click.option(
                 "--workload", default="summarization", show_default=True, help="Name, YAML file, CSV or JSON lines."
             ),

@@ -60,6 +60,7 @@ def command(
     tpot: float | None,
     model: str,
     cluster: str,
+    dtype: Any,
     workload: str,
     price: float | None,
     profile_path: str | None,
@@ -119,10 +120,10 @@ def command(
     choices: list[Choice] = []
     with render.progress_bar() as progress:
         if among is None:
-            subject = resolve(model, cluster, workload, profile_path, progress, price)
+            subject = resolve(model, cluster, workload, profile_path, progress, price, dtype)
         else:
             _alone(devices, price, profile_path)
-            subjects = [resolve(model, name, workload, None, progress, each) for name, each in _priced(among)]
+            subjects = [resolve(model, name, workload, None, progress, each, dtype) for name, each in _priced(among)]
     if among is not None:
         choices = cheapest(subjects, constraint, policy, kv)
         subject, max_devices = choices[0].subject, choices[0].num_devices

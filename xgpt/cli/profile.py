@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import json_option
-
-DTYPES = ["float32", "float16", "bfloat16", "float8"]
+from xgpt.cli.options import DTYPES, json_option
 
 
 @click.command("profile")
@@ -46,7 +44,7 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.planning import import_profile, obtain_profile, profile_vllm
+    from xgpt.app.profiles import import_profile, obtain_profile, profile_vllm
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic

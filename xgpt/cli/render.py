@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from xgpt.app.planning import Progress
+    from xgpt.app.profiles import Progress
     from xgpt.app.sizing import Choice
     from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 

@@ -16,7 +16,7 @@ from xgpt.cli.options import json_option
     metavar="CSV|URL",
     help="CSV or JSON lines of requests, or a running server (its key in XGPT_API_KEY).",
 )
-@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
+@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
 @click.option(
     "--horizon",
     "horizon_s",
@@ -56,7 +56,8 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.replanning import find_profile, observe_source, propose
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.replanning import observe_source, propose
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
     from xgpt.io import dump_json, load_json, write_atomic
@@ -65,7 +66,7 @@ def command(
 
     given = load_json(Path(plan_path), Plan, "plan")
     plan, observation = observe_source(given, source)
-    profile = find_profile(plan, profile_path)
+    profile = profile_of(plan, profile_path)
     terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
     decision, then = propose(plan, profile, observation, terms)
     if output is not None:

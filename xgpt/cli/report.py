@@ -21,8 +21,8 @@ def command(plan_path: str, output: str, profile_path: str | None, seed: int) ->
 
     import numpy as np
 
+    from xgpt.app.profiles import profile_of
     from xgpt.app.reporting import report
-    from xgpt.app.simulating import profile_of
     from xgpt.cli import render
     from xgpt.io import load_json, write_atomic
     from xgpt.schema import Plan

@@ -33,7 +33,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 )
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
-@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
+@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
 @engine_option
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that run it together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")

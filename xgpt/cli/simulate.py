@@ -49,7 +49,8 @@ def command(
 
     import numpy as np
 
-    from xgpt.app.simulating import profile_of, replay_trace, simulate
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.simulating import replay_trace, simulate
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import load_json, write_atomic

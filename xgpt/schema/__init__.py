@@ -2,7 +2,7 @@
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
-from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelSpec, RopeScaling, RunDType
+from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelShape, ModelSpec, RopeScaling, RunDType
 from xgpt.schema.plan import (
     SLICE_TOKENS,
     Admission,
@@ -68,6 +68,7 @@ __all__ = [
     "Lane",
     "LayerTimes",
     "Link",
+    "ModelShape",
     "ModelSpec",
     "Objective",
     "Observation",

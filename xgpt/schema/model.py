@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -26,15 +26,11 @@ class RopeScaling(Frozen):
     original_max_position: PositiveInt
 
 
-class ModelSpec(Frozen):
-    """The shape of a transformer; weights come from a checkpoint or from a seed.
+class ModelShape(Frozen):
+    """What step times of a model depend on: models that differ in name alone share a profile.
 
     `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
     encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
-
-    Encoder-decoders (t5) start their decoder with `bos_token_id` (0 where it is left out). Their positions enter as a
-    bias by distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies what
-    enters the output head.
     """
 
     name: str
@@ -50,8 +46,31 @@ class ModelSpec(Frozen):
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
     vocab_size: PositiveInt
     max_context: PositiveInt
-    tie_embeddings: bool = True
     attention_bias: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape alone, of whatever says more."""
+        return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
+
+    def differs_from(self, other: ModelShape) -> str | None:
+        """The first size in which two shapes differ, in words; None: they do in none."""
+        for name in ModelShape.model_fields:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if name != "name" and ours != theirs:
+                return f"{name} {ours}, not {theirs}"
+        return None
+
+
+class ModelSpec(ModelShape):
+    """A transformer; weights come from a checkpoint or from a seed.
+
+    Encoder-decoders (t5) start their decoder with `bos_token_id` (0 where it is left out). Their positions enter as a
+    bias by distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies what
+    enters the output head.
+    """
+
+    tie_embeddings: bool = True
     norm_eps: float = Field(default=1e-5, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
@@ -83,6 +102,11 @@ class ModelSpec(Frozen):
     @property
     def is_encoder_decoder(self) -> bool:
         return self.num_encoder_layers > 0
+
+    @property
+    def run_dtypes(self) -> tuple[RunDType, ...]:
+        """Those that its activations fit in: T5's published checkpoints overflow float16."""
+        return ("float32", "bfloat16") if self.family == "t5" else get_args(RunDType)
 
     @property
     def attention_params(self) -> int:

@@ -171,14 +171,18 @@ class SearchCertificate(Frozen):
 
 
 class ProfileRef(Frozen):
-    """Where the numbers came from.
+    """Where the numbers came from. What else a profile is of, its plan says: model, dtype and device.
 
     Attributes:
+        sha256: of the profile's content, by which the plan finds it again.
+        engine: whose steps it times, and so what the plan is for; None: a datasheet's, for whichever engine.
         slowdown: how many times as long as the profile says everything is taken to last: what a server has measured.
     """
 
     source: Literal["measured", "analytic", "imported"]
     sha256: str
+    engine: str | None = None
+    engine_version: str | None = None
     num_threads: PositiveInt | None = None
     spread: float = 0.0
     slowdown: PositiveFloat = 1.0

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
-from xgpt.schema.model import DType
+from xgpt.schema.model import DType, ModelShape
 
 LEAST_HEADROOM = 0.05
 """Share of a latency bound that plans from measured profiles leave unused at least, however little these varied: a
@@ -118,17 +118,22 @@ class EncoderLayerTimes(Frozen):
 
 
 class Profile(Frozen):
-    """All measured, computed or imported times of a model on a device kind.
+    """All measured, computed or imported times of a model on a device kind, and of what they are.
 
     `spread` is by how much slow stretches of the measuring (their 90th percentile) exceed the mean: what a prediction
     from this profile can be wrong by although it is right.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     source: Literal["measured", "analytic", "imported"]
-    model: str
+    model: ModelShape
     dtype: DType
     device: str
+    devices_per_node: PositiveInt = 1
+    """Of the cluster that it was made for: it covers the tensor-parallel degrees and links of so many."""
+    engine: str | None = None
+    """Whose steps these are: "native", "vllm", another framework; None: a datasheet's, for whichever engine."""
+    engine_version: str | None = None
     num_threads: PositiveInt | None = None
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import partial
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import DType, ModelSpec, RunDType
+from xgpt.schema import ModelSpec
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
@@ -37,7 +37,6 @@ class Model(nn.Module):
         decoder_start: tokens behind each prompt: what an encoder-decoder's decoder starts with. Such a prompt cannot be
             cut: the encoder sees all of it at once.
         norm: the kind of all norms outside attention.
-        dtypes: those that its activations fit in.
         checkpoint_layers: our lists of layers to what a checkpoint calls them.
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
             ours and theirs, are named within it ("layers.*." before ours); those not listed have our name.
@@ -51,7 +50,6 @@ class Model(nn.Module):
 
     decoder_start: tuple[int, ...] = ()
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
-    dtypes: ClassVar[tuple[DType, ...]] = get_args(RunDType)
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
     checkpoint_transposed: ClassVar[bool] = False

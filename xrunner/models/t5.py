@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from xgpt.schema import DType
 from xrunner.layers import Attention, Empty, GatedMlp, Mlp, RmsNorm
 from xrunner.models.encoder_decoder import EncoderDecoderModel
 
@@ -32,8 +31,6 @@ def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:
 
 class T5Model(EncoderDecoderModel):
     norm = RmsNorm
-    dtypes: ClassVar[tuple[DType, ...]] = ("float32", "bfloat16")
-    """Activations of the published checkpoints overflow float16."""
     checkpoint_layers: ClassVar[dict[str, str]] = {"encoder.layers": "encoder.block", "decoder.layers": "decoder.block"}
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
         "token_embedding": ("shared",),

@@ -47,7 +47,7 @@ class TwoLaneModel:
 
     def __init__(self, encode: LaneCost, decode: LaneCost, lengths: Lengths, quantile: float = 0.99) -> None:
         if encode.profile.kv_transfer is None:
-            raise InputError("profile", encode.profile.model, "it holds no times of K/V transfers: waa needs them")
+            raise InputError("profile", encode.profile.model.name, "it holds no times of K/V transfers: waa needs them")
         self.encode, self.decode, self.lengths = encode, decode, lengths
         self.transfer = Transfer(encode, decode)
         self._encode_pipeline, self._decode_pipeline = Pipeline(encode), Pipeline(decode)

@@ -1,0 +1,44 @@
+"""The command line as scripts see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli import main
+
+PROBLEM = ("--model", "llama-3.1-8b", "--cluster", "h200x1", "--workload", "orca")
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+class Xgpt:
+    """Runs commands in an empty directory with a cache of its own."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, *arguments: str) -> Ran:
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        assert isinstance(end.value.code, int)
+        return Ran(end.value.code, *self._capfd.readouterr())
+
+    def fails(self, code: int, *arguments: str) -> str:
+        """Run what must fail: one line on standard error, nothing on standard output, no file. Returns the line."""
+        before = set(Path.cwd().iterdir())
+        ran = self(*arguments)
+        assert ran.code == code, ran
+        assert ran.out == ""
+        assert ran.err.startswith("xgpt: ")
+        assert ran.err.count("\n") == 1
+        assert "Traceback" not in ran.err
+        assert set(Path.cwd().iterdir()) == before
+        return ran.err

@@ -1,0 +1,228 @@
+"""Profiles: made here once and kept by their content, so that each plan finds its own again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from xgpt.errors import InputError, MachineError
+from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
+from xgpt.schema import ClusterSpec, DType, ModelSpec, Plan, Profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Progress = Callable[[int, int, str], None]
+"""(done, total, what is being measured)"""
+
+CPU_DTYPE: DType = "float32"
+"""What models run in on a CPU: half precision is emulated there."""
+
+
+def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
+    """What a model is to run in on a cluster's devices: `dtype`, or what is usual.
+
+    Raises:
+        InputError: nothing runs in it there. Eight bits can be planned for, on another machine than this one.
+    """
+    on_cpu = cluster.device.type == "cpu"
+    if dtype is None:
+        dtype = CPU_DTYPE if on_cpu else spec.default_dtype
+    if on_cpu and dtype != CPU_DTYPE and engine != "vllm":
+        raise InputError("dtype", dtype, f"on a CPU models run in {CPU_DTYPE}")
+    if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
+        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: take one with --dtype"
+        raise InputError("dtype", dtype, accepted)
+    return dtype
+
+
+def obtain_profile(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    progress: Progress | None = None,
+    *,
+    dtype: DType | None = None,
+    refresh: bool = False,
+) -> Profile:
+    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
+
+    Args:
+        dtype: None: the model's own; on a CPU, the one that it runs in.
+
+    Raises:
+        InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
+    """
+    dtype = dtype_of(spec, cluster, dtype)
+    if not cluster.is_local:
+        from xprofiler import analytic
+
+        return analytic.profile(spec, cluster, dtype)
+    latest = cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
+    if not refresh and latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
+        return found
+    from xprofiler import measure
+
+    profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+    keep(profile)
+    write_atomic(latest, sha256(profile) + "\n")
+    return profile
+
+
+def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
+    """The profile in a user's file, for planning.
+
+    Args:
+        dtype: None: what is usual on these devices.
+
+    Raises:
+        InputError: it is broken, or of something else than what is planned for.
+    """
+    from pathlib import Path
+
+    profile = load_json(Path(path), Profile, "profile")
+    check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
+    return profile
+
+
+def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
+    """Refuse a profile of another model, device or dtype, of fewer devices, or of an older engine of ours.
+
+    Raises:
+        InputError: names what it is of, what is planned for, and the way out.
+    """
+    from xprofiler import NATIVE_VERSION
+
+    make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave --profile out"
+    if (other := spec.differs_from(profile.model)) is not None:
+        raise InputError("profile.model", profile.model.name, f"{spec.name} is planned for, with {other}: {make}")
+    if profile.device != cluster.device.name:
+        accepted = f"{cluster.name} is planned for, of {cluster.device.name}: {make}"
+        raise InputError("profile.device", profile.device, accepted)
+    if profile.dtype != dtype:
+        accepted = f"{spec.name} is planned in {dtype}: plan with --dtype {profile.dtype}, or {make}"
+        raise InputError("profile.dtype", profile.dtype, accepted)
+    if profile.devices_per_node < cluster.devices_per_node:
+        accepted = f"{cluster.name} has {cluster.devices_per_node} a node: {make}"
+        raise InputError("profile.devices_per_node", profile.devices_per_node, accepted)
+    if cluster.num_nodes > 1 and cluster.inter_node is not None and profile.inter_node_hop is None:
+        accepted = f"{cluster.name} has {cluster.num_nodes} nodes, and it holds no times between nodes: {make}"
+        raise InputError("profile.inter_node_hop", None, accepted)
+    if profile.engine == "native" and profile.engine_version != NATIVE_VERSION:
+        raise InputError("profile.engine_version", profile.engine_version, f"this is {NATIVE_VERSION}: {make}")
+
+
+def check_engine(plan: Plan, engine: str) -> None:
+    """Refuse to run a plan in another engine than that of its profile: none of its figures would hold.
+
+    Raises:
+        InputError: names both, and the way out.
+    """
+    of = plan.profile.engine
+    if of in (None, engine):
+        return
+    run = f"serve it with --engine {of}, or " if of in ("native", "vllm") else ""
+    make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
+    raise InputError("plan.profile.engine", of, f"the plan rests on step times of {of}, not of {engine}: {run}{make}")
+
+
+def keep(profile: Profile) -> None:
+    """Put a profile where the plans made from it find it again; a cache that cannot be written is done without."""
+    path = _path_of(sha256(profile))
+    if not path.is_file():
+        with suppress(MachineError):
+            write_atomic(path, dump_json(profile))
+
+
+def profile_of(plan: Plan, path: str | None = None) -> Profile:
+    """The profile that a plan was made from: in the file given, kept here, or computed anew from the datasheet.
+
+    Never measures: what is measured now is another profile.
+
+    Raises:
+        InputError: it is not here, or the file holds another one.
+    """
+    from pathlib import Path
+
+    wanted = plan.profile.sha256
+    if path is not None:
+        profile = load_json(Path(path), Profile, "profile")
+        if (found := sha256(profile)) != wanted:
+            accepted = f"the plan was made from {wanted[:12]}: give that one, or plan again with this one"
+            raise InputError("profile", f"{path} ({found[:12]})", accepted)
+        return profile
+    if (kept := _kept(wanted)) is not None:
+        return kept
+    if plan.profile.source == "analytic":
+        with suppress(InputError):  # of another version of this program
+            computed = obtain_profile(plan.model, None, plan.cluster, dtype=plan.dtype)
+            if sha256(computed) == wanted:
+                return computed
+    accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it with --profile FILE"
+    raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
+
+
+def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str) -> Profile:
+    """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
+
+    Raises:
+        InputError: they are not there, or hold nothing for this model, device, dtype or framework.
+    """
+    from pathlib import Path
+
+    from xprofiler import imported
+
+    folder = None if where == "aiconfigurator" else Path(where)
+    if folder is not None and not folder.is_dir():
+        raise InputError("import-from", where, "give aiconfigurator, or a folder of tables")
+    return imported.profile(spec, cluster, dtype, folder, framework)
+
+
+def profile_vllm(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    dtype: DType | None,
+    progress: Progress | None = None,
+) -> Profile:
+    """vLLM's step times on this machine. They are not cached: a plan for vLLM names its profile.
+
+    Raises:
+        InputError: vLLM cannot run that model, or the cluster is not this machine.
+        MachineError: there is no vLLM here, or it does not run.
+    """
+    from xprofiler import vllm
+
+    if not cluster.is_local:
+        raise InputError("cluster", cluster.name, "vLLM is measured where it runs; take local")
+    dtype = dtype_of(spec, cluster, dtype, "vllm")
+    return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+
+
+def _path_of(content: str) -> Path:
+    """Of the profile whose content has this hash."""
+    return cache_dir() / "profiles" / f"{content}.json"
+
+
+def _kept(content: str) -> Profile | None:
+    """The profile of this hash; None where it is not kept, or what is kept has been changed."""
+    try:
+        profile = load_json(_path_of(content), Profile, "profile")
+    except InputError:
+        return None
+    return profile if sha256(profile) == content else None
+
+
+def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> str:
+    """Hash of everything that step times depend on: shape, dtype, device, versions, and how they are measured."""
+    import hashlib
+    from importlib.metadata import version
+
+    from xprofiler import NATIVE_VERSION
+
+    shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
+    versions = [NATIVE_VERSION, *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy"))]
+    device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
+    key = "\n".join([shape, dtype, device, *versions])
+    return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
