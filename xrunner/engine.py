@@ -164,7 +164,14 @@ class Engine:
     def _enter(self, generation: Generation) -> None:
         self._generations[generation.id] = generation
         size = len(generation.prompt), generation.max_output
-        arrival = Arrival(generation.id, *size, self._now_ns, generation.deadline_ns)
+        arrival = Arrival(
+            generation.id,
+            *size,
+            self._now_ns,
+            generation.deadline_ns,
+            generation.promised_output,
+            generation.account,
+        )
         self._schedule.submit(Request(*arrival))
         self._arrivals.append(arrival)
 
@@ -279,9 +286,9 @@ class Engine:
 
     def _take_in_again(self, request: Request) -> None:
         generation = self._resumed(request)
-        again = Request(
-            request.id, len(generation.prompt), generation.max_output, request.arrival_ns, request.deadline_ns
-        )
+        again = replace(request, input_length=len(generation.prompt), max_output=generation.max_output)
+        again.encoded = again.generated = again.blocks = 0
+        again.batch = None
         if self._executor.resumes and self.pool.can_ever_fit(again):
             self._generations[request.id] = generation
             self._generated.pop(request.id, None)
@@ -291,8 +298,9 @@ class Engine:
             generation = self._generations[request.id]
             again.input_length, again.max_output = len(generation.prompt), generation.max_output
         self._schedule.submit(again)
+        size = again.input_length, again.max_output
         self._arrivals.append(
-            Arrival(request.id, again.input_length, again.max_output, request.arrival_ns, request.deadline_ns)
+            Arrival(again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account)
         )
 
     def _is_known(self, id_: int) -> bool:

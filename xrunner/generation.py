@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from xgpt.schema import ANYONE, Account
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -66,6 +68,7 @@ class Generation:
         num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
         deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
             without a token.
+        promised_output, account: as of `Arrival`.
     """
 
     id: int
@@ -76,6 +79,8 @@ class Generation:
     sampling: SamplingParams = GREEDY
     num_resumed: int = 0
     deadline_ns: int | None = None
+    promised_output: int | None = None
+    account: Account = ANYONE
 
 
 class Token(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xgpt.policies import Request, Schedule, Step
 from xgpt.schema import Lane
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.schema.step_log import ANYONE, Account, Arrival, StepRecord
 
 
 class SimulatedRequest(NamedTuple):
@@ -23,6 +23,8 @@ class SimulatedRequest(NamedTuple):
     output_length: int
     arrival_ns: int = 0
     deadline_ns: int | None = None
+    promised_output: int | None = None
+    account: Account = ANYONE
 
 
 StepClock = Callable[[int, Step], int]
@@ -88,8 +90,9 @@ class SimulatedEngine:
     def _take_in(self) -> None:
         while (arrival_ns := self._next_arrival_ns()) is not None and arrival_ns <= self.now_ns:
             request = self._requests[self._num_arrived]
+            lengths = request.input_length, request.max_output
             self._journal.submit(
-                Arrival(request.id, request.input_length, request.max_output, arrival_ns, request.deadline_ns)
+                Arrival(request.id, *lengths, arrival_ns, request.deadline_ns, request.promised_output, request.account)
             )
             self._num_arrived += 1
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
-from xgpt.schema import AdmissionOrder, KvPromise
+from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
@@ -118,14 +118,23 @@ class Executor:
             self.running.pop(id_, None)
 
 
+ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, priority=1))
+PATIENCE_NS = 5_000
+
+
 def schedule_for(
-    lane: LaneSettings | TwoLaneSettings, kv: KvPromise, blocks: int, order: AdmissionOrder = "fcfs"
+    lane: LaneSettings | TwoLaneSettings,
+    kv: KvPromise,
+    blocks: int,
+    order: AdmissionOrder = "fcfs",
+    patience_ns: int | None = None,
 ) -> Schedule:
     row_tokens = 3 * LONGEST_INPUT if order == "das" else None
-    if isinstance(lane, TwoLaneSettings):
-        return TwoLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv, order=order, row_tokens=row_tokens))
-    hold = lane.refill_when_empty
-    return OneLane(lane, Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, order=order, row_tokens=row_tokens))
+    hold = isinstance(lane, LaneSettings) and lane.refill_when_empty
+    pool = Pool(
+        blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, order=order, row_tokens=row_tokens, patience_ns=patience_ns
+    )
+    return TwoLane(lane, pool) if isinstance(lane, TwoLaneSettings) else OneLane(lane, pool)
 
 
 def jittered_clock(rng: np.random.Generator) -> Iterator[int]:
@@ -141,10 +150,17 @@ def run_engine(
     blocks: int,
     rng: np.random.Generator,
     order: AdmissionOrder = "fcfs",
+    *,
+    has_accounts: bool = False,
 ) -> list[StepRecord]:
-    """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none."""
+    """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none.
+
+    Args:
+        has_accounts: of three accounts with shares and a priority; some grow impatient, some outgrow their promise.
+    """
     log: list[StepRecord] = []
-    executor, schedule, clock = Executor(rng), schedule_for(lane, kv, blocks, order), jittered_clock(rng)
+    schedule = schedule_for(lane, kv, blocks, order, PATIENCE_NS if has_accounts else None)
+    executor, clock = Executor(rng), jittered_clock(rng)
     pool = schedule.pool
     engine = Engine(schedule, executor, clock=lambda: next(clock), on_step=log.append)
     num_requests, arrival_chance = int(rng.integers(5, 40)), rng.random()
@@ -156,6 +172,9 @@ def run_engine(
             generation = random_generation(submitted, rng)
             if order != "fcfs" and rng.random() < 0.7:
                 generation = replace(generation, deadline_ns=next(clock) + int(rng.integers(20_000)))
+            if has_accounts:
+                promised = None if pool.hold_finished or rng.random() < 0.3 else int(rng.integers(1, 6))
+                generation = replace(generation, promised_output=promised, account=ACCOUNTS[rng.integers(3)])
             engine.submit(generation)
             submitted += 1
 
@@ -204,6 +223,18 @@ def test_the_log_replays_in_every_order(
     assert steps(replay(schedule_for(lane, kv, blocks, order), log)) == steps(log)
 
 
+@CASES
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "edf", "das"])
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
+def test_the_log_replays_with_shares_priorities_patience_and_promises(
+    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
+) -> None:
+    lane, blocks = LANES[kind], LARGEST + spare_blocks
+    log = run_engine(lane, kv, blocks, np.random.default_rng(seed), order, has_accounts=True)
+    assert steps(replay(schedule_for(lane, kv, blocks, order, PATIENCE_NS), log)) == steps(log)
+
+
 def test_what_the_orders_are_told_apart_by() -> None:
     """Requests expire in such logs, and another order gives another schedule."""
     log = run_engine(LANES["orca"], "reserve", LARGEST + 3, np.random.default_rng(4), "das")
@@ -216,8 +247,21 @@ def test_what_the_orders_are_told_apart_by() -> None:
 
 
 def test_preemption_is_among_what_replays() -> None:
-    log = run_engine(LANES["orca"], "quantile", LARGEST + 3, np.random.default_rng(1))
-    assert sum(len(record.preempted) for record in log) > 3
+    for kv, has_accounts in (("quantile", False), ("reserve", True)):
+        log = run_engine(LANES["orca"], kv, LARGEST + 3, np.random.default_rng(1), has_accounts=has_accounts)
+        assert sum(len(record.preempted) for record in log) > 3
+
+
+def test_shares_and_patience_are_among_what_replays() -> None:
+    log = run_engine(LANES["orca"], "reserve", LARGEST + 3, np.random.default_rng(4), "sjf", has_accounts=True)
+    alone = [
+        record._replace(arrivals=tuple(arrival._replace(account=ANYONE) for arrival in record.arrivals))
+        for record in log
+    ]
+    for other, patience_ns in ((alone, PATIENCE_NS), (log, None)):
+        assert steps(replay(schedule_for(LANES["orca"], "reserve", LARGEST + 3, "sjf", patience_ns), other)) != steps(
+            log
+        )
 
 
 @pytest.mark.parametrize(("kind", "index"), [(kind, i) for kind in OTHERS for i in range(2)])

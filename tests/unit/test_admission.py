@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import get_args
 
@@ -11,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies.admission import DasQueue, EarliestUpTo, Queue, SortedQueue, make_queue, utility
+from xgpt.policies.admission import Queue, make_queue
+from xgpt.policies.orders import DasOrder, EarliestUpTo, SortedOrder, utility
 from xgpt.policies.request import Request
-from xgpt.schema import AdmissionOrder
+from xgpt.schema import Account, AdmissionOrder
 
 ORDERS = get_args(AdmissionOrder)
 
@@ -46,13 +49,13 @@ def test_sorted_orders(order, expected):
 def test_das_takes_the_shortest_then_the_most_urgent_of_nearly_their_worth():
     # A row of 20 holds the four shortest (3 + 3 + 5 + 8); two enter for their utility, 1/3 on average. Who is worth
     # half of that has at most 6 tokens: 3, not the more urgent 2. Then the shortest that still fits.
-    queue = filled(DasQueue(20), REQUESTS)
+    queue = filled(make_queue("das", 20), REQUESTS)
     assert [one.id for one in queue.fill_row(20)] == [4, 1, 3, 2]
     assert drained(queue) == [0]
 
 
 def test_das_passes_over_who_does_not_fit_and_serves_the_too_long_last():
-    queue = filled(DasQueue(10), [request(0, 30, 1), request(1, 9, 5), request(2, 6, 9)])
+    queue = filled(make_queue("das", 10), [request(0, 30, 1), request(1, 9, 5), request(2, 6, 9)])
     assert drained(queue) == [2, 1, 0]
 
 
@@ -119,7 +122,7 @@ def algorithm_1(requests: list[Request], row_tokens: int, eta: float) -> list[in
 )
 def test_das_is_algorithm_1(lengths, row_tokens, eta):
     requests = [request(i, length, due) for i, (length, due) in enumerate(lengths)]
-    queue = filled(DasQueue(row_tokens, eta), requests)
+    queue = filled(Queue(partial(DasOrder, row_tokens, eta)), requests)
     while row := [one.id for one in queue.fill_row(row_tokens)]:
         assert row == algorithm_1(requests, row_tokens, eta)
         requests = [one for one in requests if one.id not in row]
@@ -158,7 +161,7 @@ def test_das_against_the_best_schedule():
             request(i, int(rng.integers(1, row_tokens + 1)), int(a + rng.integers(num_slots)), int(a))
             for i, a in enumerate(arrivals)
         ]
-        queue, served = DasQueue(row_tokens, eta), 0.0
+        queue, served = Queue(partial(DasOrder, row_tokens, eta)), 0.0
         for slot in range(num_slots):
             filled(queue, [one for one in requests if one.arrival_ns == slot])
             queue.expire(slot)
@@ -195,7 +198,82 @@ def test_memory_follows_those_that_wait():
         assert max(sizes) < 200
 
 
+def of(name: str, id_: int, length: int = 5, share: float = 1.0, priority: int = 0, **fields: int) -> Request:
+    return replace(request(id_, length, **fields), account=Account(name, share, priority))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_accounts_are_served_in_the_ratio_of_their_shares(order):
+    """Tokens of prompts and outputs count, whatever the requests look like."""
+    rng = np.random.default_rng(0)
+    queue, served = make_queue(order, 100), {"a": 0, "b": 0}
+    for id_ in range(4000):
+        name = "a" if id_ % 2 else "b"
+        queue.push(of(name, id_, int(rng.integers(1, 20 if name == "a" else 200)), 3.0 if name == "a" else 1.0))
+    for _ in range(1000):
+        entered = queue.pop()
+        outputs = int(rng.integers(1, 50))
+        queue.charge(entered, outputs)
+        served[entered.account.name] += entered.input_length + outputs
+    assert served["a"] / served["b"] == pytest.approx(3, rel=0.05)
+
+
+def test_an_account_that_was_away_saves_nothing_up():
+    queue = filled(make_queue("fcfs"), [of("a", id_) for id_ in range(100)])
+    for _ in range(50):
+        queue.pop()
+    filled(queue, [of("b", 100 + id_) for id_ in range(100)])
+    entered = [queue.pop().account.name for _ in range(40)]
+    assert abs(entered.count("a") - entered.count("b")) <= 1
+
+
+def test_a_flood_of_one_account_lets_the_other_in_at_once():
+    queue = filled(make_queue("fcfs"), [of("a", id_) for id_ in range(1000)])
+    queue.pop()
+    queue.push(of("b", 1000))
+    assert queue.pop().id == 1000
+
+
+def test_the_higher_priority_goes_first_until_the_lower_is_overdue():
+    queue = make_queue("fcfs", patience_ns=100)
+    filled(queue, [of("low", 0), *(of("high", id_, priority=1, arrival_ns=50) for id_ in range(1, 9))])
+    queue.expire(100)
+    assert [queue.pop().id for _ in range(2)] == [1, 2]
+    queue.expire(101)  # now they compete as equals: the one that has had less goes first
+    assert queue.ahead(1)[0].id == queue.pop().id == 0
+
+
+@pytest.mark.parametrize(("order", "short"), [("sjf", (1, None)), ("edf", (9, 10**9)), ("das", (1, 10**9))])
+def test_no_order_starves_a_request(order, short):
+    """Before, the long prompt without a deadline never entered while short or urgent ones came."""
+    length, deadline_ns = short
+
+    def entered_at(patience_ns: int | None) -> int | None:
+        queue = filled(make_queue(order, 100, patience_ns), [request(0, 90)])
+        for now in range(1, 1000):
+            queue.push(request(2 * now, length, deadline_ns, now))
+            queue.push(request(2 * now + 1, length, deadline_ns, now))
+            queue.expire(now)
+            if queue.pop().id == 0:
+                return now
+        return None
+
+    assert entered_at(None) is None
+    assert entered_at(100) in (101, 102)
+
+
+def test_half_of_those_that_enter_stay_in_order_where_all_are_overdue():
+    queue = filled(make_queue("sjf", patience_ns=10), [request(id_, 100 - id_) for id_ in range(100)])
+    queue.expire(1000)
+    entered = [queue.pop().id for _ in range(6)]
+    assert entered == [0, 99, 1, 98, 2, 97]
+
+
 def heaps_of(queue: Queue) -> list[list[object]]:
-    if isinstance(queue, DasQueue):
-        return [queue._deadlines, *queue._heaps.values()]
-    return [queue._deadlines, queue._heap] if isinstance(queue, SortedQueue) else [queue._deadlines]
+    heaps = [queue._deadlines]
+    for account in queue._accounts.values():
+        heaps.append(account._arrived)
+        order = account.order
+        heaps += order._heaps.values() if isinstance(order, DasOrder) else [order._heap]
+        assert isinstance(order, DasOrder | SortedOrder)
+    return heaps

@@ -147,10 +147,10 @@ def plan_uniform(
 
 
 def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:
-    """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once."""
+    """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once; lpt is for
+    work that is all at hand, where none is overdue."""
     from xgpt.workload import mean
 
     row_tokens = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input))) if order == "das" else None
-    return plan.model_copy(
-        update={"admission": plan.admission.model_copy(update={"order": order, "row_tokens": row_tokens})}
-    )
+    changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
+    return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

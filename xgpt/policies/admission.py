@@ -1,58 +1,71 @@
-"""Who enters next: the requests that wait, in the order of their admission.
+"""Which request enters next: the waiting queue, shared fairly among accounts.
 
-Five orders: first come first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline
-first (edf), and TCB's deadline-aware scheduling (das). All keep requests sorted as they come, so that a step pays for
-those that enter, not for those that wait.
+Each account (an API key, say; without any, all requests are of one) keeps its requests in the plan's order of admission
+(`orders`). Between accounts the higher priority goes first, and among equals the account that has had the fewest tokens
+for its share: prompt tokens count as a request enters, output tokens as they are made, so that two accounts that
+always have requests waiting are served in the ratio of their shares, whatever their requests look like. An account that
+was away comes back level with the others and saves nothing up.
+Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+
+No order starves a request. One that has waited for longer than `patience_ns` is overdue: every second request of its
+account that enters is the one overdue for longest, and its account competes with those of the highest priority.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from functools import partial
+from heapq import heappop, heappush
 from itertools import islice
+from typing import Any, Literal, NamedTuple
 
+from xgpt.policies.orders import Entry, Order, make_order, prune
 from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
 
-Entry = tuple[float, int, Request]
-"""(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
+Place = Literal["front", "order", "overdue", "back"]
+"""Where a request of an account waits, or why it enters."""
 
 
-def utility(request: Request) -> float:
-    """What serving a request in time is worth. Source: TCB sec. 5.1."""
-    return 1 / request.input_length
+class Queue:
+    """Requests that wait.
 
+    Those that have been inside and lost their K/V wait in front of their account's others where that was none of their
+    doing (`push_front`), else behind them (`push_back`).
 
-def deadline(request: Request) -> float:
-    """Nanoseconds; infinite where the request has none."""
-    return math.inf if request.deadline_ns is None else request.deadline_ns
+    Looking (`head`, `ahead`) changes nothing: how often an engine looks depends on its clock. Nor does it matter in
+    which order requests came and went between two that entered: a log tells of that no more than of looks.
 
-
-class Queue(ABC):
-    """Requests that wait. Those that have been inside and lost their K/V come before all others.
-
-    Looking (`head`, `ahead`) changes nothing: how often an engine looks depends on its clock.
+    Args:
+        make_order: an empty order for each account.
+        patience_ns: None: no request is ever overdue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
+        self.patience_ns = patience_ns
+        self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """By id, in the order of arrival; without those in front."""
+        """Requests that have never been inside, by id, in the order of arrival."""
         self._numbers: dict[int, int] = {}
         """In that order, too."""
-        self._front: deque[Request] = deque()
+        self._returned: dict[int, Request] = {}
+        """Those that have been inside."""
+        self._accounts: dict[str, _Account] = {}
+        self._level = 0.0
+        """Tokens for its share that the account had had from which the last request came."""
         self._deadlines: list[Entry] = []
         self._number = 0
+        self._now_ns = 0
+        self._next: _Choice | None = None
+        """What `_choose` has found, until anything changes."""
 
     def __len__(self) -> int:
-        return len(self._front) + len(self._waiting)
+        return len(self._returned) + len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those in front, then all others in the order of arrival."""
-        yield from self._front
+        """Those that have been inside, then all others in the order of arrival."""
+        yield from reversed(self._returned.values())
         yield from self._waiting.values()
 
     def push(self, request: Request) -> None:
@@ -61,320 +74,234 @@ class Queue(ABC):
         self._numbers[request.id] = self._number
         if request.deadline_ns is not None:
             heappush(self._deadlines, (request.deadline_ns, self._number, request))
-            _prune(self._deadlines, self._waiting, len(self._waiting))
-        self._add(request, self._number)
+            prune(self._deadlines, self._numbers, len(self._numbers))
+        account = self._account(request)
+        account.priority = request.account.priority
+        account.add(request, self._number)
 
     def push_front(self, request: Request) -> None:
-        """Let a request that has been inside wait before all others; it expires no more."""
-        self._front.appendleft(request)
+        """Let a request that has been inside wait before its account's others; it expires no more."""
+        self._returned[request.id] = request
+        self._account(request).front.appendleft(request)
+
+    def push_back(self, request: Request) -> None:
+        """Let a request that has been inside wait behind its account's others until it is overdue again."""
+        self._returned[request.id] = request
+        self._account(request).back.append((self._now_ns, request))
 
     def head(self) -> Request | None:
-        """Who enters next; None where nobody waits."""
-        if self._front:
-            return self._front[0]
-        return self._first() if self._waiting else None
+        """The request that enters next; None where none waits."""
+        return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
         """Take the head out: it enters."""
-        if self._front:
-            return self._front.popleft()
-        request = self._first()
-        self._forget(request)
-        return request
+        chosen = self._choose()
+        self._take(chosen)
+        self._forget(chosen.request)
+        return chosen.request
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Tokens have been made for a request that entered."""
+        self._account(request).charge(request, num_tokens)
 
     def ahead(self, count: int) -> list[Request]:
-        """The next so many (or all), in the order in which they would enter if nobody else came."""
-        row = self._row()
-        taken: list[tuple[bool, int, Request]] = []
-        while len(taken) < count and len(self):
-            from_front = bool(self._front)
-            number = 0 if from_front else self._numbers[self._first().id]
-            taken.append((from_front, number, self.pop()))
-        for from_front, number, request in reversed(taken):
-            if from_front:
-                self._front.appendleft(request)
-            else:
-                self._waiting[request.id] = request
-                self._numbers[request.id] = number
-                self._add(request, number)
-        self._set_row(row)
-        return [request for _, _, request in taken]
+        """The next so many (or all), in the order in which they would enter if no other came."""
+        accounts = self._accounts
+        if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
+            return list(islice(self._waiting.values(), count))
+        states, level = [(account, account.state()) for account in accounts.values()], self._level
+        taken: list[_Choice] = []
+        while len(taken) < min(count, len(self)):
+            taken.append(self._choose())
+            self._take(taken[-1])
+        for chosen in reversed(taken):
+            chosen.account.put_back(chosen, self._numbers.get(chosen.request.id, 0))
+        for account, state in states:
+            account.restore(state)
+        self._level, self._next = level, None
+        return [chosen.request for chosen in taken]
 
     def remove(self, id_: int) -> bool:
         """Take a request out wherever it waits; False where it does not wait."""
-        if id_ in self._waiting:
-            self._forget(self._waiting[id_])
-            return True
-        for returned in self._front:
-            if returned.id == id_:
-                self._front.remove(returned)
-                return True
-        return False
+        request = self._waiting.get(id_) or self._returned.get(id_)
+        if request is None:
+            return False
+        self._account(request).remove(request, is_new=id_ in self._waiting)
+        self._forget(request)
+        return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """Take out all whose deadline has passed. Source: TCB sec. 5.1, a request fails if not scheduled by then."""
+        """It is so late now: take out all whose deadline has passed.
+
+        Source: TCB sec. 5.1, a request fails if not scheduled by then.
+        """
+        self._now_ns = max(self._now_ns, now_ns)
+        self._next = None
         expired = []
         while self._deadlines and self._deadlines[0][0] < now_ns:
-            request = heappop(self._deadlines)[2]
-            if self._waiting.get(request.id) is request:
-                self._forget(request)
+            _, number, request = heappop(self._deadlines)
+            if self._numbers.get(request.id) == number:
+                self.remove(request.id)
                 expired.append(request)
         return expired
 
     def fill_row(self, row_tokens: int) -> list[Request]:
         """Take out the next requests that fit a row of that many prompt tokens together, in their order."""
+        for account in self._accounts.values():
+            account.order.open_row(row_tokens)
         row: list[Request] = []
         while (request := self.head()) is not None and request.input_length <= row_tokens:
             row.append(self.pop())
             row_tokens -= request.input_length
         return row
 
+    def _account(self, request: Request) -> _Account:
+        """The account of a request that is about to change."""
+        self._next = None
+        name = request.account.name
+        if name not in self._accounts:
+            self._accounts[name] = _Account(self._make_order())
+        return self._accounts[name]
+
+    def _choose(self) -> _Choice:
+        """The head, and where it waits; there is one."""
+        if self._next is None:
+            due_ns = None if self.patience_ns is None else self._now_ns - self.patience_ns
+            account = self._choose_account(due_ns)
+            self._next = _Choice(account, *account.choose(due_ns))
+        return self._next
+
+    def _choose_account(self, due_ns: int | None) -> _Account:
+        if len(self._accounts) == 1:
+            return next(iter(self._accounts.values()))
+        waiting = [(name, account) for name, account in self._accounts.items() if account.has_any()]
+        highest = max(account.priority for _, account in waiting)
+
+        def rank(named: tuple[str, _Account]) -> tuple[int, float, str]:
+            name, account = named
+            is_overdue = account.priority < highest and account.overdue(due_ns) is not None
+            priority = highest if is_overdue else account.priority
+            return -priority, max(account.served, self._level), name
+
+        return min(waiting, key=rank)[1]
+
+    def _take(self, chosen: _Choice) -> None:
+        account = chosen.account
+        account.take(chosen)
+        account.served = self._level = max(account.served, self._level)
+        if chosen.place in ("order", "overdue"):
+            account.charge(chosen.request, chosen.request.input_length)
+        self._next = None
+
     def _forget(self, request: Request) -> None:
-        del self._waiting[request.id], self._numbers[request.id]
-        self._drop(request)
-
-    def _row(self) -> tuple[float, ...]:
-        """What an order remembers of those who have entered."""
-        return ()
-
-    def _set_row(self, row: tuple[float, ...]) -> None:
-        """Remember this instead."""
-        assert not row
-
-    @abstractmethod
-    def _first(self) -> Request:
-        """Who of those behind the front enters next; there are some."""
-
-    @abstractmethod
-    def _add(self, request: Request, number: int) -> None:
-        """Sort a new request in."""
-
-    @abstractmethod
-    def _drop(self, request: Request) -> None:
-        """Forget a request that has just been taken out of `_waiting`."""
+        if self._returned.pop(request.id, None) is None:
+            del self._waiting[request.id], self._numbers[request.id]
 
 
-class FirstComeQueue(Queue):
-    """In the order of arrival."""
-
-    def ahead(self, count: int) -> list[Request]:
-        return list(islice(self, count))
-
-    def _first(self) -> Request:
-        return next(iter(self._waiting.values()))
-
-    def _add(self, request: Request, number: int) -> None:
-        pass
-
-    def _drop(self, request: Request) -> None:
-        pass
+class _Choice(NamedTuple):
+    account: _Account
+    request: Request
+    place: Place
+    since_ns: int = 0
 
 
-class SortedQueue(Queue):
-    """The smallest key enters next; of equal keys who came first."""
+class _Account:
+    """One account's requests."""
 
-    def __init__(self, key: Callable[[Request], float]) -> None:
-        super().__init__()
-        self._key = key
-        self._heap: list[Entry] = []
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.front: deque[Request] = deque()
+        self.back: deque[tuple[int, Request]] = deque()
+        """With the time since which it waits."""
+        self.priority = 0
+        self.served = 0.0
+        """Tokens over its share."""
+        self._arrived: list[Entry] = []
+        """Those of `order`, by their arrival."""
+        self._may_be_overdue = True
+        """Whether the next to enter is one that is overdue, if any is."""
 
-    def _add(self, request: Request, number: int) -> None:
-        heappush(self._heap, (self._key(request), number, request))
+    def has_any(self) -> bool:
+        return bool(self.order.numbers or self.front or self.back)
 
-    def _first(self) -> Request:
-        return self._heap[0][2]
+    def add(self, request: Request, number: int) -> None:
+        self.order.add(request, number)
+        if not self.order.is_fifo:
+            heappush(self._arrived, (0.0, number, request))
 
-    def _drop(self, request: Request) -> None:
-        _prune(self._heap, self._waiting, len(self._waiting))
-
-
-class DasQueue(Queue):
-    """Deadline-aware scheduling: TCB Algorithm 1, and the same while requests go on arriving.
-
-    A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
-    ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
-    the earliest deadline; then again the shortest. Who does not fit what is left of the row is passed over; where
-    nobody fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the best
-    schedule's utility (Theorem 5.1).
-
-    A request longer than a whole row fits none: it enters once nobody else waits.
-    """
-
-    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
-        super().__init__()
-        assert row_tokens > 0 and 0 < eta < 1
-        self.row_tokens = row_tokens
-        self._eta = eta
-        self._heaps: dict[int, list[Entry]] = {}
-        """By length, each by deadline."""
-        self._count: dict[int, int] = {}
-        """How many wait, by length; heaps hold those, too, that have left."""
-        self._lengths: list[int] = []
-        """Those that somebody has, rising."""
-        self._earliest = EarliestUpTo()
-        self._changed: set[int] = set()
-        """Lengths whose earliest deadline is to be noted before the next look."""
-        self._room = 0
-        """Tokens left in the row."""
-        self._dominant = 0
-        """How many more of its requests are to be chosen by utility alone."""
-        self.num_dominant = 0
-        """How many of them were: its first."""
-        self._worth = 0.0
-        """Their utility."""
-
-    def pop(self) -> Request:
-        if self._front:
-            return super().pop()
-        if self._lengths[0] > self._room:
-            self._open_row(self.row_tokens)
-        request = super().pop()
-        self._room = max(0, self._room - request.input_length)
-        if self._dominant:
-            self._dominant -= 1
-            self.num_dominant += 1
-            self._worth += utility(request)
-        if not self._waiting:
-            self._room = 0  # who comes next begins a row: what is worth choosing shows only in a crowd
-        return request
-
-    def fill_row(self, row_tokens: int) -> list[Request]:
-        self._open_row(row_tokens)
-        row: list[Request] = []
-        while self._lengths and self._lengths[0] <= self._room:
-            row.append(self.pop())
-        return row
-
-    def _open_row(self, row_tokens: int) -> None:
-        """Begin a row, whatever room the last one has left."""
-        self._room = row_tokens
-        self._dominant = math.ceil(self._eta * self._num_shortest(row_tokens))
-        self.num_dominant, self._worth = 0, 0.0
-
-    def _num_shortest(self, room: int) -> int:
-        """How many of the shortest fit."""
-        total = 0
-        for length in self._lengths:
-            fitting = min(self._count[length], room // length)
-            if not fitting:
-                break
-            total += fitting
-            room -= fitting * length
-        return total
-
-    def _row(self) -> tuple[float, ...]:
-        return self._room, self._dominant, self.num_dominant, self._worth
-
-    def _set_row(self, row: tuple[float, ...]) -> None:
-        self._room, self._dominant, self.num_dominant = (int(number) for number in row[:3])
-        self._worth = row[3]
-
-    def _first(self) -> Request:
-        length = self._lengths[0]  # the first of a row, too
-        if length <= self._room and not self._dominant and self.num_dominant:
-            # Worth at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
-            longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
-            length = self._most_urgent(min(longest, self._room)) or length
-        return self._heaps[length][0][2]
-
-    def _most_urgent(self, longest: int) -> int | None:
-        """The length with the earliest deadline of those up to a longest."""
-        for length in self._changed:
-            heap = self._heaps.get(length)
-            self._earliest.put(length, None if heap is None else heap[0][:2])
-        self._changed.clear()
-        return self._earliest.up_to(longest)
-
-    def _add(self, request: Request, number: int) -> None:
-        length = request.input_length
-        if length not in self._count:
-            self._heaps[length] = []
-            self._count[length] = 0
-            insort(self._lengths, length)
-        self._count[length] += 1
-        heappush(self._heaps[length], (deadline(request), number, request))
-        self._changed.add(length)
-
-    def _drop(self, request: Request) -> None:
-        length = request.input_length
-        self._count[length] -= 1
-        heap = self._heaps[length]
-        if not self._count[length]:
-            del self._count[length], self._heaps[length]
-            del self._lengths[bisect_left(self._lengths, length)]
+    def remove(self, request: Request, *, is_new: bool) -> None:
+        if is_new:
+            self._drop(request)
+        elif request in self.front:
+            self.front.remove(request)
         else:
-            _prune(heap, self._waiting, self._count[length])
-        self._changed.add(length)
+            self.back = deque(entry for entry in self.back if entry[1] is not request)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self.served += num_tokens / request.account.share
+
+    def overdue(self, due_ns: int | None) -> tuple[Request, Place, int] | None:
+        """The request that has waited for longest, if since before `due_ns`."""
+        if due_ns is None:
+            return None
+        oldest: tuple[Request, Place, int] | None = None
+        if self.order.numbers:
+            request = self.order.first() if self.order.is_fifo else self._arrived[0][2]
+            oldest = request, "overdue", request.arrival_ns
+        if self.back and (oldest is None or self.back[0][0] < oldest[2]):
+            oldest = self.back[0][1], "back", self.back[0][0]
+        return None if oldest is None or oldest[2] >= due_ns else oldest
+
+    def choose(self, due_ns: int | None) -> tuple[Request, Place, int]:
+        """The next to enter, where it waits, and (of those behind) since when."""
+        if self.front:
+            return self.front[0], "front", 0
+        if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
+            return found
+        if self.order.numbers:
+            return self.order.first(), "order", 0
+        since_ns, request = self.back[0]
+        return request, "back", since_ns
+
+    def take(self, chosen: _Choice) -> None:
+        """Take out what `choose` has named."""
+        match chosen.place:
+            case "front":
+                self.front.popleft()
+                return
+            case "order":
+                self.order.take()
+                prune(self._arrived, self.order.numbers, len(self.order))
+                self._may_be_overdue = True
+                return
+            case "back":
+                self.back.popleft()
+            case "overdue":
+                self._drop(chosen.request)
+        self._may_be_overdue = False
+
+    def put_back(self, chosen: _Choice, number: int) -> None:
+        """Undo `take`, the last first; what else has changed is restored."""
+        match chosen.place:
+            case "front":
+                self.front.appendleft(chosen.request)
+            case "back":
+                self.back.appendleft((chosen.since_ns, chosen.request))
+            case _:
+                self.add(chosen.request, number)
+
+    def state(self) -> tuple[float, bool, Any]:
+        return self.served, self._may_be_overdue, self.order.state()
+
+    def restore(self, state: tuple[float, bool, Any]) -> None:
+        self.served, self._may_be_overdue, order = state
+        self.order.restore(order)
+
+    def _drop(self, request: Request) -> None:
+        self.order.drop(request)
+        prune(self._arrived, self.order.numbers, len(self.order))
 
 
-def make_queue(order: AdmissionOrder, row_tokens: int | None = None) -> Queue:
+def make_queue(order: AdmissionOrder, row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
     """An empty queue; `row_tokens`: prompt tokens that das looks at together."""
-    match order:
-        case "fcfs":
-            return FirstComeQueue()
-        case "sjf":
-            return SortedQueue(lambda request: request.input_length)
-        case "lpt":
-            return SortedQueue(lambda request: -request.max_output)
-        case "edf":
-            return SortedQueue(deadline)
-        case "das":
-            assert row_tokens is not None
-            return DasQueue(row_tokens)
-
-
-class EarliestUpTo:
-    """The length with the earliest deadline among all lengths up to a limit: a tree of minima.
-
-    Node i has the children 2i and 2i + 1; the leaves, one a length, are the last half.
-    """
-
-    def __init__(self) -> None:
-        self._tree: list[tuple[float, int, int] | None] = [None] * 2
-
-    def put(self, length: int, earliest: tuple[float, int] | None) -> None:
-        """Set a length's earliest (deadline, number); None: nobody has this length any more."""
-        while length >= len(self._tree) // 2:
-            self._grow()
-        tree = self._tree
-        node = length + len(tree) // 2
-        tree[node] = None if earliest is None else (*earliest, length)
-        while node > 1:
-            node //= 2
-            tree[node] = _least(tree[2 * node], tree[2 * node + 1])
-
-    def up_to(self, limit: int) -> int | None:
-        """The length; None where nobody is so short."""
-        size = len(self._tree) // 2
-        if limit >= size - 1:
-            best = self._tree[1]
-        else:
-            best, node = None, size + limit + 1
-            while node > 1:
-                if node % 2:
-                    best = _least(best, self._tree[node - 1])
-                node //= 2
-        return None if best is None else best[2]
-
-    def _grow(self) -> None:
-        """Twice the lengths: each level becomes the left half of the next."""
-        tree, size = [None, self._tree[1]], 1
-        while size < len(self._tree):
-            tree += self._tree[size : 2 * size] + [None] * size
-            size *= 2
-        self._tree = tree
-
-
-def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -> tuple[float, int, int] | None:
-    return b if a is None or (b is not None and b < a) else a
-
-
-def _prune(heap: list[Entry], waiting: dict[int, Request], num_waiting: int) -> None:
-    """Let the heap begin with somebody who waits: who left from its middle is forgotten when he comes up, or when
-    such are the most.
-    """
-    if len(heap) > 2 * num_waiting + 16:
-        heap[:] = [entry for entry in heap if waiting.get(entry[2].id) is entry[2]]
-        heapify(heap)
-    while heap and waiting.get(heap[0][2].id) is not heap[0][2]:
-        heappop(heap)
+    return Queue(partial(make_order, order, row_tokens), patience_ns)

@@ -58,6 +58,7 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
         hold_finished=hold_finished,
         order=plan.admission.order,
         row_tokens=plan.admission.row_tokens,
+        patience_ns=plan.patience_ns,
     )
 
 

@@ -16,11 +16,13 @@ from xgpt.schema import AdmissionOrder, KvPromise
 class Pool:
     """Requests with their state, and K/V memory in blocks.
 
-    Under "reserve" a request enters with the blocks of its prompt and its maximum output set aside (ORCA Algorithm
-    1), so an admitted request never waits for memory again. Under "quantile" it enters with the blocks of its prompt
-    and takes more as it grows; where they run out, the request that entered last is preempted: it loses its K/V,
-    waits in front of all others, and is encoded again with what it had generated. A request whose step is under way
-    is never preempted: some stage may be reading its K/V.
+    Under "reserve" a request enters with the blocks of its prompt and its promised output set aside (ORCA Algorithm
+    1). Where that is its maximum it never waits for memory again. Beyond its promise it takes more blocks as it grows,
+    as long as no request within its own wants them: then it is preempted, those that entered last first. It loses its
+    K/V, waits behind the others of its account, and is encoded again with what it had generated and a promise for as
+    much again. Under "quantile" a request enters with the blocks of its prompt and takes more as it grows; where they
+    run out, the request that entered last is preempted, and waits in front. A request whose step is under way is never
+    preempted: some stage may be reading its K/V.
 
     Args:
         kv_blocks: blocks that requests share.
@@ -31,6 +33,7 @@ class Pool:
             batch is set aside whole, so this goes with "reserve" alone.
         order: who of those who wait enters next.
         row_tokens: prompt tokens that the order "das" looks at together.
+        patience_ns: after which a waiting request is overdue (see `admission`); None: never.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Pool:
         hold_finished: bool = False,
         order: AdmissionOrder = "fcfs",
         row_tokens: int | None = None,
+        patience_ns: int | None = None,
     ) -> None:
         assert kv == "reserve" or not hold_finished
         self.kv_blocks = kv_blocks
@@ -58,13 +62,17 @@ class Pool:
         """Blocks where prompts are encoded."""
         self.reserved_blocks = 0
         self.num_preemptions = 0
-        self.waiting = make_queue(order, row_tokens)
+        self.waiting = make_queue(order, row_tokens, patience_ns)
         self.running: dict[int, Request] = {}
         """Requests inside, in the order in which they entered."""
         self.batches: list[MicroBatch] = []
         self._under_way: list[Step] = []
         self._leaving: set[int] = set()
         """Cancelled while a step of theirs was under way: they leave when it is settled."""
+        self._overdrawn: set[int] = set()
+        """Requests that have taken more blocks than they were promised, under "reserve"."""
+        self._preempted: list[int] = []
+        """Requests that have lost their K/V for the next step."""
 
     def fresh(self) -> Pool:
         """Another like it as it was made, with nobody in it."""
@@ -76,7 +84,13 @@ class Pool:
             hold_finished=self.hold_finished,
             order=self._order,
             row_tokens=self._row_tokens,
+            patience_ns=self.waiting.patience_ns,
         )
+
+    def follow(self, other: Pool) -> None:
+        """Take over what another plan's pool of the same shape says of who enters."""
+        self.max_running = other.max_running
+        self.waiting.patience_ns = other.waiting.patience_ns
 
     def add_batches(self, count: int) -> tuple[MicroBatch, ...]:
         """New micro-batches over this pool's waiting queue and memory."""
@@ -98,8 +112,9 @@ class Pool:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def can_ever_fit(self, request: Request) -> bool:
-        whole = self.blocks_for(request.input_length + request.max_output)
-        prompt = whole if self.kv == "quantile" else self.blocks_for(request.input_length)
+        whole = self.blocks_for(request.longest)
+        may_return = self.kv == "quantile" or request.promised < request.longest
+        prompt = whole if may_return else self.blocks_for(request.input_length)
         return whole <= self.kv_blocks and prompt <= self.prompt_blocks
 
     def submit(self, request: Request) -> None:
@@ -114,7 +129,11 @@ class Pool:
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
-        return self.reserved_blocks + self._blocks_to_enter(request) <= self.kv_blocks
+        missing = self.reserved_blocks + self._blocks_to_enter(request) - self.kv_blocks
+        if missing > 0 and not request.generated:
+            # Requests beyond their promise have what others leave.
+            missing -= sum(self.running[id_].blocks for id_ in self._overdrawn if not self.is_under_way(id_))
+        return missing <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
         """Move the first waiting request in, or return None where there is none or its K/V does not fit."""
@@ -122,6 +141,8 @@ class Pool:
             return None
         request = self.waiting.pop()
         request.blocks = self._blocks_to_enter(request)
+        while self.reserved_blocks + request.blocks > self.kv_blocks:
+            self._preempt_last()
         request.batch = batch
         self.reserved_blocks += request.blocks
         batch.encoding[request.id] = request
@@ -137,22 +158,22 @@ class Pool:
         then[request.id] = now.pop(request.id)
         request.batch = batch
 
-    def make_room(self, batch: MicroBatch) -> tuple[int, ...]:
-        """Set aside the block of each decoding request's next token, preempting where blocks run out.
-
-        Returns:
-            The requests that lost their K/V; they wait again.
-        """
-        if self.kv == "reserve":
-            return ()
-        preempted = []
+    def make_room(self, batch: MicroBatch) -> None:
+        """Set aside the block of each decoding request's next token, preempting where blocks run out."""
         for request in [r for r in batch.decoding.values() if r.blocks * self.block_size < r.context]:
+            if request.batch is not None and self.kv == "reserve":
+                self._overdrawn.add(request.id)
             while self.reserved_blocks == self.kv_blocks and request.batch is not None:
-                preempted.append(self._preempt_last())
+                self._preempt_last()
             if request.batch is not None:
                 request.blocks += 1
                 self.reserved_blocks += 1
-        return tuple(preempted)
+
+    def take_preempted(self) -> tuple[int, ...]:
+        """The requests that have lost their K/V since the last call; they wait again."""
+        preempted = tuple(self._preempted)
+        self._preempted.clear()
+        return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
         """The step is under way from now on, until it is settled."""
@@ -188,9 +209,12 @@ class Pool:
             request.encoded += chunk.length
             if request.encoded == request.context:
                 request.generated += self.encode_emits
+                self.waiting.charge(request, int(self.encode_emits))
                 batch.decoding[chunk.id] = batch.encoding.pop(chunk.id)
         for id_ in step.decode:
-            (batch.decoding.get(id_) or batch.held[id_]).generated += 1
+            request = batch.decoding.get(id_) or batch.held[id_]
+            request.generated += 1
+            self.waiting.charge(request, 1)
         freed = []
         for id_ in finished:
             if self.hold_finished:
@@ -235,7 +259,7 @@ class Pool:
     def _blocks_to_enter(self, request: Request) -> int:
         if self.kv == "quantile":
             return self.blocks_for(request.context)
-        return self.blocks_for(request.input_length + request.max_output)
+        return self.blocks_for(request.promised)
 
     def _end_batch(self) -> list[int]:
         """Free held requests once nobody of their batch runs any more, in whichever micro-batch."""
@@ -248,14 +272,22 @@ class Pool:
             batch.held.clear()
         return freed
 
-    def _preempt_last(self) -> int:
-        """The request that entered last, of those without a step under way, loses its K/V and waits in front."""
-        id_ = next(id_ for id_ in reversed(self.running) if not self.is_under_way(id_))
+    def _preempt_last(self) -> None:
+        """The request that entered last, of those that may lose their K/V and have no step under way, loses it."""
+        is_shared = self.kv == "quantile"
+        id_ = next(
+            id_
+            for id_ in reversed(self.running)
+            if (is_shared or id_ in self._overdrawn) and not self.is_under_way(id_)
+        )
         request = self._take_out(id_)
         request.encoded = 0
-        self.waiting.push_front(request)
+        if is_shared:
+            self.waiting.push_front(request)
+        else:
+            self.waiting.push_back(request)
+        self._preempted.append(id_)
         self.num_preemptions += 1
-        return id_
 
     def _batch_of(self, id_: int) -> MicroBatch:
         batch = self.running[id_].batch
@@ -273,3 +305,4 @@ class Pool:
         request.blocks = 0
         request.batch = None
         del self.running[request.id]
+        self._overdrawn.discard(request.id)

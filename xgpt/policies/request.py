@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xgpt.schema import Lane
+from xgpt.schema import ANYONE, Account, Lane
 
 
 @dataclass(slots=True)
@@ -19,6 +19,9 @@ class Request:
     arrival_ns: int = 0
     deadline_ns: int | None = None
     """When it must have entered at the latest, on the clock of `arrival_ns`; None: whenever there is room."""
+    promised_output: int | None = None
+    """Output tokens that K/V memory is set aside for as it enters; None: for all that may come."""
+    account: Account = ANYONE
     encoded: int = 0
     """Tokens whose K/V the encoding has made so far."""
     generated: int = 0
@@ -32,6 +35,18 @@ class Request:
     def context(self) -> int:
         """Prompt and output tokens so far: what encoding must cover, and what the next decode attends to."""
         return self.input_length + self.generated
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output tokens at most."""
+        return self.input_length + self.max_output
+
+    @property
+    def promised(self) -> int:
+        """Prompt and output tokens to set memory aside for as it enters now."""
+        if self.promised_output is None:
+            return self.longest
+        return min(self.longest, self.context + self.promised_output)
 
 
 class Chunk(NamedTuple):

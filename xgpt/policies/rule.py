@@ -166,7 +166,7 @@ class OneLaneRule:
         if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
         settings = self.settings
-        preempted = pool.make_room(batch)
+        pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
             encode = self._fill(pool, batch)
@@ -181,6 +181,7 @@ class OneLaneRule:
             decode = tuple(batch.decoding)
             if decode and batch.held:
                 decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
+        preempted = pool.take_preempted()
         if not encode and not decode and not preempted:
             return None
         self._iterations = 0 if encode else self._iterations + 1

@@ -121,7 +121,7 @@ class OneLane(Schedule):
         if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
             return False
         self.settings = then
-        self.pool.max_running = other.pool.max_running
+        self.pool.follow(other.pool)
         for number, rule in enumerate(self._rules):
             rule.apply(then.of_microbatch(number))
         return True

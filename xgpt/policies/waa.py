@@ -71,7 +71,7 @@ class TwoLane(Schedule):
         if any(getattr(now, name) != getattr(then, name) for name in FIXED):
             return False
         self.settings = then
-        self.pool.max_running = other.pool.max_running
+        self.pool.follow(other.pool)
         self._budget = PromptBudget(then.encode_tokens, then.decode_batch)
         return True
 
@@ -134,6 +134,7 @@ class TwoLane(Schedule):
         step = Step(
             tuple(next_chunk(request, None) for request in entered),
             (),
+            pool.take_preempted(),
             lane="encode",
             microbatch=self._encode_turn,
         )
@@ -181,7 +182,8 @@ class TwoLane(Schedule):
             if not (batch.decoding or self._arrived.decoding):
                 continue
             self._join(batch)
-            preempted = self.pool.make_room(batch)
+            self.pool.make_room(batch)
+            preempted = self.pool.take_preempted()
             decode = tuple(batch.decoding)
             if not decode and not preempted:
                 continue

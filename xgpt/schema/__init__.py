@@ -34,13 +34,15 @@ from xgpt.schema.policy import (
 from xgpt.schema.profile import LEAST_HEADROOM, CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
-from xgpt.schema.step_log import Arrival, Lane, StepRecord
+from xgpt.schema.step_log import ANYONE, Account, Arrival, Lane, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
+    "ANYONE",
     "BYTES_PER_ELEMENT",
     "LEAST_HEADROOM",
     "SLICE_TOKENS",
+    "Account",
     "Admission",
     "AdmissionOrder",
     "Arrival",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -58,13 +59,20 @@ class Admission(Frozen):
 
     Who waits enters in the order of arrival ("fcfs"), the shortest prompt first ("sjf"), the longest output that may
     come first ("lpt": work that is all at hand ends soonest), the earliest deadline first ("edf"), or by TCB's
-    deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das").
+    deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das"). A request that has waited for longer
+    than `patience` times the plan's latency is overdue, and every second one to enter is the one overdue for longest,
+    so that none starves; None: never.
+
+    For an output whose request names no maximum, memory is promised for this quantile of the plan's outputs
+    (`promise_quantile`): it may run on, and is preempted where others need what it takes beyond.
     """
 
     order: AdmissionOrder = "fcfs"
     row_tokens: PositiveInt | None = None
     kv: KvPromise = "reserve"
     max_running: PositiveInt | None = None
+    patience: PositiveFloat | None = 8.0
+    promise_quantile: float = Field(default=0.99, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
@@ -215,3 +223,23 @@ class Plan(Frozen):
     def devices_per_replica(self) -> int:
         """Devices that one replica runs on; the cluster may have more."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def patience_ns(self) -> int | None:
+        """How long a request may wait before it is overdue."""
+        patience = self.admission.patience
+        return None if patience is None else round(1e9 * patience * self.estimate.latency_s)
+
+    @property
+    def promised_output(self) -> int:
+        """Output tokens that memory is set aside for where a request names no maximum."""
+        shares = accumulate(self.workload.output.probabilities)
+        most = self.admission.promise_quantile
+        pairs = zip(self.workload.output.lengths, shares, strict=True)
+        return next((length for length, share in pairs if share >= most - 1e-9), self.workload.output.lengths[-1])
+
+    @property
+    def may_outgrow(self) -> bool:
+        """Whether an output may run on beyond its promise: not in a batch that is set aside whole, nor where an encoder
+        would have to read it again."""
+        return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -40,6 +40,9 @@ class _SingleLane(Frozen):
     tp_degree: PositiveInt = 1
     tp_devices: int = Field(default=0, ge=0)
 
+    holds_finished: ClassVar[bool] = False
+    """Whether requests keep their place until the whole batch has finished."""
+
 
 class RraSettings(_SingleLane):
     """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
@@ -96,6 +99,7 @@ class StaticSettings(_SingleLane):
     encode_microbatches: PositiveInt = 1
     decode_microbatches: PositiveInt = 1
 
+    holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
 
     @model_validator(mode="after")
@@ -119,6 +123,7 @@ class WaaSettings(Frozen):
     encode_tp: TensorParallel = TensorParallel()
     decode_tp: TensorParallel = TensorParallel()
 
+    holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "none", "rises", "requests encoded at once (B_E)"),
         Variable("max_decode_batch", "rises", "rises", "requests in decode at most"),

@@ -8,14 +8,37 @@ Lane = Literal["both", "encode", "transfer", "decode"]
 """The worker group that executes a step; "both" where one group does it all."""
 
 
+class Account(NamedTuple):
+    """For whom a request runs: what the operator has granted its API key.
+
+    Attributes:
+        name: of the key; empty where there are none.
+        share: of the engine's tokens, relative to other accounts with requests waiting.
+        priority: a higher one enters first.
+    """
+
+    name: str = ""
+    share: float = 1.0
+    priority: int = 0
+
+
+ANYONE = Account()
+
+
 class Arrival(NamedTuple):
-    """A request as the engine took it in. `output_length` is what it came to, known once it has finished."""
+    """A request as the engine took it in.
+
+    Attributes:
+        promised_output: output tokens that K/V memory is set aside for as it enters; None: for `max_output`.
+    """
 
     id: int
     input_length: int
     max_output: int
     arrival_ns: int
     deadline_ns: int | None = None
+    promised_output: int | None = None
+    account: Account = ANYONE
 
 
 class StepRecord(NamedTuple):

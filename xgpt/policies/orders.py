@@ -1,0 +1,287 @@
+"""The orders of admission: which of an account's waiting requests enters next.
+
+First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
+and TCB's deadline-aware scheduling (das). All keep requests sorted as they come, so that a step pays for those that
+enter, not for those that wait.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from xgpt.policies.request import Request
+from xgpt.schema import AdmissionOrder
+
+Entry = tuple[float, int, Request]
+"""(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
+
+
+def utility(request: Request) -> float:
+    """What serving a request in time is worth. Source: TCB sec. 5.1."""
+    return 1 / request.input_length
+
+
+def deadline(request: Request) -> float:
+    """Nanoseconds; infinite where the request has none."""
+    return math.inf if request.deadline_ns is None else request.deadline_ns
+
+
+class Order(ABC):
+    """Requests that have never been inside, and which of them enters next. Looking (`first`) changes nothing.
+
+    Attributes:
+        is_fifo: they enter in the order of arrival.
+    """
+
+    is_fifo = False
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        """Of each request its number in the order of arrival."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def add(self, request: Request, number: int) -> None:
+        self.numbers[request.id] = number
+        self._add(request, number)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that leaves, or enters out of turn."""
+        del self.numbers[request.id]
+        self._drop(request)
+
+    def take(self) -> Request:
+        """Take the first out: it enters in its turn."""
+        request = self.first()
+        self.drop(request)
+        return request
+
+    def open_row(self, row_tokens: int) -> None:
+        """Begin a row of that many prompt tokens, whatever room the last one has left."""
+        return
+
+    def state(self) -> Any:
+        """What the order remembers of requests that have entered."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Remember this instead."""
+        assert state is None
+
+    @abstractmethod
+    def first(self) -> Request:
+        """The request that enters next; there are some."""
+
+    @abstractmethod
+    def _add(self, request: Request, number: int) -> None:
+        """Sort a new request in."""
+
+    @abstractmethod
+    def _drop(self, request: Request) -> None:
+        """Forget a request that has just been taken out of `numbers`."""
+
+
+class SortedOrder(Order):
+    """The smallest key enters next; of equal keys, and where there is none, the first to arrive."""
+
+    def __init__(self, key: Callable[[Request], float] | None = None) -> None:
+        super().__init__()
+        self.is_fifo = key is None
+        self._key = key or (lambda request: 0.0)
+        self._heap: list[Entry] = []
+
+    def first(self) -> Request:
+        return self._heap[0][2]
+
+    def _add(self, request: Request, number: int) -> None:
+        heappush(self._heap, (self._key(request), number, request))
+
+    def _drop(self, request: Request) -> None:
+        prune(self._heap, self.numbers, len(self.numbers))
+
+
+class DasOrder(Order):
+    """Deadline-aware scheduling: TCB Algorithm 1, and the same while requests go on arriving.
+
+    A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
+    ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
+    the earliest deadline; then again the shortest. Who does not fit what is left of the row is passed over; where
+    nobody fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the best
+    schedule's utility (Theorem 5.1).
+
+    A request longer than a whole row fits none: it enters once nobody else waits.
+    """
+
+    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
+        super().__init__()
+        assert row_tokens > 0 and 0 < eta < 1
+        self.row_tokens = row_tokens
+        self._eta = eta
+        self._heaps: dict[int, list[Entry]] = {}
+        """By length, each by deadline."""
+        self._count: dict[int, int] = {}
+        """How many wait, by length; heaps hold those, too, that have left."""
+        self._lengths: list[int] = []
+        """Those that somebody has, rising."""
+        self._earliest = EarliestUpTo()
+        self._changed: set[int] = set()
+        """Lengths whose earliest deadline is to be noted before the next look."""
+        self._room = 0
+        """Tokens left in the row."""
+        self._dominant = 0
+        """How many more of its requests are to be chosen by utility alone."""
+        self.num_dominant = 0
+        """How many of them were: its first."""
+        self._worth = 0.0
+        """Their utility."""
+
+    def take(self) -> Request:
+        if self._lengths[0] > self._room:
+            self.open_row(self.row_tokens)
+        request = super().take()
+        self._room = max(0, self._room - request.input_length)
+        if self._dominant:
+            self._dominant -= 1
+            self.num_dominant += 1
+            self._worth += utility(request)
+        if not self.numbers:
+            self._room = 0  # the next to come begins a row: what is worth choosing shows only in a crowd
+        return request
+
+    def open_row(self, row_tokens: int) -> None:
+        self._room = row_tokens
+        self._dominant = math.ceil(self._eta * self._num_shortest(row_tokens))
+        self.num_dominant, self._worth = 0, 0.0
+
+    def _num_shortest(self, room: int) -> int:
+        """How many of the shortest fit."""
+        total = 0
+        for length in self._lengths:
+            fitting = min(self._count[length], room // length)
+            if not fitting:
+                break
+            total += fitting
+            room -= fitting * length
+        return total
+
+    def state(self) -> tuple[int, int, int, float]:
+        return self._room, self._dominant, self.num_dominant, self._worth
+
+    def restore(self, state: tuple[int, int, int, float]) -> None:
+        self._room, self._dominant, self.num_dominant, self._worth = state
+
+    def first(self) -> Request:
+        length = self._lengths[0]  # the first of a row, too
+        if length <= self._room and not self._dominant and self.num_dominant:
+            # Worth at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
+            longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
+            length = self._most_urgent(min(longest, self._room)) or length
+        return self._heaps[length][0][2]
+
+    def _most_urgent(self, longest: int) -> int | None:
+        """The length with the earliest deadline of those up to a longest."""
+        for length in self._changed:
+            heap = self._heaps.get(length)
+            self._earliest.put(length, None if heap is None else heap[0][:2])
+        self._changed.clear()
+        return self._earliest.up_to(longest)
+
+    def _add(self, request: Request, number: int) -> None:
+        length = request.input_length
+        if length not in self._count:
+            self._heaps[length] = []
+            self._count[length] = 0
+            insort(self._lengths, length)
+        self._count[length] += 1
+        heappush(self._heaps[length], (deadline(request), number, request))
+        self._changed.add(length)
+
+    def _drop(self, request: Request) -> None:
+        length = request.input_length
+        self._count[length] -= 1
+        heap = self._heaps[length]
+        if not self._count[length]:
+            del self._count[length], self._heaps[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        else:
+            prune(heap, self.numbers, self._count[length])
+        self._changed.add(length)
+
+
+def make_order(order: AdmissionOrder, row_tokens: int | None = None) -> Order:
+    """An empty order; `row_tokens`: prompt tokens that das looks at together."""
+    match order:
+        case "fcfs":
+            return SortedOrder()
+        case "sjf":
+            return SortedOrder(lambda request: request.input_length)
+        case "lpt":
+            return SortedOrder(lambda request: -request.max_output)
+        case "edf":
+            return SortedOrder(deadline)
+        case "das":
+            assert row_tokens is not None
+            return DasOrder(row_tokens)
+
+
+class EarliestUpTo:
+    """The length with the earliest deadline among all lengths up to a limit: a tree of minima.
+
+    Node i has the children 2i and 2i + 1; the leaves, one a length, are the last half.
+    """
+
+    def __init__(self) -> None:
+        self._tree: list[tuple[float, int, int] | None] = [None] * 2
+
+    def put(self, length: int, earliest: tuple[float, int] | None) -> None:
+        """Set a length's earliest (deadline, number); None: nobody has this length any more."""
+        while length >= len(self._tree) // 2:
+            self._grow()
+        tree = self._tree
+        node = length + len(tree) // 2
+        tree[node] = None if earliest is None else (*earliest, length)
+        while node > 1:
+            node //= 2
+            tree[node] = _least(tree[2 * node], tree[2 * node + 1])
+
+    def up_to(self, limit: int) -> int | None:
+        """The length; None where nobody is so short."""
+        size = len(self._tree) // 2
+        if limit >= size - 1:
+            best = self._tree[1]
+        else:
+            best, node = None, size + limit + 1
+            while node > 1:
+                if node % 2:
+                    best = _least(best, self._tree[node - 1])
+                node //= 2
+        return None if best is None else best[2]
+
+    def _grow(self) -> None:
+        """Twice the lengths: each level becomes the left half of the next."""
+        tree, size = [None, self._tree[1]], 1
+        while size < len(self._tree):
+            tree += self._tree[size : 2 * size] + [None] * size
+            size *= 2
+        self._tree = tree
+
+
+def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -> tuple[float, int, int] | None:
+    return b if a is None or (b is not None and b < a) else a
+
+
+def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
+    """Let the heap begin with a request that waits: one that left from its middle is forgotten when it comes up, or
+    when such are the most.
+    """
+    if len(heap) > 2 * num_waiting + 16:
+        heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
+        heapify(heap)
+    while heap and numbers.get(heap[0][2].id) != heap[0][1]:
+        heappop(heap)
