@@ -2,7 +2,9 @@
 
 import json
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.fakes import (
+    STAGES,
     FakeExecutor,
     byte_codec,
     byte_tokenizer,
@@ -25,6 +28,8 @@ from tests.fakes import (
     running,
 )
 from xgpt.errors import MachineError
+from xgpt.policies import LaneSettings, OneLane, Pool, Step
+from xrunner.engine import Engine
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.answer import Answer
 from xrunner.server.metrics import Histogram
@@ -95,6 +100,42 @@ def test_queueing_ends_with_the_first_piece_of_the_prompt() -> None:
     with running(fake_app(fake_engine(FakeExecutor(step_s=0.01), token_budget=8))) as url:
         times = post(url, prompt=[1] * 40, max_tokens=1).json()["xgpt"]
     assert times["ttft_s"] - times["queued_s"] >= 0.05  # five steps
+
+
+class _Interrupted(FakeExecutor):
+    """Steps take their time beside the engine, which goes on with what comes meanwhile: as workers' do."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self._each_s = step_s
+        self._handed_in = threading.Event()
+        self._ends: deque[float] = deque()
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self._ends.append(time.perf_counter() + self._each_s)
+
+    def collect(self) -> tuple[Step, dict[int, int]] | None:  # type: ignore[override]
+        if self._handed_in.wait(max(self._ends[0] - time.perf_counter(), 0.0)):
+            self._handed_in.clear()
+            return None
+        self._ends.popleft()
+        return super().collect()
+
+    def interrupt(self) -> None:
+        self._handed_in.set()
+
+
+def test_no_request_starts_before_it_came() -> None:
+    """Its step may begin while the engine waits for another micro-batch's."""
+    rule = OneLane(LaneSettings(mix=True, max_batch=16, microbatches=2), Pool(1000, block_size=16), STAGES)
+    with running(fake_app(Engine(rule, _Interrupted(0.02)))) as url, ThreadPoolExecutor() as pool:
+        long = pool.submit(post, url, max_tokens=40)
+        for _ in range(4):
+            time.sleep(0.011)
+            times = post(url, max_tokens=2).json()["xgpt"]
+            assert 0 <= times["queued_s"] <= times["ttft_s"] <= times["total_s"]
+        long.result()
 
 
 def test_default_max_tokens_is_16(url: str) -> None:

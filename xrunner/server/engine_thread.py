@@ -233,6 +233,13 @@ class EngineThread:
         if self.watch is not None and stream.seen is not None:
             self.watch.end(stream.seen, stream.started_s)
 
+    def _note_starts(self, record: StepRecord) -> None:
+        """Requests start with the step that encodes the first piece of their prompts. The engine reads the clock before
+        its inbox, so that one may have been submitted just after the step's start."""
+        for id_, _, _ in record.encode:
+            if (stream := self._streams.get(id_)) and not stream.started_s:
+                stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)
+
     def _note(self, record: StepRecord) -> None:
         """In the engine's thread."""
         self._records.append(record)
@@ -246,10 +253,9 @@ class EngineThread:
                     self._engine.wait(IDLE_S)
                     continue
                 # One wake-up of the loop a step, however many tokens: each costs a system call.
-                encoding = tuple(self._engine.pool.encoding)
                 end_s = time.perf_counter()
                 records, self._records = self._records, []
-                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, encoding, records)
+                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, records)
         except Exception as error:
             # Whatever it was, the requests that wait for this thread must learn that it is over.
             reason = f"the engine has failed: {type(error).__name__}: {error}"
@@ -258,30 +264,20 @@ class EngineThread:
             logger.debug("traceback", exc_info=True)
             self._loop.call_soon_threadsafe(self._fail, reason)
 
-    def _deliver(
-        self,
-        start_s: float,
-        end_s: float,
-        tokens: list[Token],
-        encoding: tuple[int, ...],
-        records: list[StepRecord],
-    ) -> None:
-        """Fan a step's tokens out; `encoding`: the requests that it left with part of a prompt encoded."""
+    def _deliver(self, start_s: float, end_s: float, tokens: list[Token], records: list[StepRecord]) -> None:
+        """Fan a step's tokens out."""
         metrics = self.metrics
         for record in records:
+            self._note_starts(record)
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
         metrics.output_tokens.inc(len(tokens))
-        for id_ in encoding:
-            if (stream := self._streams.get(id_)) and not stream.started_s:
-                stream.started_s = start_s
         for token in tokens:
             stream = self._streams.get(token.id)
             if stream is None:  # cancelled while the step ran
                 continue
             if not stream.first_token_s:
-                stream.started_s = stream.started_s or start_s
                 stream.first_token_s = end_s
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
@@ -304,7 +300,8 @@ class EngineThread:
                 stream.inbox.put_nowait(stream.held)
         # A step that others overlapped was scheduled before the engine was last asked for one.
         scheduled_s = min((record.start_ns / 1e9 for record in records), default=start_s)
-        self._backlog.begin((*encoding, *(token.id for token in tokens)), scheduled_s, end_s)
+        encoded = (chunk[0] for record in records for chunk in record.encode)
+        self._backlog.begin((*encoded, *(token.id for token in tokens)), scheduled_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         """The requests of a step."""
