@@ -13,7 +13,7 @@ import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from xgpt.errors import InputError, MachineError
+from xgpt.errors import InputError, MachineError, XgptError
 from xgpt.schema.step_log import StepRecord
 
 T = TypeVar("T", bound=BaseModel)
@@ -124,7 +124,17 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
 
 def dump_json(value: BaseModel) -> str:
-    return value.model_dump_json(indent=1) + "\n"
+    """The text of one of our files. It is read back first: what is written here can be read.
+
+    Raises:
+        XgptError: it cannot (`model_copy` checks nothing), with the field that is wrong.
+    """
+    text = value.model_dump_json(indent=1) + "\n"
+    try:
+        type(value).model_validate_json(text)
+    except ValidationError as error:
+        raise XgptError(f"not written: {_one_line(error, type(value).__name__.lower())}") from None
+    return text
 
 
 def sha256(value: BaseModel) -> str:

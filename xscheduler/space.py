@@ -134,12 +134,18 @@ class Space:
         self.bound = bound
         self.wish = wish
         self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
-        self.evaluations = 0
         self._make_models = models
+        self._looked_at: list[Ints] = []
+        """Numbers of the points that were predicted, call by call."""
 
     @cached_property
     def models(self) -> Models:
         return self._make_models()
+
+    @property
+    def evaluations(self) -> int:
+        """Points of the space that were predicted, each counted once however often that was."""
+        return len(np.unique(np.concatenate(self._looked_at))) if self._looked_at else 0
 
     @cached_property
     def axes(self) -> list[Axis]:
@@ -253,6 +259,14 @@ class Space:
         along = indices - (ends - counts)[line]
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
+    def _numbers(self, columns: dict[str, Ints]) -> Ints:
+        """The inverse of `points`, for those of these settings that are points of the space."""
+        outer, inner, counts = self.lines
+        line: Ints | int = 0 if outer is None else outer.values.searchsorted(columns[outer.variable.name])
+        along = columns[inner.variable.name] - inner.values[0]
+        inside = (along >= 0) & (along < counts[line])
+        return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
+
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
         """Every point predicted, so many at a time that memory holds them."""
         for start in range(0, self.num_points, POINTS_AT_ONCE):
@@ -280,6 +294,7 @@ class Space:
 
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
         """Predict points and judge them."""
+        self._looked_at.append(self._numbers(columns))
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
@@ -291,7 +306,6 @@ class Space:
     def _evaluate(self, model: OneLaneModel | TwoLaneModel, columns: dict[str, Ints]) -> Evaluation:
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        self.evaluations += size
         if isinstance(model, TwoLaneModel):
             return Evaluation(model.evaluate(**columns, **fixed), self)
         return Evaluation(model.evaluate(self.kind, **columns, **fixed), self)

@@ -11,9 +11,11 @@ import pytest
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, running
 from xgpt.cli import COMMANDS
-from xgpt.io import config_names, load_json
+from xgpt.io import config_names, dump_json, load_json
+from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Histogram, Plan
 from xgpt.workload import mean
+from xprofiler import analytic
 from xrunner.server import Watch
 
 
@@ -118,6 +120,22 @@ def test_plan_writes_what_it_prints(xgpt: Xgpt) -> None:
     assert document["constraint"]["latency_bound_s"] == 4.0
     assert document["estimate"]["latency_s"] <= 4.0
     assert sorted(Path.cwd().iterdir()) == [Path.cwd() / "deep"]
+
+
+def test_a_profile_whose_spread_leaves_nothing_of_a_bound_is_refused(xgpt: Xgpt) -> None:
+    spec, _ = load_model(PROBLEM[1])
+    profile = analytic.profile(spec, load_cluster(PROBLEM[3]), spec.default_dtype)
+    Path("wild.json").write_text(dump_json(profile.model_copy(update={"spread": 1.3})))
+    line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, "--profile", "wild.json")
+    assert "profile.spread: 1.3" in line
+
+
+def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:
+    ran = xgpt(
+        "plan", "--latency-bound", "15", "--json", *PROBLEM[:4], "--workload", "azure-code", "--policy", "static"
+    )
+    search = json.loads(ran.out)["search"]
+    assert 0 < search["evaluations"] <= search["space_size"]
 
 
 def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:

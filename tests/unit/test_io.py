@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from xgpt.errors import InputError, MachineError
+from xgpt.errors import InputError, MachineError, XgptError
 from xgpt.io import (
     cache_dir,
     config_names,
@@ -36,6 +36,13 @@ def test_json_round_trip_keeps_value_and_hash(tmp_path: Path) -> None:
     assert load_json(path, Note, "note") == note
     assert sha256(load_json(path, Note, "note")) == sha256(note)
     assert sha256(note) != sha256(Note(text="other"))
+
+
+def test_nothing_is_written_that_could_not_be_read() -> None:
+    falling = Histogram.model_construct(lengths=(2, 1), probabilities=(0.5, 0.5))
+    broken = Note(text="x").model_copy(update={"sizes": falling})
+    with pytest.raises(XgptError, match=r"not written: note\.sizes: .* lengths must rise"):
+        dump_json(broken)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from xgpt.errors import InputError
 from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
 if TYPE_CHECKING:
@@ -84,13 +85,19 @@ def scheduler(
     Args:
         max_devices: take no more of the cluster's.
         uniform: only replicas of equal stages.
+
+    Raises:
+        InputError: the profile's spread leaves nothing of a bound.
     """
     from typing import cast
 
     from xscheduler.schedule import Problem, Scheduler
     from xscheduler.search import Method
 
-    constraint = constraint.model_copy(update={"headroom": subject.profile.headroom})
+    headroom = subject.profile.headroom
+    if headroom >= 1:
+        raise InputError("profile.spread", headroom, "its steps vary by more than they last; measure a quieter machine")
+    constraint = constraint.model_copy(update={"headroom": headroom})
     problem = Problem(
         model=subject.model,
         checkpoint=None if subject.checkpoint is None else str(subject.checkpoint),

@@ -227,4 +227,5 @@ def _beside_uniform(
         return ["no uniform plan (equal stages, no rra, no waa) keeps the bound"]
     gain = best.estimate.throughput_rps / uniform.estimate.throughput_rps - 1
     what = f"{uniform.policy.kind}, {settings_text(uniform)}: {uniform.estimate.throughput_rps:.3f} req/s"
-    return [f"best uniform plan: {what}; the chosen one gains {100 * gain:.1f}%"]
+    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
+    return [f"best uniform plan: {what}; the chosen one serves {than}"]

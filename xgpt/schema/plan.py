@@ -172,6 +172,7 @@ class SearchCertificate(Frozen):
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     evaluations: int
+    """Points of the space that were predicted, each counted once."""
     space_size: int
     seconds: float
     gap: float | None

@@ -25,8 +25,8 @@ THROUGHPUT_TOLERANCE = 0.002
 """A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
 TARGET_GAP = 0.01
 """Blocks are divided until what they may hold is proven not to beat the incumbent by more than this share."""
-MAX_EVALUATIONS = 30_000
-"""Then the search ends with the gap that it has."""
+MAX_PREDICTIONS = 30_000
+"""Of points and of what lies below them: then the search ends with the gap that it has."""
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
 
@@ -127,13 +127,13 @@ class _Search:
         self.best_throughput = 0.0
         self.unexplored = 0.0
         """The highest bound of what was dropped without predicting all of it."""
-        self.evaluations = 0
+        self.predictions = 0
 
     def run(self) -> Found:
         waiting = [(-space.bound / (1 + THROUGHPUT_TOLERANCE), i) for i, space in enumerate(self.spaces)]
         heapq.heapify(waiting)
         opened: dict[int, _Open] = {}
-        while waiting and -waiting[0][0] > self.best_throughput and self.evaluations < MAX_EVALUATIONS:
+        while waiting and -waiting[0][0] > self.best_throughput and self.predictions < MAX_PREDICTIONS:
             _, i = heapq.heappop(waiting)
             if i not in opened:
                 opened[i] = _Open(self.spaces[i])
@@ -144,10 +144,11 @@ class _Search:
         for _, i in waiting:
             left = [block.bound for block in opened[i].blocks] if i in opened else [self.spaces[i].bound]
             self.unexplored = max(self.unexplored, *left)
+        evaluations = sum(space.evaluations for space in self.spaces)
         if self.best is None:
-            return Found(None, None, {}, self.evaluations, 0.0, BOUND)
+            return Found(None, None, {}, evaluations, 0.0, BOUND)
         gap = max(0.0, self.unexplored / self.best_throughput - 1)
-        return Found(self.best.space, self.best.settings, self.best.values, self.evaluations, gap, BOUND)
+        return Found(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, of: _Open, boxes: list[Box]) -> None:
         """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
@@ -159,7 +160,7 @@ class _Search:
         columns = of.columns(list(order))
         evaluation = of.space.evaluate(columns)
         floor = of.space.evaluate_floor(columns, evaluation)
-        self.evaluations += (1 if floor is evaluation else 2) * len(order)
+        self.predictions += (1 if floor is evaluation else 2) * len(order)
         self._keep_best(of.space, columns, evaluation)
         if len(order) < len(points):
             where = np.asarray([order[point] for point in points])
