@@ -25,7 +25,7 @@ from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress,
 from xrunner.cluster.sockets import free_port
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
-from xrunner.transfer import CachePart, Piece
+from xrunner.transfer import CachePart, Moving, Piece
 from xrunner.weights import DTYPES
 from xrunner.worker import build_worker
 
@@ -175,15 +175,15 @@ def _hop(task: Task, rank: int, num_tokens: int) -> float:
 def _transfer(task: Task, rank: int, cache: CachePart, num_tokens: int) -> float:
     """Keys and values of all layers out of one cache, through host memory, into another: half of there and back."""
     piece = Piece(0, 1, (0, task.spec.num_layers), (0, task.spec.num_kv_heads))
-    blocks = list(range(-(-num_tokens // BLOCK_SIZE)))
-    received = cache.empty(piece, len(blocks))
+    prompt = [Moving(0, list(range(-(-num_tokens // BLOCK_SIZE))), num_tokens)]
+    received = cache.empty(piece, prompt)
 
     def send() -> None:
-        dist.send(cache.read(piece, blocks), 1 - rank)
+        dist.send(cache.read(piece, prompt), 1 - rank)
 
     def receive() -> None:
         dist.recv(received, 1 - rank)
-        cache.write(piece, blocks, received)
+        cache.write(piece, prompt, received)
 
     return _there_and_back(rank, send, receive) / 2
 

@@ -72,7 +72,7 @@ class Part:
         is_first: it embeds tokens.
         is_last: it makes logits.
         rank, degree: its place among the ranks that hold these layers together.
-        runs_decoder: False for an encoder on its own: of the decoder it has what makes the keys and values of prompts.
+        runs_decoder: False for an encoder on its own, without decoder layers.
 
     Raises:
         InputError: the heads cannot be shared out among so many ranks.
@@ -170,8 +170,8 @@ def build(part: Part) -> Model:
     if not part.runs_decoder:
         assert isinstance(model, EncoderDecoderModel)
         model.drop_decoder()
-        unused = (*unused, *(name for name in model.last_modules if not name.startswith("encoder")))
-    for name in dict.fromkeys(unused):
+        unused = tuple(name for name in unused if not name.startswith(("decoder.", "lm_head")))
+    for name in unused:
         owner, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(owner), leaf)
     if part.degree > 1:

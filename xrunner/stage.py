@@ -33,41 +33,48 @@ class Stage:
 
     An encoder-decoder's prompts run through the encoder layers of all stages before the first decoder layer can look
     at what has been read; the last stage therefore hands it to every other. So a step with prompts passes twice: first
-    it is `read`, then called, both in the order of the steps.
+    it is `read`, then called, both in the order of the steps. Under WAA each lane does one of both: what the encode
+    lane's last stage has read is moved to every stage of the decode lane, which is told to `recall` it.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
         self._memories: deque[Tensor] = deque()
-        """What the last stage has read, and not been called with."""
+        """What has been read, and is here for calls to come: in the last stage, or under WAA in the decode lane."""
 
     @property
     def reads(self) -> bool:
         """Whether prompts pass twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
-    def read(self, batch: Batch) -> None:
-        """Run a batch's prompts through the encoder layers. It holds nothing else."""
+    def read(self, batch: Batch) -> Tensor | None:
+        """Run a batch's prompts through the encoder layers; it holds nothing else.
+
+        Returns what has been read, of the last stage of an encode lane. # [prompt tokens, hidden]
+        """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
         hidden = model.encode(batch, self._received(_num_prompt_tokens(batch)))
         assert hidden is not None
-        if model.has_head:
-            self._pipe.send_to_all(hidden)
-            self._memories.append(hidden)
-        else:
+        if not model.has_head:
             self._pipe.send(hidden)
+            return None
+        if not model.runs_decoder:
+            return hidden
+        self._pipe.send_to_all(hidden)
+        self._memories.append(hidden)
+        return None
+
+    def recall(self, memory: Tensor) -> None:
+        """Take what another lane has read of the next batch's prompts. # [prompt tokens, hidden]"""
+        self._memories.append(memory)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
-        """Logits of the last stage, where there is a decoder. # [sampled, vocab]"""
+        """Logits of the last stage. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
             memory = self._memory(batch)
-            if not model.runs_decoder:
-                assert memory is not None, "a step of an encoder has prompts"
-                model.keep(batch, memory, cache)
-                return None
             out = model.decode(batch, memory, cache, backend, self._received(len(batch.context_len)))
         else:
             out = model(batch, cache, backend, self._received(len(batch.token_ids)))
@@ -81,7 +88,7 @@ class Stage:
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None
-        return self._memories.popleft() if self.model.has_head else self._pipe.receive_from_last(num_rows)
+        return self._memories.popleft() if self._memories else self._pipe.receive_from_last(num_rows)
 
     def _received(self, num_rows: int) -> Tensor | None:
         return None if self.model.has_embedding else self._pipe.receive(num_rows)

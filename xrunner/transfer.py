@@ -1,13 +1,14 @@
-"""Keys and values from the encode to the decode lane: out of one cache, through host memory, into another.
+"""What prompts leave behind, from the encode to the decode lane: out of one worker, through host memory, into others.
 
-Each side works out alike which rank sends which layers and heads to whom, so that nothing but the contents travels.
-Whole blocks are sent: they are laid out alike on both sides. Source: ExeGPT sec. 4.1 (WAA).
+That is keys and values, in whole blocks, which are laid out alike on both sides; of an encoder-decoder it is what the
+encoder has read, from which each decode worker makes the keys and values of its layers. Each side works out alike which
+rank sends which layers and heads to which, so that nothing but the contents travels. Source: ExeGPT sec. 4.1 (WAA).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +18,36 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """What one worker sends another: these layers of these heads, [first, last) both, as the model numbers them."""
+    """What one worker sends another: these layers of these heads, [first, last) both, as the model numbers them.
+
+    What an encoder has read is sent whole.
+    """
 
     sender: int
     receiver: int
-    layers: tuple[int, int]
-    heads: tuple[int, int]
+    layers: tuple[int, int] = (0, 0)
+    heads: tuple[int, int] = (0, 0)
+
+
+class Moving(NamedTuple):
+    """A request on its way: the blocks that hold it, or shall hold it, and the tokens of its prompt."""
+
+    id: int
+    blocks: list[int]
+    num_tokens: int
+
+
+class Cargo(Protocol):
+    """One worker's side of all transfers."""
+
+    def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        """Copy what is sent out, to host memory."""
+
+    def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
+        """Take what has been received."""
+
+    def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        """Host memory for what `write` takes."""
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
@@ -48,6 +73,32 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
     return found
 
 
+def reading_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
+    """What an encoder has read, from the ranks of its last stage, which all have it, to every decode worker."""
+    having = [sender for sender, part in senders.items() if part.is_last]
+    return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
+
+
+class Readings:
+    """What a worker's encoder has read, or its decoder shall recall, by request. # each [prompt tokens, hidden]"""
+
+    def __init__(self, readings: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
+        self._readings = readings
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+
+    def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        """# [tokens of all prompts, hidden]"""
+        return torch.cat([self._readings[request.id] for request in requests]).cpu()
+
+    def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
+        of_each = received.split([request.num_tokens for request in requests])
+        self._readings |= {request.id: own for request, own in zip(requests, of_each, strict=True)}
+
+    def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        return torch.empty(sum(request.num_tokens for request in requests), self._hidden_size, dtype=self._dtype)
+
+
 class CachePart:
     """A worker's cache, addressed by the model's own numbers of layers and heads."""
 
@@ -55,22 +106,21 @@ class CachePart:
         self._cache = cache
         self._part = part
 
-    def read(self, piece: Piece, blocks: Sequence[int]) -> Tensor:
-        """Copy blocks out, to host memory. # [layers, 2, blocks, heads, block_size, head_dim]"""
+    def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        """# [layers, 2, blocks, heads, block_size, head_dim]"""
         heads = self._heads(piece)
-        index = self._index(blocks)
+        index = self._index(requests)
         layers = [layer[:, index, heads] for layer in self._layers(piece)]
         return torch.stack(layers).cpu()
 
-    def write(self, piece: Piece, blocks: Sequence[int], received: Tensor) -> None:
-        """Copy blocks in, from host memory."""
+    def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         heads = self._heads(piece)
-        index = self._index(blocks)
+        index = self._index(requests)
         for layer, contents in zip(self._layers(piece), received, strict=True):
             layer[:, index, heads] = contents.to(layer.device)
 
-    def empty(self, piece: Piece, num_blocks: int) -> Tensor:
-        """Host memory for what `write` takes."""
+    def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
+        num_blocks = sum(len(request.blocks) for request in requests)
         _, _, _, block_size, head_dim = self._cache.layers[0].shape
         num_layers, num_heads = piece.layers[1] - piece.layers[0], piece.heads[1] - piece.heads[0]
         shape = (num_layers, 2, num_blocks, num_heads, block_size, head_dim)
@@ -84,5 +134,6 @@ class CachePart:
         first = self._part.kv_heads.start
         return slice(piece.heads[0] - first, piece.heads[1] - first)
 
-    def _index(self, blocks: Sequence[int]) -> Tensor:
+    def _index(self, requests: Sequence[Moving]) -> Tensor:
+        blocks = [block for request in requests for block in request.blocks]
         return torch.tensor(blocks, dtype=torch.int64, device=self._cache.layers[0].device)

@@ -22,6 +22,7 @@ from xrunner.models import DecoderModel, Model
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, Stage
+from xrunner.transfer import CachePart, Cargo, Readings
 from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -39,6 +40,11 @@ class Worker(OneAtATime):
 
     State of running requests lies in arrays indexed by a request's row, so that a step over hundreds of requests
     costs a few numpy calls.
+
+    Attributes:
+        readings: what an encoder has read of prompts whose decoder is elsewhere, by request: in the encode lane until
+            it is released, in the decode lane until its first step there, which makes its keys and values.
+            # each [prompt tokens, hidden]
 
     Args:
         stage: its part between its neighbours; None: it is the only one.
@@ -60,6 +66,7 @@ class Worker(OneAtATime):
         self.model = model
         self.cache = cache
         self.backend = backend
+        self.readings: dict[int, Tensor] = {}
         self._run = run or stage or model
         self._stage = stage
         self._vocabulary = vocabulary
@@ -92,8 +99,12 @@ class Worker(OneAtATime):
     def adopt(self, generation: Generation, cached: int) -> None:
         """Set aside a row and blocks for a request whose first `cached` tokens another worker has encoded.
 
-        Their keys and values are to be written into the blocks before the request decodes.
+        Their keys and values are to be written into the blocks before the request decodes; or, of an encoder-decoder,
+        what has been read of them is to be put into `readings`.
         """
+        if self.model.decoder_start:
+            self.start(generation)
+            return
         row = self._take_row(generation, cached)
         self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
         self._context[row] = cached
@@ -113,11 +124,23 @@ class Worker(OneAtATime):
             self._sampler.start(row, generation.sampling, output)
         return row
 
+    def cargo(self, part: Part) -> Cargo:
+        """What moves of its requests between the lanes of WAA."""
+        if self.model.decoder_start:
+            return Readings(self.readings, self.model.spec.hidden_size, self.dtype)
+        return CachePart(self.cache, part)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return next(self.model.parameters()).dtype
+
     def release(self, ids: Collection[int]) -> None:
         """Free what these requests hold; one that never started, or is named again, holds nothing."""
         started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._row]
         self.cache.free(started)
         for id_ in started:
+            self.readings.pop(id_, None)
             row = self._row.pop(id_)
             self._sampler.release(row)
             self._free_rows.append(row)
@@ -128,15 +151,19 @@ class Worker(OneAtATime):
         self._last_token[self._rows(ids)] = list(tokens)
 
     def read(self, step: Step) -> None:
-        """Where prompts pass a pipeline twice, the first of these: run them through the encoder's layers."""
+        """Run a step's prompts through the encoder's layers, where they pass them apart from the decoder's."""
         if self._stage is None or not self._stage.reads:
             return
         for part in self._parts(step):
             if part.encode:
                 prompts = Step(part.encode, ())
-                rows = self._rows([chunk.id for chunk in part.encode])
+                ids = [chunk.id for chunk in part.encode]
+                rows = self._rows(ids)
                 with torch.inference_mode():
-                    self._stage.read(self._batch(prompts, rows, np.ones(len(rows), dtype=bool)))
+                    reading = self._stage.read(self._batch(prompts, rows, np.ones(len(rows), dtype=bool)))
+                if reading is not None:
+                    lengths = self._prompt_len[rows].tolist()
+                    self.readings |= zip(ids, reading.split(lengths), strict=True)
 
     def execute(self, step: Step, *, has_read: bool = False) -> dict[int, int]:
         """Run one step; returns the next token of each request that decoded or whose prompt ended.
@@ -150,9 +177,27 @@ class Worker(OneAtATime):
         tokens: dict[int, int] = {}
         if not has_read:
             self.read(step)
-        for part in self._parts(step):
+        if not self.model.runs_decoder:
+            return tokens
+        for part in self._parts(self._joined(step)):
+            self._recall(part)
             tokens |= self._execute(part)
         return tokens
+
+    def _joined(self, step: Step) -> Step:
+        """The step with those whose prompts another lane has read as prompts: their keys and values are yet to make."""
+        joining = [id_ for id_ in step.decode if id_ in self.readings]
+        if not joining:
+            return step
+        prompts = (Chunk(id_, 0, int(self._prompt_len[self._row[id_]])) for id_ in joining)
+        return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.readings))
+
+    def _recall(self, part: Step) -> None:
+        """Hand the model what another lane has read of a part's prompts."""
+        read = [self.readings.pop(chunk.id) for chunk in part.encode if chunk.id in self.readings]
+        if read:
+            assert self._stage is not None
+            self._stage.recall(torch.cat(read).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
         """What is run at once."""
@@ -372,6 +417,8 @@ def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None
         worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
     else:
         worker.adopt(request, 4)
+        if worker.model.decoder_start:
+            worker.readings[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)
     if decode:
         worker.execute(Step(encode=(), decode=(-1,)))
     worker.release([-1])

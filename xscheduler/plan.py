@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from xgpt.io import sha256
 from xgpt.schema import Admission, Estimate, Plan, ProfileRef, SearchCertificate, Stage, StageLane
 from xscheduler.placement import Placement
@@ -69,8 +67,7 @@ def _stages(
     for name, layout in zip(lanes, space.placement.layouts, strict=True):
         memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
         step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
-        beside = float(memory.blocks_beside(np.asarray([step_tokens]))[0]) if np.isfinite(step_tokens) else 1.0
-        blocks = int(beside) if np.isfinite(beside) else 1  # an encoder keeps no K/V
+        blocks = int(memory.blocks_beside(step_tokens)[0])
         memory_bytes += memory.device_bytes(blocks, step_tokens)
         encoded = decoded = 0
         for shape in layout.lane:

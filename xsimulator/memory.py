@@ -43,8 +43,10 @@ def kv_blocks(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, block_size: i
 class LaneMemory:
     """Memory of the devices of one lane's stages.
 
-    Every stage keeps its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. Arrays
-    have an entry for each stage; the devices of its group hold the same.
+    Every stage keeps its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
+    encode lane of an encoder-decoder has no decoder layer: its last stage keeps what the encoder has read, a hidden
+    state a token, until the decode lane has received it. Arrays have an entry for each stage; the devices of its group
+    hold the same.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -70,6 +72,8 @@ class LaneMemory:
         """Of one device of each stage."""
         heads = np.maximum(spec.num_kv_heads / tp, 1.0)
         self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * size
+        if not decoder.any():
+            self._block_bytes[-1] = block_size * spec.hidden_size * size
         self._activation_bytes = activation_bytes_per_token(spec, dtype)
         self.fixed_bytes: Array = self.weight_bytes + WORKSPACE_BYTES
         kinds = dict.fromkeys(zip(self.fixed_bytes.tolist(), self._block_bytes.tolist(), strict=True))
@@ -86,7 +90,7 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """K/V blocks that every stage has beside the activations of a step of so many tokens. # [n] -> [n]"""
+        """Blocks that every stage has beside the activations of a step of so many tokens. # [n] -> [n]"""
         at_once = np.minimum(np.atleast_1d(np.asarray(step_tokens, float)), SLICE_TOKENS)
         fixed, block = self._distinct
         free = self._usable - fixed - at_once * self._activation_bytes

@@ -106,14 +106,42 @@ FAMILIES = {
 CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
 
 
+def random_shape(rng, family):
+    """A small shape drawn at random: sizes, heads and whatever else the family lets a checkpoint choose."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    heads = int(rng.integers(1, 6))
+    kv_heads = one_of(*(n for n in range(1, heads + 1) if heads % n == 0))
+    head_dim, layers, ffn = 2 * int(rng.integers(4, 13)), int(rng.integers(1, 5)), int(rng.integers(30, 200))
+    tied = {"tie_word_embeddings": one_of(True, False)}
+    if family == "opt":
+        sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "num_hidden_layers": layers}
+        return tied | sizes | {"ffn_dim": ffn, "activation_function": one_of("relu", "gelu", "silu")}
+    if family == "gpt2":
+        sizes = {"n_embd": heads * head_dim, "n_head": heads, "n_layer": layers, "n_inner": one_of(None, ffn)}
+        return tied | sizes | {"activation_function": one_of("gelu_new", "relu"), "layer_norm_epsilon": 1e-3}
+    if family == "t5":
+        sizes = {"d_model": int(rng.integers(20, 80)), "num_heads": heads, "d_kv": head_dim, "d_ff": ffn}
+        stacks = {"num_layers": layers, "num_decoder_layers": int(rng.integers(1, 5))}
+        buckets = {"relative_attention_num_buckets": one_of(8, 32), "relative_attention_max_distance": one_of(20, 128)}
+        return tied | sizes | stacks | buckets | {"feed_forward_proj": one_of("relu", "gated-gelu", "gated-silu")}
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"hidden_size": heads * one_of(head_dim, 14), "intermediate_size": ffn, "num_hidden_layers": layers}
+    scaled = SCALED | {"original_max_position_embeddings": 32}
+    rope = {"rope_parameters": one_of({"rope_type": "default", "rope_theta": 1000.0}, scaled)}
+    return tied | sizes | rope | ({} if family == "qwen2" else {"attention_bias": one_of(True, False)})
+
+
 def save(directory, family, shape, dtype=torch.float32):
     """Save seeded weights, large enough to tell tokens apart; in half precision layers keep to trained magnitude, since
-    larger ones multiply the errors of rounding.
+    larger ones multiply the errors of rounding. `shape` is a name, or settings of its own.
 
     Returns the directory and the transformers model, which computes in float32 with the weights that were saved.
     """
     config_class, model_class, shapes = FAMILIES[family]
-    settings = dict(shapes[shape])
+    settings = dict(shapes[shape] if isinstance(shape, str) else shape)
     settings |= {"word_embed_proj_dim": settings["hidden_size"], "dropout": 0.0} if family == "opt" else {}
     settings |= {"decoder_start_token_id": T5_START} if family == "t5" else {"max_position_embeddings": CONTEXT}
     settings |= {"bos_token_id": 2, "eos_token_id": 2}

@@ -84,7 +84,11 @@ class Admission(Frozen):
 
 
 class Stage(Frozen):
-    """One pipeline stage: which devices hold which layers, [first, last)."""
+    """One pipeline stage: which devices hold which layers, [first, last).
+
+    `kv_blocks` are those of its layers' K/V. The encode lane of an encoder-decoder has no decoder layers: there they
+    count the prompts that the encoder has read and the decode lane has not received, in hidden states.
+    """
 
     lane: StageLane = "both"
     devices: tuple[int, ...]

@@ -84,7 +84,7 @@ class Deployment(Frozen):
             receives_from=before[rank % len(before)] if before else None,
             sends_to=tuple(other for i, other in enumerate(behind) if i % stage.tp == rank),
             last=lane[-1].devices[0],
-            recallers=tuple(device for other in lane[:-1] for device in other.devices),
+            recallers=tuple(device for other in lane[:-1] for device in other.devices) if part.runs_decoder else (),
             hands_on_to=((*stage.devices[1:], *behind[:1]) if is_leader else ()),
             answers=is_leader and part.is_last,
         )

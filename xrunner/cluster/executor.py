@@ -52,7 +52,7 @@ class RemoteExecutor:
         self.resumes = not spec.is_encoder_decoder
         self._reading_lanes = {
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
-        } - {"decode"}
+        } & {"both"}
         """Where prompts pass all stages once to be read by the encoder, and again: other steps pass in between."""
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}

@@ -1,4 +1,4 @@
-"""The two ends of K/V transfers, each in a thread beside the one that computes."""
+"""The two ends of transfers between WAA's lanes, each in a thread beside the one that computes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.tensors import Traffic
-from xrunner.kv_cache import KvCache
-from xrunner.transfer import CachePart, Piece, pieces
+from xrunner.transfer import Cargo, Moving, Piece, pieces, reading_pieces
 
 
 class Order(NamedTuple):
-    """Move the K/V of these requests, which lies, or shall lie, in these blocks."""
+    """Move these requests."""
 
     number: int
-    blocks: list[int]
+    requests: list[Moving]
 
 
 class Mover(threading.Thread):
@@ -34,7 +33,7 @@ class Mover(threading.Thread):
 
     def __init__(
         self,
-        cache: KvCache,
+        cargo: Cargo,
         deployment: Deployment,
         worker: int,
         group: dist.ProcessGroup,
@@ -43,7 +42,7 @@ class Mover(threading.Thread):
     ) -> None:
         super().__init__(name="K/V transfer", daemon=True)
         self._worker = worker
-        self._part = CachePart(cache, deployment.seat(worker).part)
+        self._cargo = cargo
         self._group = group
         self._traffic = traffic
         self._moved = moved
@@ -52,7 +51,8 @@ class Mover(threading.Thread):
             {device: deployment.seat(device).part for stage in deployment.lane(lane) for device in stage.devices}
             for lane in ("encode", "decode")
         )
-        self._pieces = [piece for piece in pieces(*lanes) if worker in (piece.sender, piece.receiver)]
+        all_pieces = (reading_pieces if deployment.model.is_encoder_decoder else pieces)(*lanes)
+        self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
     def move(self, order: Order) -> None:
         """Move this behind all else; returns at once."""
@@ -66,19 +66,19 @@ class Mover(threading.Thread):
         try:
             while (order := self._orders.get()) is not None:
                 for piece in self._pieces:
-                    (self._send if piece.sender == self._worker else self._receive)(piece, order.blocks)
+                    (self._send if piece.sender == self._worker else self._receive)(piece, order.requests)
                 self._moved(order.number)
         except Exception as error:
             # A thread's end would be noticed by nobody, a process's is.
             print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _send(self, piece: Piece, blocks: list[int]) -> None:
-        contents = self._part.read(piece, blocks)
+    def _send(self, piece: Piece, requests: list[Moving]) -> None:
+        contents = self._cargo.read(piece, requests)
         self._traffic.count(contents)
         dist.send(contents, piece.receiver, group=self._group)
 
-    def _receive(self, piece: Piece, blocks: list[int]) -> None:
-        contents = self._part.empty(piece, len(blocks))
+    def _receive(self, piece: Piece, requests: list[Moving]) -> None:
+        contents = self._cargo.empty(piece, requests)
         dist.recv(contents, piece.sender, group=self._group)
-        self._part.write(piece, blocks, contents)
+        self._cargo.write(piece, requests, contents)

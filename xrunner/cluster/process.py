@@ -25,6 +25,7 @@ from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.movers import Mover, Order
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
+from xrunner.transfer import Moving
 from xrunner.weights import DTYPES
 from xrunner.worker import Worker, build_worker, warm_up
 
@@ -214,7 +215,8 @@ class Executing:
         self._lane = deployment.stages[seat.number].lane
         if transfers is not None:
             moved = self._tell_moved(answers_to) if self._lane == "decode" else lambda number: None
-            self._mover = Mover(self._worker.cache, deployment, self._number, transfers, self._traffic, moved)
+            cargo = self._worker.cargo(seat.part)
+            self._mover = Mover(cargo, deployment, self._number, transfers, self._traffic, moved)
             self._mover.start()
         warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
         self._traffic.busy_s = 0.0  # only waits have been counted so far
@@ -269,8 +271,10 @@ class Executing:
         if self._lane == "decode":
             for beginning in transfer.begin:
                 worker.adopt(beginning.generation(), beginning.cached)
-        blocks = [block for beginning in transfer.begin for block in worker.cache.blocks_of(beginning.id)]
-        mover.move(Order(transfer.number, blocks))
+        requests = [
+            Moving(beginning.id, worker.cache.blocks_of(beginning.id), beginning.cached) for beginning in transfer.begin
+        ]
+        mover.move(Order(transfer.number, requests))
 
     def _answer(self, answer: bytes) -> None:
         assert self._answers is not None

@@ -44,7 +44,7 @@ class Model(nn.Module):
         first_modules: what only the first stage of a pipeline needs.
         last_modules: what only its last stage needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and its last.
-        runs_decoder: whether it has a decoder to run; else it makes what a decoder elsewhere recalls of prompts.
+        runs_decoder: whether it has a decoder to run; else it is an encoder that reads for one elsewhere.
         first_layers: the checkpoint's number of the first layer of each of our lists; 0 where it is not named.
     """
 

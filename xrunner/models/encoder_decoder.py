@@ -80,14 +80,9 @@ class EncoderDecoderModel(Model):
         )
 
     def drop_decoder(self) -> None:
-        """Keep the encoder, and of the decoder what makes the keys and values that it recalls of prompts."""
+        """Keep the embedding and the encoder."""
         self.runs_decoder = False
-        for layer in self.decoder.layers:
-            assert isinstance(layer, CrossLayer)
-            for owner, kept in ((layer, "cross"), (layer.cross, "kv")):
-                for name in [name for name, _ in owner.named_children() if name != kept]:
-                    delattr(owner, name)
-        del self.decoder.position_bias
+        del self.decoder, self.lm_head
 
     def _cross_layer(self, empty: Empty) -> CrossLayer:
         return CrossLayer(
@@ -154,13 +149,6 @@ class EncoderDecoderModel(Model):
             recall = partial(recall_prompts, cache=layer_cache, batch=recalled, backend=backend)
             hidden = layer(hidden, memory, own, partial(lookup.attend, cache=layer_cache), recall)
         return self.head(hidden) if self.has_head else hidden
-
-    def keep(self, batch: Batch, memory: Tensor, cache: KvCache) -> None:
-        """Put into the cache what a decoder elsewhere will recall of the step's prompts. # [prompt tokens, hidden]"""
-        slots = _tokens(batch, _is_prompt(batch)).cache_slots
-        for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
-            assert isinstance(layer, CrossLayer)
-            write_kv(*layer.cross.keys_and_values(memory), layer_cache, slots)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits. # [rows, hidden] -> [rows, vocab]"""

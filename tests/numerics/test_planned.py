@@ -1,0 +1,117 @@
+"""What is planned runs: plans of the planner, served, give the tokens of `transformers`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
+from tests.planned import placements_of, planned, problem_of
+from xgpt import policies
+from xgpt.app.serving import build_engine
+from xgpt.app.simulating import simulate
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.executor import RemoteExecutor
+from xrunner.cluster.fleet import Fleet
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+
+POLICIES = ("rra", "waa", "chunked", "orca", "static")
+RNG = np.random.default_rng(11)
+PROMPTS = [tuple(RNG.integers(0, VOCABULARY, n).tolist()) for n in (1, 3, 15, 16, 17, 31, 32, 33, 48, 60, 7, 20)]
+MAX_OUTPUT = 10
+
+
+def greedy(model):
+    """What transformers makes of each prompt."""
+    outputs = []
+    for prompt in PROMPTS:
+        fed = [model.config.decoder_start_token_id] if model.config.is_encoder_decoder else list(prompt)
+        begun = len(fed)
+        for _ in range(MAX_OUTPUT):
+            with torch.inference_mode():
+                if model.config.is_encoder_decoder:
+                    logits = model(torch.tensor([prompt]), decoder_input_ids=torch.tensor([fed])).logits
+                else:
+                    logits = model(torch.tensor([fed])).logits
+            fed.append(int(logits[0, -1].argmax()))
+        outputs.append(fed[begun:])
+    return outputs
+
+
+def run(engine):
+    """Tokens of all prompts; a step that does not come ends the test."""
+    outputs = [[] for _ in PROMPTS]
+    for id_, prompt in enumerate(PROMPTS):
+        engine.submit(Generation(id_, prompt, MAX_OUTPUT))
+    while not engine.pool.is_idle or any(not output for output in outputs):
+        tokens = engine.step()
+        assert tokens is not None, "the engine has nothing to run, and requests wait"
+        for token in tokens:
+            outputs[token.id].append(token.token)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with Fleet(2) as started:
+        yield started
+
+
+def served_on(fleet, plan):
+    """Tokens of a plan for the fleet's two devices."""
+    assert plan.devices_per_replica == 2
+    executor = RemoteExecutor(fleet, Deployment.of(plan))
+    executor.deploy()
+    try:
+        return run(Engine(policies.build(plan), executor))
+    finally:
+        executor.disconnect()
+
+
+def served_here(plan):
+    """Tokens of a plan for one device."""
+    engine = build_engine(plan)
+    try:
+        return run(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["t5-gated-untied", "t5-tied"])
+def test_waa_plans_of_an_encoder_decoder(fleet, checkpoint, name):
+    directory, model = checkpoint(name)
+    plan = planned(problem_of(directory, 2), "waa")
+    encode = plan.stages[0]
+    assert encode.decode_layers == (0, 0) and encode.kv_blocks > 100
+    assert served_on(fleet, plan) == greedy(model)
+
+
+def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):
+    two = problem_of(checkpoint("t5-tied")[0], 2)
+    plan = planned(two, "waa")
+    measured, _ = simulate(plan, two.profile, two.workload, 4000, np.random.default_rng(1))
+    assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
+
+
+CASES = [
+    pytest.param(number, id=f"{family}-{number}", marks=() if number in {2, 5, 23} else pytest.mark.long)
+    for number, family in ((number, list(FAMILIES)[number % len(FAMILIES)]) for number in range(40))
+]
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_random_checkpoints_under_every_policy(fleet, tmp_path, number):
+    rng = np.random.default_rng([7, number])
+    family = list(FAMILIES)[number % len(FAMILIES)]
+    directory, model = save(tmp_path / "model", family, random_shape(rng, family))
+    expected = greedy(model)
+    alone, two = problem_of(directory, 1), problem_of(directory, 2)
+    for kind in POLICIES:
+        if kind != "waa":
+            assert served_here(planned(alone, kind)) == expected, kind
+        places = placements_of(two, kind)
+        if places:  # heads or layers that two devices cannot share leave none
+            plan = planned(two, kind, places[rng.integers(len(places))])
+            assert served_on(fleet, plan) == expected, (kind, plan.stages)
