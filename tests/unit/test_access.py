@@ -12,7 +12,9 @@ import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.errors import InputError
+from xgpt.schema import Account
 from xrunner.server import AllowedHosts, ApiKeys, check_exposure, log_json
+from xrunner.server.keys import Key
 
 KEY, OTHER = "correct-horse-battery", "staple-staple-staple"
 BODY = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}
@@ -25,7 +27,9 @@ def executor() -> FakeExecutor:
 
 @pytest.fixture(scope="module")
 def url(executor: FakeExecutor) -> Iterator[str]:
-    app = fake_app(fake_engine(executor), keys=ApiKeys([OTHER, KEY]), hosts=AllowedHosts("127.0.0.1", ["llm.lan"]))
+    app = fake_app(
+        fake_engine(executor), keys=ApiKeys.parse(f"{OTHER}\n{KEY}"), hosts=AllowedHosts("127.0.0.1", ["llm.lan"])
+    )
     with running(app) as url:
         yield url
 
@@ -127,8 +131,8 @@ def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# ours\n\n{KEY}\n")
     keys = ApiKeys.read(path)
-    assert keys.accept(f"Bearer {KEY}".encode())
-    assert not keys.accept(b"Bearer # ours")
+    assert keys.find(f"Bearer {KEY}".encode()) == Key(Account("line-3"), is_admin=True)
+    assert keys.find(b"Bearer # ours") is None
     for text in ("# none\n", "short\n", "with blanks in it, sixteen\n"):
         path.write_text(text)
         with pytest.raises(InputError) as caught:
@@ -142,7 +146,7 @@ def test_beyond_this_machine_only_with_keys() -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(InputError, match="--api-key-file"):
             check_exposure(host, None)
-        check_exposure(host, ApiKeys([KEY]))
+        check_exposure(host, ApiKeys.parse(KEY))
 
 
 def test_a_server_of_all_addresses_takes_any_literal_one() -> None:

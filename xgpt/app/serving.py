@@ -298,7 +298,7 @@ class Exposure:
         Raises:
             InputError: the file holds none, or there must be some.
         """
-        from xrunner.server.access import ApiKeys, check_exposure
+        from xrunner.server import ApiKeys, check_exposure
 
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file)
         check_exposure(self.host, keys)

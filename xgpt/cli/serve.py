@@ -18,7 +18,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Beyond this machine only with --api-key-file.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
-@click.option("--api-key-file", metavar="FILE", help="Keys that clients must send, one a line.")
+@click.option("--api-key-file", metavar="FILE", help="Lines of [NAME] KEY [SETTINGS]; SIGHUP reloads.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
 @click.option("--max-waiting", type=click.IntRange(1), help="Requests that may wait; more get 429.  [default: 4096]")
 @click.option(

@@ -3,10 +3,11 @@
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
 """
 
-from xrunner.server.access import AllowedHosts, ApiKeys, check_exposure
+from xrunner.server.access import AllowedHosts, check_exposure
 from xrunner.server.app import create_app
 from xrunner.server.chat import ChatTemplate
 from xrunner.server.engine_thread import EngineThread, single_thread
+from xrunner.server.keys import ApiKeys
 from xrunner.server.limits import Limits
 from xrunner.server.logs import log_json
 from xrunner.server.process import DRAIN_S, serve

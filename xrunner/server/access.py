@@ -1,73 +1,20 @@
-"""Who may ask: API keys, host names, origins."""
+"""From where a server may be asked, and what: host names, origins, paths."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import socket
-from base64 import b64decode
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from xgpt.errors import InputError
+from xrunner.server.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask for; it says nothing about anybody's requests."""
 
-MIN_KEY_LENGTH = 16
-
-
-class ApiKeys:
-    """Accepted keys, compared in a time that tells neither which key came near nor how near."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    @classmethod
-    def read(cls, path: Path) -> ApiKeys:
-        """Keys from a file, one a line; empty lines and those that begin with # are left out.
-
-        Raises:
-            InputError: it cannot be read, holds no key, or one that is too short. Never shows a key.
-        """
-        field = "--api-key-file"
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(field, str(path), f"it cannot be read: {error}") from None
-        keys = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
-        if not keys:
-            raise InputError(field, str(path), "it must hold at least one key, one a line")
-        for number, key in keys:
-            if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-                raise InputError(
-                    field,
-                    f"{path}, line {number}",
-                    f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks",
-                )
-        return cls(key for _, key in keys)
-
-    def accept(self, authorization: bytes) -> bool:
-        """Whether the value of an Authorization header (Bearer KEY, or Basic with the key as password) has a key."""
-        scheme, _, credentials = authorization.partition(b" ")
-        key = credentials.strip()
-        if scheme.lower() == b"basic":
-            try:
-                key = b64decode(key, validate=True).partition(b":")[2]
-            except ValueError:
-                return False
-        elif scheme.lower() != b"bearer":
-            return False
-        digest = _digest(key)
-        # Every key is compared, whichever fits: sum() does not stop early as any() would.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
-
-
-def _digest(key: bytes) -> bytes:
-    """All of one length, so that a comparison does not tell a key's."""
-    return hashlib.sha256(key).digest()
+ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/metrics"})
+"""What tells of everybody's requests."""
 
 
 class AllowedHosts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -17,16 +19,23 @@ from starlette.responses import Response
 
 from xgpt.pages import render_live
 from xgpt.schema import ModelSpec
-from xrunner.server.access import AllowedHosts, ApiKeys
+from xrunner.server.access import AllowedHosts
 from xrunner.server.answer import error_response
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.guard import Guard
+from xrunner.server.keys import ApiKeys
 from xrunner.server.limits import Limits
 from xrunner.server.live import Live
 from xrunner.server.openapi import describe
 from xrunner.server.protocol import ApiError
 from xrunner.server.service import Service
 from xrunner.server.text import TextCodec
+
+
+def _reload_on_hangup(keys: ApiKeys) -> None:
+    """Read the key file again on SIGHUP, where the app has a process of its own."""
+    if threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
 
 def create_app(
@@ -57,6 +66,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine_thread.start()
+        if keys is not None and keys.path is not None:
+            _reload_on_hangup(keys)
         sampling = None if live is None else asyncio.create_task(live.run())
         try:
             yield

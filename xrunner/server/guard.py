@@ -11,9 +11,10 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xrunner.server.access import OPEN_PATHS, AllowedHosts, ApiKeys
+from xrunner.server.access import ADMIN_PATHS, OPEN_PATHS, AllowedHosts
 from xrunner.server.answer import error_response
 from xrunner.server.info import RequestInfo
+from xrunner.server.keys import ApiKeys
 from xrunner.server.protocol import ApiError
 
 logger = logging.getLogger("xrunner.server.access")
@@ -61,7 +62,7 @@ class Guard:
             await send(message)
 
         try:
-            refusal = self._refusal(scope, headers)
+            refusal = self._refusal(scope, headers, info)
             if refusal is None:
                 await self._app(scope, receive, send_on)
             else:
@@ -69,7 +70,7 @@ class Guard:
         finally:
             self._log(scope, status, info)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def _refusal(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
         path = scope["path"]
         if self._hosts is not None and path not in OPEN_PATHS:
             host = headers.get("host", "")
@@ -85,14 +86,19 @@ class Guard:
         if self._keys is None or path in OPEN_PATHS:
             return None
         # Headers hold latin-1, whatever a client has sent.
-        if self._keys.accept(headers.get("authorization", "").encode("latin-1")):
-            return None
-        return ApiError(
-            401,
-            "no valid API key came with the request; send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"www-authenticate": 'Basic realm="xgpt", charset="UTF-8"'},
-        )
+        key = self._keys.find(headers.get("authorization", "").encode("latin-1"))
+        if key is None:
+            return ApiError(
+                401,
+                "no valid API key came with the request; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Basic realm="xgpt", charset="UTF-8"'},
+            )
+        info.key = key
+        info.log["key"] = key.name
+        if path in ADMIN_PATHS and not key.is_admin:
+            return ApiError(403, f"{path} takes a key whose line in the key file says admin", code="admin_only")
+        return None
 
     def _log(self, scope: Scope, status: int, info: RequestInfo) -> None:
         level = logging.DEBUG if scope["path"] in OPEN_PATHS or scope["path"] == "/metrics" else logging.INFO

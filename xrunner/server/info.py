@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from xrunner.server.keys import NO_KEY, Key
+
 
 @dataclass(slots=True)
 class RequestInfo:
@@ -14,6 +16,7 @@ class RequestInfo:
         received_s: `time.perf_counter` when its head had come.
         read_s: the same when its body had; 0: not yet.
         deadline_header: the value of X-Deadline-S.
+        key: what its client may do.
         log: further fields of its line. Never anything that a prompt could have come into.
     """
 
@@ -22,3 +25,4 @@ class RequestInfo:
     deadline_header: str | None
     log: dict[str, Any]
     read_s: float = 0.0
+    key: Key = NO_KEY

@@ -14,6 +14,7 @@ _EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
     "401": "No valid API key came with the request.",
+    "403": "A page of another site asks, or a client's key asks for what is the operator's.",
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
     "413": "The body is too long.",

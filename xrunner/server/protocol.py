@@ -67,7 +67,7 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
-        kinds = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})

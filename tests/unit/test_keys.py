@@ -1,0 +1,133 @@
+"""API keys: what stands in their file, what they grant, and a file that changes while the server runs."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
+from xgpt.errors import InputError
+from xgpt.schema import Account
+from xrunner.server import ApiKeys, log_json
+from xrunner.server.keys import Key
+
+ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"
+FILE = f"""
+# name  key  settings
+alice {ALICE} share=3 priority=1 requests_per_minute=60 tokens_per_minute=1e5
+bob {BOB}
+{OPS}
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_line_names_a_key_and_says_what_it_grants() -> None:
+    keys = ApiKeys.parse(FILE)
+    found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "nobodys-nobodys-nobodys")]
+    assert found == [
+        Key(Account("alice", 3.0, 1), is_admin=False, requests_per_minute=60, tokens_per_minute=1e5),
+        Key(Account("bob"), is_admin=False),
+        Key(Account("line-5"), is_admin=True),
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"alice {ALICE} share=0", "line 1, share=0"),
+        (f"alice {ALICE} share=nan", "line 1, share=nan"),
+        (f"alice {ALICE} share=1 share=2", "line 1.*stands twice"),
+        (f"alice {ALICE} priority=1.5", "line 1, priority=1.5"),
+        (f"alice {ALICE} rpm=5", "line 1.*there are share=NUMBER"),
+        (f"alice {ALICE}\nalice {BOB}", "line 2.*each stands once"),
+        (f"alice {ALICE}\nbob {ALICE}", "line 2.*each stands once"),
+        (f"al!ce {ALICE}", "line 1.*a name is"),
+        ("alice short", "line 1.*at least 16"),
+        ("# nothing", "at least one key"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_refused_without_showing_the_key(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        ApiKeys.parse(text)
+    assert not any(key in str(caught.value) for key in (ALICE, BOB))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(fake_app(fake_engine(FakeExecutor()), keys=ApiKeys.parse(FILE))) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", ["/", "/live", "/plan", "/plan/history", "/metrics"])
+def test_clients_keys_do_not_read_what_tells_of_all(url: str, path: str) -> None:
+    for key, status in ((OPS, 200), (BOB, 403), ("nobodys-nobodys-nobodys", 401)):
+        assert httpx.get(url + path, headers=bearer(key), trust_env=False).status_code == status
+    refused = httpx.get(url + path, headers=bearer(BOB), trust_env=False).json()["error"]
+    assert (refused["type"], refused["code"]) == ("permission_error", "admin_only")
+
+
+def test_the_log_names_the_key(url: str) -> None:
+    stream = io.StringIO()
+    log_json("info", stream)
+    assert httpx.get(f"{url}/v1/models", headers=bearer(ALICE), trust_env=False).status_code == 200
+    assert eventually(lambda: "\n" in stream.getvalue())
+    assert json.loads(stream.getvalue())["key"] == "alice"
+    assert ALICE not in stream.getvalue()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.fakes import *
+from xrunner.server import ApiKeys, log_json, serve
+log_json("info")
+app = fake_app(fake_engine(FakeExecutor()), keys=ApiKeys.read(Path(sys.argv[1])))
+serve(app, "127.0.0.1", 0)
+"""
+
+
+def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    path, log = tmp_path / "keys", tmp_path / "log"
+    path.write_text(f"alice {ALICE}\n")
+    with (
+        log.open("w") as to,
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(path)], stdout=to, stderr=to) as process,
+    ):
+        assert eventually(lambda: "listening" in log.read_text(), within_s=30)
+        url = log.read_text().split("listening on ")[1].split()[0]
+
+        def statuses() -> list[int]:
+            asked = [httpx.get(f"{url}/v1/models", headers=bearer(key), trust_env=False) for key in (ALICE, BOB)]
+            return [answer.status_code for answer in asked]
+
+        try:
+            for text, says, expected in (
+                (f"bob {BOB}\n", "API keys reloaded", [401, 200]),
+                (f"bob {BOB} nonsense\n", "the API keys stay as they were", [401, 200]),
+                (f"alice {ALICE}\nbob {BOB}\n", "API keys reloaded", [200, 200]),
+            ):
+                path.write_text(text)
+                before = log.read_text().count("\n")
+                process.send_signal(signal.SIGHUP)
+                assert eventually(
+                    lambda says=says, before=before: says in "".join(log.read_text().splitlines()[before:])
+                )
+                assert statuses() == expected
+                time.sleep(0.01)
+        finally:
+            process.terminate()
+    told = [json.loads(line) for line in log.read_text().splitlines() if "API keys" in line]
+    assert len(told) == 3
+    assert told[0]["keys"] == ["bob"] and "nonsense" not in told[1]["reason"]
+    assert not any(key in log.read_text() for key in (ALICE, BOB))

@@ -1,0 +1,178 @@
+"""API keys: whose they are, and what the operator grants them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import re
+from base64 import b64decode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.errors import InputError
+from xgpt.schema import ANYONE, Account
+
+logger = logging.getLogger(__name__)
+
+FIELD = "--api-key-file"
+MIN_KEY_LENGTH = 16
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute")
+SETTING = re.compile(rf"admin|({'|'.join(NUMBERS)})=(\S*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a client may do. Never holds the key itself.
+
+    Attributes:
+        account: its name, its share of the engine under load, and its priority.
+        is_admin: may also read what the server tells of everybody: /plan, /metrics, the page.
+        requests_per_minute, tokens_per_minute: None: as many as there is room for.
+    """
+
+    account: Account = ANYONE
+    is_admin: bool = True
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.account.name
+
+
+NO_KEY = Key()
+"""What a client may do where no keys are set."""
+
+
+class ApiKeys:
+    """Accepted keys, compared in a time that tells neither which key came near nor how near."""
+
+    def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None) -> None:
+        self._keys = dict(keys)
+        """By the keys' digests."""
+        self.path = path
+
+    @classmethod
+    def read(cls, path: Path) -> ApiKeys:
+        """Keys from a file.
+
+        Raises:
+            InputError: it cannot be read, or holds what `parse` refuses. Never shows a key.
+        """
+        return cls(_read(path), path)
+
+    @classmethod
+    def parse(cls, text: str) -> ApiKeys:
+        """Keys from what stands in such a file.
+
+        A key a line; before it may stand a name, behind it settings: `share=3`, `priority=1`, `requests_per_minute=60`,
+        `tokens_per_minute=1e5`, `admin`. Empty lines and those that begin with # are left out. A key without a name is
+        the operator's own and may do everything; one with a name is a client's, and `admin` only where that is said.
+
+        Raises:
+            InputError: there is none, or a line is not understood. Never shows a key.
+        """
+        return cls(_parse(text, "keys"))
+
+    def reload(self) -> None:
+        """Take over what the file holds now; where it is broken, keep what there was. One line of log says which."""
+        assert self.path is not None
+        try:
+            self._keys = _read(self.path)
+        except InputError as error:
+            logger.error("the API keys stay as they were", extra={"fields": {"reason": str(error)}})
+        else:
+            names = [key.name for key in self._keys.values()]
+            logger.info("API keys reloaded", extra={"fields": {"keys": names}})
+
+    def find(self, authorization: bytes) -> Key | None:
+        """What the key in the value of an Authorization header (Bearer KEY, or Basic with the key as password) grants;
+        None: there is no such key.
+        """
+        scheme, _, credentials = authorization.partition(b" ")
+        given = credentials.strip()
+        if scheme.lower() == b"basic":
+            try:
+                given = b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                return None
+        elif scheme.lower() != b"bearer":
+            return None
+        digest = _digest(given)
+        # Every key is compared, whichever fits.
+        found = [key for known, key in self._keys.items() if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
+
+
+def _digest(key: bytes) -> bytes:
+    """All of one length, so that a comparison does not tell a key's."""
+    return hashlib.sha256(key).digest()
+
+
+def _read(path: Path) -> dict[bytes, Key]:
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(FIELD, str(path), f"it cannot be read: {error}") from None
+
+
+def _parse(text: str, source: str) -> dict[bytes, Key]:
+    keys: dict[bytes, Key] = {}
+    names: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"{source}, line {number}"
+        has_name = len(words) > 1 and not SETTING.fullmatch(words[1])
+        name = words.pop(0) if has_name else f"line-{number}"
+        secret, *settings = words
+        if not NAME.fullmatch(name):
+            raise InputError(
+                FIELD, where, "a name is up to 64 letters, digits and . _ @ -, and begins with one of these"
+            )
+        if len(secret) < MIN_KEY_LENGTH or not secret.isascii() or not secret.isprintable():
+            raise InputError(
+                FIELD, where, f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks"
+            )
+        if name in names or _digest(secret.encode()) in keys:
+            raise InputError(FIELD, where, "this name, or this key, stands in a line before; each stands once")
+        names.add(name)
+        keys[_digest(secret.encode())] = _key(name, settings, where, is_admin=not has_name)
+    if not keys:
+        raise InputError(FIELD, source, "it must hold at least one key, one a line")
+    return keys
+
+
+def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
+    numbers: dict[str, float] = {}
+    for setting in settings:
+        match = SETTING.fullmatch(setting)
+        known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
+        if match is None:
+            raise InputError(FIELD, where, f"a setting is not understood; there are {known} and admin")
+        if match[1] is None:
+            is_admin = True
+            continue
+        if match[1] in numbers:
+            raise InputError(FIELD, where, f"{match[1]} stands twice")
+        numbers[match[1]] = _number(match[1], match[2], where)
+    account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)))
+    return Key(account, is_admin, numbers.get("requests_per_minute"), numbers.get("tokens_per_minute"))
+
+
+def _number(name: str, text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if name == "priority":
+        if not (value.is_integer() and abs(value) <= 100):
+            raise InputError(FIELD, f"{where}, {name}={text}", "a whole number from -100 to 100")
+    elif not 1e-3 <= value <= 1e12:
+        raise InputError(FIELD, f"{where}, {name}={text}", "a number from 0.001 to 1e12")
+    return value
