@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from xgpt.schema import ClusterSpec, Constraint, DeviceKind, Efficiency, Histogr
 from xprofiler import analytic
 from xscheduler.placement import Placement, Placements
 from xscheduler.schedule import Problem, Scheduler
+from xscheduler.space import POLICIES
 from xsimulator.lengths import Lengths
 
 CPU = DeviceKind(
@@ -51,3 +53,14 @@ def placements_of(problem: Problem, kind: str) -> list[Placement]:
 def planned(problem: Problem, kind: str, placement: Placement | None = None) -> Plan:
     """The policy's best plan, on one placement or wherever is best."""
     return Scheduler(replace(problem, placement=placement)).best([kind])
+
+
+def scored(problem: Problem, kind: str, degrees: Sequence[Sequence[int]], microbatches: int, **values: int) -> Plan:
+    """The plan of these values of a policy's variables, on lanes of these tensor-parallel degrees."""
+    placement = next(
+        placement
+        for placement in placements_of(problem, kind)
+        if [[stage.tp for stage in layout.lane] for layout in placement.layouts] == [list(lane) for lane in degrees]
+        and placement.microbatches == microbatches
+    )
+    return Scheduler(problem).score(POLICIES[kind](**placement.fixed, **values), placement)

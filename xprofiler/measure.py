@@ -89,7 +89,11 @@ def profile(
         InputError: the model has an encoder.
     """
     if spec.is_encoder_decoder:
-        raise InputError("model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one")
+        raise InputError(
+            "model",
+            spec.name,
+            "an encoder-decoder cannot be measured yet; plan for a cluster with a datasheet, or take another model",
+        )
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:

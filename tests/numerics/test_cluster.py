@@ -7,13 +7,13 @@ here; a few cases stand for all others, which take minutes.
 import os
 import signal
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool, TwoLane, TwoLaneSettings
-from xgpt.schema import Stage
+from tests.planned import problem_of, scored
+from xgpt import policies
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
@@ -22,8 +22,6 @@ from xrunner.generation import Generation, SamplingParams
 from xrunner.worker import build_worker
 from xsimulator.events import replay
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 60
 NUM_REQUESTS = 60
 RNG = np.random.default_rng(5)
 PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 30, NUM_REQUESTS)]
@@ -31,68 +29,36 @@ OUTPUTS = [int(n) for n in RNG.integers(1, 16, NUM_REQUESTS)]
 CANCELLED = frozenset(range(7, NUM_REQUESTS, 11))
 
 ONE_LANE = {
-    "rra": {"mix": False, "encode_every": 3, "encode_tokens": 40.0, "carried_batch": 6.0, "decode_batch": 9.0},
-    "orca": {"mix": True, "max_batch": 10},
-    "chunked": {"mix": True, "token_budget": 24, "max_batch": 10},
-    "static": {"mix": False, "max_batch": 8, "refill_when_empty": True},
+    "rra": {"encode_batch": 3, "decode_iterations": 3},
+    "orca": {"max_batch": 10},
+    "chunked": {"token_budget": 24, "max_batch": 10},
+    "static": {"batch": 8},
 }
-# Stages as (devices, share of the layers that ends here).
-PLACEMENTS = {
-    "tp2": [(2, 1.0)],
-    "pp2": [(1, 0.5), (1, 1.0)],
-    "tp2+1": [(2, 0.5), (1, 1.0)],
-    "1+tp2": [(1, 0.5), (2, 1.0)],
-    "pp3": [(1, 0.34), (1, 0.67), (1, 1.0)],  # of two layers, the stage in the middle has none
-}
+TWO_LANES = {"encode_batch": 2, "max_decode_batch": 14}
+# Tensor-parallel degrees of the stages of a lane.
+PLACEMENTS = {"tp2": [2], "pp2": [1, 1], "tp2+1": [2, 1], "pp3": [1, 1, 1]}
 # Lanes of WAA, each as above.
 LANES = {
-    "1+1": ([(1, 1.0)], [(1, 1.0)]),
-    "1+2": ([(1, 1.0)], [(1, 0.5), (1, 1.0)]),
-    "2+1": ([(1, 0.5), (1, 1.0)], [(1, 1.0)]),
-    "tp2+1": ([(2, 1.0)], [(1, 1.0)]),
-    "1+tp2": ([(1, 1.0)], [(2, 1.0)]),
+    "1+1": ([1], [1]),
+    "1+2": ([1], [1, 1]),
+    "2+1": ([1, 1], [1]),
+    "tp2+1": ([2], [1]),
+    "1+tp2": ([1], [2]),
 }
-NAMES = {"opt": "opt-untied-odd", "llama": "llama-grouped", "t5": "t5-gated-untied"}
+NAMES = {"opt": "opt-tied", "llama": "llama-grouped", "t5": "t5-tied", "deep": "opt-untied-odd"}
+SHALLOW = ("opt", "llama", "t5")
 
 
-def stages(spec, shares, lane="both", first_device=0):
-    made, begun, device = [], 0.0, first_device
-    for num_devices, end in shares:
-        layers = [(round(n * begun), round(n * end)) for n in (spec.num_encoder_layers, spec.num_layers)]
-        made.append(
-            Stage(
-                lane=lane,
-                devices=tuple(range(device, device + num_devices)),
-                encode_layers=layers[0] if spec.is_encoder_decoder and lane != "decode" else None,
-                decode_layers=layers[1],
-                tp=num_devices,
-                kv_blocks=NUM_BLOCKS,
-            )
-        )
-        begun, device = end, device + num_devices
-    return made
+def one_lane(directory, placement, kind, microbatches):
+    """The planner's plan of a policy's settings on such stages."""
+    degrees = PLACEMENTS[placement]
+    return scored(problem_of(directory, sum(degrees)), kind, [degrees], microbatches, **ONE_LANE[kind])
 
 
-def pool(**settings):
-    return Pool(NUM_BLOCKS, BLOCK_SIZE, **settings)
-
-
-def one_lane(kind, microbatches):
-    settings = LaneSettings(**ONE_LANE[kind], microbatches=microbatches)
-    return lambda: OneLane(settings, pool(hold_finished=kind == "static"))
-
-
-def two_lanes(spec, lanes):
-    settings = TwoLaneSettings(
-        encode_tokens=40.0,
-        encode_stages=len(lanes[0]),
-        encode_blocks=NUM_BLOCKS,
-        max_decode_batch=14,
-        decode_batch=8.0,
-        decode_microbatches=len(lanes[1]),
-        encoder_only=spec.is_encoder_decoder,
-    )
-    return lambda: TwoLane(settings, pool())
+def two_lanes(directory, lanes):
+    """The planner's plan of WAA on such lanes, with a micro-batch for each decode stage."""
+    encode, decode = LANES[lanes]
+    return scored(problem_of(directory, sum(encode + decode)), "waa", (encode, decode), len(decode), **TWO_LANES)
 
 
 def run(schedule, executor, sampling=None, after_step=lambda number: None):
@@ -132,28 +98,30 @@ def alone(checkpoint):
     def make(family, sampling=None):
         key = (family, sampling)
         if key not in made:
-            directory, _ = checkpoint(NAMES[family])
+            plan = scored(problem_of(checkpoint(NAMES[family])[0], 1), "orca", [[1]], 1, **ONE_LANE["orca"])
             worker = build_worker(
-                read_spec(directory), "float32", checkpoint=directory, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+                plan.model,
+                "float32",
+                checkpoint=Path(plan.checkpoint),
+                num_blocks=plan.stages[0].kv_blocks,
+                block_size=plan.block_size,
             )
-            made[key], _ = run(one_lane("orca", 1)(), worker, sampling)
+            made[key], _ = run(policies.build(plan), worker, sampling)
         return made[key]
 
     return make
 
 
-def check(fleet, directory, placed, schedule, expected, sampling=None, after_step=lambda number: None):
-    deployment = Deployment(
-        model=read_spec(directory),
-        dtype="float32",
-        checkpoint=str(directory),
-        block_size=BLOCK_SIZE,
-        stages=tuple(placed),
-    )
-    executor = RemoteExecutor(fleet, deployment)
+def deploy(fleet, plan):
+    executor = RemoteExecutor(fleet, Deployment.of(plan))
     executor.deploy()
+    return executor
+
+
+def check(fleet, plan, expected, sampling=None, after_step=lambda number: None):
+    executor = deploy(fleet, plan)
     try:
-        tokens, log = run(schedule(), executor, sampling, after_step)
+        tokens, log = run(policies.build(plan), executor, sampling, after_step)
     finally:
         executor.disconnect()
     for id_ in range(NUM_REQUESTS):
@@ -162,23 +130,17 @@ def check(fleet, directory, placed, schedule, expected, sampling=None, after_ste
         assert id_ in CANCELLED or count == OUTPUTS[id_]
     begins = [i for i, record in enumerate(log) if record.number == 0]
     for begin, end in pairwise([*begins, len(log)]):  # one log, and another after each loss, which cuts the first short
-        replayed = replay(schedule(), log[begin:end])
+        replayed = replay(policies.build(plan), log[begin:end])
         assert end < len(log) or len(replayed) == end - begin
         assert [record[2:] for record in replayed] == [record[2:] for record in log[begin:end]][: len(replayed)]
     return len(begins)
 
 
 def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkpoint):
-    directory, _ = checkpoint(NAMES["opt"])
-    spec = read_spec(directory)
-    placed = tuple(stages(spec, PLACEMENTS["pp2"]))
-    deployment = Deployment(
-        model=spec, dtype="float32", checkpoint=str(directory), block_size=BLOCK_SIZE, stages=placed
-    )
-    executor = RemoteExecutor(fleet, deployment)
-    executor.deploy()
+    plan = one_lane(checkpoint(NAMES["opt"])[0], "pp2", "orca", 2)
+    executor = deploy(fleet, plan)
     log, later = [], [Generation(1, PROMPTS[1], 8)]
-    engine = Engine(one_lane("orca", 2)(), executor, on_step=log.append)
+    engine = Engine(policies.build(plan), executor, on_step=log.append)
     collect = executor.collect
 
     def collect_while_somebody_comes():
@@ -198,24 +160,17 @@ def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkp
     assert second.start_ns < first.end_ns
 
 
-@pytest.mark.parametrize(("before", "then"), [("pp2", "tp2"), ("tp2", "tp2+1")])
+@pytest.mark.parametrize(("before", "then"), [(("pp2", 2), ("tp2", 1)), (("tp2", 1), ("tp2+1", 2))])
 def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before, then):
     directory, _ = checkpoint(NAMES["opt"])
-    spec = read_spec(directory)
-    placed = [tuple(stages(spec, PLACEMENTS[name])) for name in (before, then)]
-    deployment = Deployment(
-        model=spec, dtype="float32", checkpoint=str(directory), block_size=BLOCK_SIZE, stages=placed[0]
-    )
-    executor = RemoteExecutor(fleet, deployment)
-    executor.deploy()
-    schedules = [OneLane(LaneSettings(**ONE_LANE["orca"], microbatches=2), pool(), where) for where in placed]
-    now = [executor]
+    plans = [one_lane(directory, placement, "orca", microbatches) for placement, microbatches in (before, then)]
+    now = [deploy(fleet, plans[0])]
 
-    def deploy(schedule):
+    def redeploy(schedule):
         now.append(now[-1].redeployed(schedule.stages))
         return now[-1]
 
-    engine = Engine(schedules[0], executor, deploy=deploy)
+    engine = Engine(policies.build(plans[0]), now[0], deploy=redeploy)
     tokens = {id_: [] for id_ in range(NUM_REQUESTS)}
     try:
         for id_ in range(NUM_REQUESTS):
@@ -226,7 +181,7 @@ def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before,
                 tokens[token.id].append(token.token)
             steps += 1
             if steps == 20:
-                engine.apply(schedules[1])
+                engine.apply(policies.build(plans[1]))
     finally:
         now[-1].disconnect()
     assert len(now) == 2
@@ -237,14 +192,14 @@ def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before,
 
 SINGLE = [
     pytest.param(family, placement, kind, microbatches, id=f"{family}-{placement}-{kind}-{microbatches}", marks=marks)
-    for family in NAMES
     for placement, degrees in PLACEMENTS.items()
+    for family in (("deep",) if placement == "pp3" else SHALLOW)
     for kind in ONE_LANE
     for microbatches in sorted({1, len(degrees)})
     for marks in [
         ()
         if (family, placement, kind, microbatches)
-        in {("opt", "tp2+1", "rra", 2), ("llama", "pp2", "chunked", 2), ("t5", "1+tp2", "orca", 2)}
+        in {("opt", "tp2+1", "rra", 2), ("llama", "pp2", "chunked", 2), ("t5", "tp2+1", "orca", 2)}
         else pytest.mark.long
     ]
 ]
@@ -252,9 +207,7 @@ SINGLE = [
 
 @pytest.mark.parametrize(("family", "placement", "kind", "microbatches"), SINGLE)
 def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatches):
-    directory, _ = checkpoint(NAMES[family])
-    placed = stages(read_spec(directory), PLACEMENTS[placement])
-    check(fleet, directory, placed, one_lane(kind, microbatches), alone(family))
+    check(fleet, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
 
 
 @pytest.mark.parametrize(
@@ -266,17 +219,12 @@ def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatche
             id=f"{family}-{lanes}",
             marks=() if (family, lanes) in {("llama", "1+tp2"), ("t5", "2+1")} else pytest.mark.long,
         )
-        for family in NAMES
+        for family in SHALLOW
         for lanes in LANES
     ],
 )
 def test_two_lanes(fleet, checkpoint, alone, family, lanes):
-    directory, _ = checkpoint(NAMES[family])
-    spec = read_spec(directory)
-    encode, decode = LANES[lanes]
-    num_encode = sum(devices for devices, _ in encode)
-    placed = stages(spec, encode, "encode") + stages(spec, decode, "decode", num_encode)
-    check(fleet, directory, placed, two_lanes(spec, LANES[lanes]), alone(family))
+    check(fleet, two_lanes(checkpoint(NAMES[family])[0], lanes), alone(family))
 
 
 @pytest.mark.long
@@ -284,12 +232,8 @@ def test_two_lanes(fleet, checkpoint, alone, family, lanes):
 def test_drawn_tokens(fleet, checkpoint, alone, lanes):
     sampling = SamplingParams(temperature=0.9, top_k=50, seed=3, frequency_penalty=0.4, logprobs=1)
     directory, _ = checkpoint(NAMES["llama"])
-    spec = read_spec(directory)
-    placed, schedule = stages(spec, PLACEMENTS["tp2+1"]), one_lane("orca", 2)
-    if lanes is not None:
-        placed = stages(spec, LANES[lanes][0], "encode") + stages(spec, LANES[lanes][1], "decode", 1)
-        schedule = two_lanes(spec, LANES[lanes])
-    check(fleet, directory, placed, schedule, alone("llama", sampling), sampling)
+    plan = one_lane(directory, "tp2+1", "orca", 2) if lanes is None else two_lanes(directory, lanes)
+    check(fleet, plan, alone("llama", sampling), sampling)
 
 
 @pytest.mark.parametrize(
@@ -306,17 +250,11 @@ def test_drawn_tokens(fleet, checkpoint, alone, lanes):
 )
 def test_a_worker_that_dies_or_hangs_loses_no_token(fleet, checkpoint, alone, family, lanes, how, worker):
     directory, _ = checkpoint(NAMES[family])
-    spec = read_spec(directory)
-    placed, schedule = stages(spec, PLACEMENTS["tp2+1"]), one_lane("rra", 2)
-    if lanes is not None:
-        encode, decode = LANES[lanes]
-        num_encode = sum(devices for devices, _ in encode)
-        placed = stages(spec, encode, "encode") + stages(spec, decode, "decode", num_encode)
-        schedule = two_lanes(spec, LANES[lanes])
+    plan = one_lane(directory, "tp2+1", "rra", 2) if lanes is None else two_lanes(directory, lanes)
 
     def strike(step):
         if step == 25:
             os.kill(fleet.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
 
     fleet.forgive()
-    assert check(fleet, directory, placed, schedule, alone(family), after_step=strike) == 2
+    assert check(fleet, plan, alone(family), after_step=strike) == 2
