@@ -40,7 +40,7 @@ class LaneClock:
     def __call__(self, issue_ns: int, step: Step) -> int:
         concrete = concrete_step(self._schedule, step, has_encoder=self._cost.has_encoder)
         now_ns = issue_ns
-        costs, hops = self._cost.step(concrete), self._cost.hops(concrete)
+        costs, hops = self._cost.step(concrete), self._cost.hops(concrete.num_tokens)
         for stage, (cost_s, hop_s) in enumerate(zip(costs, hops, strict=True)):
             start_ns = max(now_ns + round(hop_s * 1e9), self._free_ns[stage])
             now_ns = self._free_ns[stage] = start_ns + max(1, round(cost_s * 1e9))

@@ -25,6 +25,10 @@ Array = npt.NDArray[np.float64]
 Floats = npt.ArrayLike
 
 
+MOST_KNOWN = 20_000
+"""Values of a line that are remembered."""
+
+
 class Line:
     """A piecewise linear function through the origin, vectorised."""
 
@@ -37,6 +41,7 @@ class Line:
         self.points: Array = x
         self.values: Array = y
         self._slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        self._known: dict[float, float] = {}
 
     @classmethod
     def of(cls, curve: Curve) -> Line:
@@ -48,10 +53,15 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """The value at one point, without numpy's overhead."""
-        points, values = self._lists
-        i = min(max(bisect_right(points, x) - 1, 0), len(points) - 2)
-        return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
+        """The value at one point, without numpy's overhead; steps come in few sizes."""
+        value = self._known.get(x)
+        if value is None:
+            points, values = self._lists
+            i = min(max(bisect_right(points, x) - 1, 0), len(points) - 2)
+            value = values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
+            if len(self._known) < MOST_KNOWN:
+                self._known[x] = value
+        return value
 
     @cached_property
     def _lists(self) -> tuple[list[float], list[float]]:
@@ -93,6 +103,9 @@ class Grid:
             self.seconds = np.vstack([self.seconds, _level(self.batches, self.seconds)])
             self.batches = np.append(self.batches, 2 * self.batches[-1])
 
+        self._lengths: list[float] = self.lengths.tolist()
+        self._rows: dict[float, list[float]] = {}
+
     def __call__(self, batch: Floats, length: Floats) -> Array:
         b, length = np.asarray(batch, float), np.asarray(length, float)
         # Among the inner points alone: what lies outside belongs to the first or the last stretch.
@@ -106,18 +119,24 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """The value at one point, without numpy's overhead."""
-        batches, lengths, seconds = self._lists
-        i = min(max(bisect_right(batches, batch) - 1, 0), len(batches) - 2)
-        j = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
-        v = (length - lengths[j]) / (lengths[j + 1] - lengths[j])
-        low = seconds[i][j] + v * (seconds[i][j + 1] - seconds[i][j])
-        high = seconds[i + 1][j] + v * (seconds[i + 1][j + 1] - seconds[i + 1][j])
-        return max(low + (batch - batches[i]) / (batches[i + 1] - batches[i]) * (high - low), 0.0)
+        """The value at one point, without numpy's overhead; steps come in few batches."""
+        row = self._rows.get(batch)
+        if row is None:
+            row = self._row(batch)
+            if len(self._rows) < MOST_KNOWN:
+                self._rows[batch] = row
+        lengths, last = self._lengths, len(row) - 1
+        j = bisect_right(lengths, length, 1, last) - 1
+        low, start = row[j], lengths[j]
+        value = low + (length - start) / (lengths[j + 1] - start) * (row[j + 1] - low)
+        return value if value > 0.0 else 0.0
 
-    @cached_property
-    def _lists(self) -> tuple[list[float], list[float], list[list[float]]]:
-        return self.batches.tolist(), self.lengths.tolist(), self.seconds.tolist()
+    def _row(self, batch: float) -> list[float]:
+        """Against the length, for one batch."""
+        i = int(self.batches[1:-1].searchsorted(batch, side="right"))
+        u = (batch - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
+        row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
+        return row
 
     def per_request(self, batch: float) -> Line:
         """Seconds of one request against its length, within a batch of that many."""

@@ -11,6 +11,7 @@ that encodes them also the decoder, with the token that it starts with. Source: 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -300,21 +301,52 @@ class LaneCost:
 
     def step(self, step: ConcreteStep) -> list[float]:
         """Seconds of one concrete step on each stage."""
-        by_kind = [self._stage(stage, step) for stage, _ in self.kinds]
-        return [by_kind[k] for k in self.kind_of]
+        return self.by_counts(
+            StepCounts(
+                step.encode,
+                len(step.contexts),
+                sum(step.contexts),
+                step.sampled,
+                step.num_tokens,
+                step.mean_input,
+                step.joining_tokens,
+            )
+        )
 
-    def hops(self, step: ConcreteStep) -> list[float]:
-        """Seconds from the stage before to each stage."""
+    def by_counts(self, counts: StepCounts) -> list[float]:
+        """Seconds of one concrete step on each stage."""
+        if counts.encode or self.has_encoder:
+            by_kind = [self._stage(stage, counts) for stage, _ in self.kinds]
+        else:
+            by_kind = [of(counts.decodes, counts.context) for of in self._decoding]
+        if len(by_kind) == self.num_stages:
+            return by_kind
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    @property
+    def decode_steps(self) -> Callable[[int, float], float]:
+        """Seconds of a step that only decodes, on a lane of one stage: (requests, tokens attended to in all) -> s."""
+        return self._decoding[0]
+
+    @cached_property
+    def _decoding(self) -> list[_DecodeSteps]:
+        return [_DecodeSteps(self._stage, stage, self._degrees[stage.tp].decode) for stage, _ in self.kinds]
+
+    @cached_property
+    def _kinds_in_order(self) -> list[int]:
+        order: list[int] = self.kind_of.tolist()
+        return order
+
+    def hops(self, num_tokens: int) -> list[float]:
+        """Seconds from the stage before to each stage, of a step of so many tokens."""
         if self.num_stages == 1:
             return [0.0]
-        tokens = step.num_tokens
         lines = (self._near, self._far)
-        seconds = {far: line.at(tokens) for far, line in enumerate(lines) if line is not None}
+        seconds = {far: line.at(num_tokens) for far, line in enumerate(lines) if line is not None}
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
-    def _stage(self, stage: StageShape, step: ConcreteStep) -> float:
-        degree = self._degrees[stage.tp]
-        decodes = len(step.contexts)
+    def _stage(self, stage: StageShape, step: StepCounts) -> float:
+        degree, decodes = self._degrees[stage.tp], step.decodes
         seconds = self._overhead.at(decodes + len(step.encode))
         if stage.heads:
             seconds += degree.head.at(step.sampled)
@@ -339,7 +371,7 @@ class LaneCost:
                 seconds += self._embedding.at(decoder_tokens)
         per_layer += degree.rest.at(decoder_tokens)
         if decodes:
-            per_layer += degree.decode.at(decodes, sum(step.contexts) / decodes)
+            per_layer += degree.decode.at(decodes, step.context / decodes)
         return seconds + stage.decoder_layers * per_layer
 
 
@@ -381,12 +413,52 @@ class ConcreteStep(NamedTuple):
     joining_tokens: int = 0
 
 
+class _DecodeSteps:
+    """Seconds of a stage's steps that only decode: for each number of requests the work beside attention, and a row of
+    the attention's table.
+    """
+
+    def __init__(self, of: Callable[[StageShape, StepCounts], float], stage: StageShape, attention: Grid) -> None:
+        self._of, self._stage, self._attention = of, stage, attention
+        self._rows: dict[int, tuple[float, list[float], list[float]]] = {}
+
+    def __call__(self, decodes: int, context: float) -> float:
+        row = self._rows.get(decodes)
+        if row is None:
+            row = self._rows[decodes] = self._row(decodes)
+        beside, lengths, seconds = row
+        length = context / decodes
+        j = bisect_right(lengths, length, 1, len(lengths) - 1) - 1
+        start, end = seconds[j], seconds[j + 1]
+        return beside + max(start + (length - lengths[j]) / (lengths[j + 1] - lengths[j]) * (end - start), 0.0)
+
+    def _row(self, decodes: int) -> tuple[float, list[float], list[float]]:
+        lengths, layers = self._attention.lengths.tolist(), self._stage.decoder_layers
+        seconds = [layers * self._attention.at(decodes, length) for length in lengths]
+        at_first = self._of(self._stage, StepCounts((), decodes, decodes * lengths[0], decodes, decodes))
+        return at_first - seconds[0], lengths, seconds
+
+
+class StepCounts(NamedTuple):
+    """A concrete step as its cost sees it: `ConcreteStep` with the requests in decode by their number and the tokens
+    that they attend to in all.
+    """
+
+    encode: Sequence[tuple[int, int, int]]
+    decodes: int
+    context: float
+    sampled: int
+    num_tokens: int
+    mean_input: float = 0.0
+    joining_tokens: int = 0
+
+
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
     """Attention of prompt pieces [start, end): each by itself, in a batch of that many."""
-    count = len(pieces)
+    count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:
-        seconds += grid.at(count, end)
+        seconds += at(count, end)
         if start:
-            seconds -= grid.at(count, start)
+            seconds -= at(count, start)
     return seconds / count

@@ -33,7 +33,7 @@ def lane_cost(of: Problem) -> LaneCost:
 
 def through(cost: LaneCost, step: ConcreteStep) -> float:
     """Seconds of a step through both stages, as nothing else is under way."""
-    return sum(cost.step(step)) + sum(cost.hops(step))
+    return sum(cost.step(step)) + sum(cost.hops(step.num_tokens))
 
 
 def seconds_a_token(cost: LaneCost, prompt: int = 128, tokens: int = 32) -> float:

@@ -1,0 +1,121 @@
+"""Arrivals simulated by counts, against the engine that runs each request; and the capacity found with them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt import policies
+from xgpt.app.planning import Subject, plan_each
+from xgpt.app.simulating import clock_of
+from xgpt.schema import Constraint, Plan
+from xgpt.workload import poisson_arrivals, sample
+from xsimulator.arrivals import Kv, OneLaneRun, Run, Stream, TwoLaneRun
+from xsimulator.capacity import PRECISION, Trial, capacity
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.lane import lanes_of
+
+SCENARIOS = (
+    ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
+    ("opt-13b", "a40x4", "summarization", 8.0),
+    ("gpt3-39b", "a40x16", "translation", 20.0),
+)
+
+
+@cache
+def subject(model: str, cluster: str, workload: str) -> Subject:
+    of = problem(model, cluster, workload)
+    return Subject(of.model, None, of.cluster, of.workload, of.profile)
+
+
+@cache
+def plans(model: str, cluster: str, workload: str, bound_s: float) -> dict[str, Plan]:
+    return plan_each(subject(model, cluster, workload), Constraint(latency_bound_s=bound_s))
+
+
+def stream(plan: Plan, load: float, num_requests: int) -> Stream:
+    rng = np.random.default_rng(3)
+    inputs, outputs = sample(plan.workload, num_requests, rng)
+    rate = load * plan.estimate.throughput_rps / plan.replicas
+    arrivals = (1e9 * poisson_arrivals(rate, num_requests, rng)).astype(int)
+    return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
+
+
+def by_counts(plan: Plan, of: Subject, requests: Stream) -> Run:
+    schedule, lanes = policies.build(plan), lanes_of(plan, of.profile)
+    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    if isinstance(schedule, policies.TwoLane):
+        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, requests)
+    assert isinstance(schedule, policies.OneLane)
+    return OneLaneRun(schedule.settings, lanes["both"], kv, requests)
+
+
+def one_by_one(plan: Plan, of: Subject, requests: Stream) -> tuple[list[int], list[int]]:
+    """When each request has its first and its last token."""
+    schedule = policies.build(plan)
+    columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))
+    simulated = [SimulatedRequest(i, a, requests.max_output, b, at) for i, (a, b, at) in columns]
+    first, end = [-1] * len(simulated), [-1] * len(simulated)
+    for record in SimulatedEngine(schedule, clock_of(plan, of.profile, schedule), simulated).run():
+        for id_, start, length in record.encode:
+            if start + length == requests.inputs[id_]:
+                first[id_] = record.end_ns
+        for id_ in record.finished:
+            end[id_] = record.end_ns
+    return first, end
+
+
+@pytest.mark.parametrize("load", [0.4, 1.1])
+@pytest.mark.parametrize("kind", ["rra", "chunked", "orca", "static", "waa"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:2])))
+def test_counts_give_the_times_of_the_simulated_engine(
+    scenario: tuple[str, str, str, float], kind: str, load: float
+) -> None:
+    found, of = plans(*scenario), subject(*scenario[:3])
+    if kind not in found:
+        pytest.skip(f"{kind} keeps no such bound here")
+    requests = stream(found[kind], load, 300)
+    run = by_counts(found[kind], of, requests)
+    assert run.run()
+    assert (run.first_ns, run.end_ns) == one_by_one(found[kind], of, requests)
+
+
+@pytest.mark.parametrize("kind", ["chunked", "orca", "waa"])
+def test_the_capacity_is_where_the_bound_is_just_kept(kind: str) -> None:
+    scenario = SCENARIOS[0]
+    plan, of = plans(*scenario)[kind], subject(*scenario[:3])
+    found = capacity(plan, of.profile)
+    assert found is not None and found.rate_per_s > 0
+    assert found.rate_under_tighter_per_s <= found.rate_per_s <= found.rate_under_looser_per_s
+    trial = Trial(plan, of.profile)
+    at, above = trial.at(found.rate_per_s), trial.at((1 + 1.5 * PRECISION) * found.rate_per_s)
+    assert at is not None and above is not None
+    assert np.mean(at.whole_s <= scenario[3]) >= 0.99
+    assert np.mean(above.whole_s <= scenario[3]) < 0.99
+
+
+def test_a_run_that_breaks_its_bounds_is_given_up_with_the_same_answer() -> None:
+    scenario = SCENARIOS[0]
+    plan, of = plans(*scenario)["chunked"], subject(*scenario[:3])
+    trial = Trial(plan, of.profile)
+    for load in (0.8, 0.95, 1.05):
+        rate = load * plan.estimate.throughput_rps
+        whole = trial.at(rate)
+        assert whole is not None
+        assert (trial.at(rate, 1.0) is not None) == bool(np.mean(whole.whole_s <= scenario[3]) >= 0.99)
+
+
+@pytest.mark.parametrize("kv", ["reserve", "quantile"])
+def test_the_engine_stands_in_where_counts_do_not_tell(kv: str) -> None:
+    """Preemption and other orders are simulated request by request, by the same definition."""
+    plan, of = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
+    order = plan.model_copy(update={"admission": plan.admission.model_copy(update={"order": "edf", "kv": kv})})
+    rate = 0.7 * plan.estimate.throughput_rps
+    counts, engine = Trial(plan, of.profile).at(rate), Trial(order, of.profile).at(rate)
+    assert counts is not None and engine is not None
+    # Without deadlines "edf" is "fcfs", and memory is not short here.
+    assert engine.whole_s == pytest.approx(counts.whole_s)
+    assert engine.first_s == pytest.approx(counts.first_s)

@@ -1,0 +1,233 @@
+"""The highest arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
+
+Requests arrive in a Poisson process. The same lengths, and the same gaps but for their scale, are simulated at every
+rate (common random numbers), so that rates are compared and not draws. One replica is simulated, with its share of the
+arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, inf
+
+import numpy as np
+
+from xgpt import policies
+from xgpt.schema import Capacity, Constraint, Plan, Profile
+from xgpt.workload import poisson_arrivals, sample
+from xsimulator.arrivals import Array, Kv, Limits, OneLaneRun, Run, Stream, TwoLaneRun
+from xsimulator.clock import LaneClock, TwoLaneClock
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.lane import lanes_of
+
+LEAST_REQUESTS = 2000
+"""Requests that count, at least."""
+LIFETIMES = 4
+"""And at least as many as arrive, at saturation, in so many times the bound; the warm-up is one such time."""
+PRECISION = 0.02
+"""Of the rate, relative."""
+EDGE = 0.05
+"""By which share bounds are tightened and loosened to show how sensitive the rate is."""
+SEED = 0
+
+
+class NeverKept(Exception):
+    """The bounds are broken at any rate worth speaking of."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What requests that arrive at a rate take, each from its arrival on. # [requests]"""
+
+    whole_s: Array
+    first_s: Array
+    gap_s: Array
+    """Mean between tokens; 0 of a request with one."""
+
+    def excess(self, constraint: Constraint) -> Array:
+        """Each request's time over its bound, the worst of all bounds, headroom not counted."""
+        worst = np.zeros(len(self.whole_s))
+        for times, bound in (
+            (self.whole_s, constraint.latency_bound_s),
+            (self.first_s, constraint.ttft_s),
+            (self.gap_s, constraint.tpot_s),
+        ):
+            if bound is not None:
+                worst = np.maximum(worst, times / bound)
+        return worst
+
+
+class Trial:
+    """Simulated arrivals of one plan, at any rate.
+
+    Raises:
+        InputError: the profile is not that of the plan's devices.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, seed: int = SEED) -> None:
+        self.plan, self.constraint = plan, plan.constraint
+        self.lanes = lanes_of(plan, profile)
+        share = plan.estimate.throughput_rps / plan.replicas
+        span_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
+        self.num_warm_up = ceil(share * span_s)
+        self.num_requests = max(LEAST_REQUESTS, LIFETIMES * self.num_warm_up)
+        total = self.num_requests + 2 * self.num_warm_up  # the last ones find as many others as those before
+        rng = np.random.default_rng(seed)
+        inputs, outputs = sample(plan.workload, total, rng)
+        self._inputs, self._outputs = inputs.tolist(), outputs.tolist()
+        self._arrivals_s = poisson_arrivals(1.0, total, rng)
+
+    def at(self, rate: float, slack: float | None = None) -> Seen | None:
+        """What the requests that count take at a rate, of all replicas together.
+
+        Args:
+            slack: give up, and return None, once the quantile cannot keep so many times its bounds; None: go on.
+        """
+        plan, last = self.plan, self.num_warm_up + self.num_requests
+        arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()
+        stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns)
+        most = floor((1 - self.constraint.quantile) * self.num_requests + 1e-9)
+        limits = _limits(self.constraint, slack or inf, self.num_warm_up, last, most if slack else self.num_requests)
+        run = self._run(stream)
+        if not run.run(limits):
+            return None
+        counted = slice(self.num_warm_up, last)
+        arrived, first, end, outputs = (
+            np.asarray(of[counted], float) for of in (arrivals_ns, run.first_ns, run.end_ns, self._outputs)
+        )
+        gaps = (end - first) / np.maximum(outputs - 1, 1)
+        return Seen((end - arrived) / 1e9, (first - arrived) / 1e9, gaps / 1e9)
+
+    def excess(self, rate: float, slack: float) -> float:
+        """The quantile of `Seen.excess` at a rate; infinite where that is over `slack`."""
+        seen = self.at(rate, slack)
+        return inf if seen is None else _upper(seen.excess(self.constraint), self.constraint.quantile)
+
+    def _run(self, stream: Stream) -> Run:
+        plan, schedule = self.plan, policies.build(self.plan)
+        if plan.admission.order != "fcfs" or plan.admission.kv != "reserve":
+            return _EngineRun(self, schedule, stream)
+        kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+        if isinstance(schedule, policies.TwoLane):
+            return TwoLaneRun(schedule.settings, self.lanes["encode"], self.lanes["decode"], kv, stream)
+        assert isinstance(schedule, policies.OneLane)
+        return OneLaneRun(schedule.settings, self.lanes["both"], kv, stream)
+
+
+class _Curve:
+    """The excess at rates that have been tried, and those that are still to be."""
+
+    def __init__(self, trial: Trial, most: float) -> None:
+        self._trial, self._most = trial, most
+        self.known: dict[float, float] = {most: inf}
+
+    def highest(self, slack: float, first: float | None = None) -> float:
+        """The highest rate tried whose excess is within `slack`, with one too high at most PRECISION above; 0: none.
+
+        Args:
+            first: a rate to begin with.
+        """
+        step = 2 * PRECISION
+        while True:
+            high = min(rate for rate, excess in self.known.items() if excess > slack)
+            low = max((rate for rate, excess in self.known.items() if excess <= slack and rate < high), default=0.0)
+            if high <= (1 + PRECISION) * low or high < 0.01 * self._most:
+                return low
+            if first is not None:
+                rate, first = min(max(first, 0.02 * self._most), 0.97 * self._most), None
+            else:
+                rate = self._between(low, high, slack, step)
+                step *= 2
+            if rate not in self.known:
+                self.known[rate] = self._trial.excess(rate, (1 + 2 * EDGE) * slack)
+
+    def _between(self, low: float, high: float, slack: float, step: float) -> float:
+        if not low:
+            return high / (1 + step) if step < 1 else high / 2
+        if not np.isfinite(self.known[high]):
+            return min(low * (1 + step), (low + high) / 2)
+        # Both ends are known: where the line between them meets the slack, and by nearly the precision beyond it.
+        at_low, at_high = self.known[low], self.known[high]
+        rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
+        margin = 0.9 * PRECISION * low
+        if rate - low < margin:
+            return low + min(margin, (high - low) / 2)
+        if high - rate < margin:
+            return high - min(margin, (high - low) / 2)
+        return rate
+
+
+def capacity(plan: Plan, profile: Profile, predicted: float | None = None) -> Capacity | None:
+    """Simulate up to which arrival rate a plan keeps its bounds; None where it has none.
+
+    Args:
+        predicted: where the search begins: the closed form's rate.
+    """
+    if not plan.constraint.bounds_latency:
+        return None
+    trial, slack = Trial(plan, profile), 1 / (1 + plan.constraint.headroom)
+    curve = _Curve(trial, plan.estimate.throughput_rps)
+    rate = curve.highest(slack, predicted or 0.8 * plan.estimate.throughput_rps)
+    tighter, looser = (curve.highest(slack * (1 + edge)) for edge in (-EDGE, EDGE))
+    seen = trial.at(rate) if rate else None
+    quantile = plan.constraint.quantile
+    return Capacity(
+        rate_per_s=rate,
+        rate_under_tighter_per_s=min(tighter, rate),
+        rate_under_looser_per_s=max(looser, rate),
+        whole_s=0.0 if seen is None else _upper(seen.whole_s, quantile),
+        share_kept=0.0 if seen is None else float(np.mean(seen.excess(plan.constraint) <= 1)),
+        closed_form_per_s=predicted,
+        num_requests=trial.num_requests,
+        warm_up_requests=trial.num_warm_up,
+        seed=SEED,
+    )
+
+
+def _upper(values: Array, quantile: float) -> float:
+    """The value that this share of all values does not exceed."""
+    index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
+    return float(np.partition(values, index)[index])
+
+
+def _limits(constraint: Constraint, slack: float, first: int, last: int, most_broken: int) -> Limits:
+    bounds = (constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s)
+    whole, ttft, gap = (inf if bound is None else 1e9 * slack * bound for bound in bounds)
+    return Limits(whole, ttft, gap, first, last, most_broken)
+
+
+class _EngineRun(Run):
+    """A run request by request, for orders and K/V promises that counts do not tell."""
+
+    def __init__(self, trial: Trial, schedule: policies.Schedule, stream: Stream) -> None:
+        super().__init__(stream, Kv(schedule.pool.kv_blocks, schedule.pool.block_size))
+        lanes = trial.lanes
+        clock = (
+            LaneClock(lanes["both"], schedule)
+            if "both" in lanes
+            else TwoLaneClock(lanes["encode"], lanes["decode"], schedule)
+        )
+        columns = enumerate(zip(stream.inputs, stream.outputs, stream.arrivals_ns, strict=True))
+        requests = [SimulatedRequest(i, a, stream.max_output, b, at) for i, (a, b, at) in columns]
+        self._engine = SimulatedEngine(schedule, clock, requests)
+        self._emits = schedule.pool.encode_emits
+
+    def _issue(self) -> None:
+        pass
+
+    def _next_end_ns(self) -> int | None:
+        return -1
+
+    def _waits_for_an_end(self) -> bool:
+        return True
+
+    def _settle_next(self) -> None:
+        record = self._engine.step()
+        assert record is not None
+        self.now_ns = record.end_ns
+        ends = [i for i, start, length in record.encode if start + length == self.inputs[i]] if self._emits else []
+        for request in (*ends, *(() if self._emits else record.decode)):
+            if self.first_ns[request] < 0:
+                self.first_ns[request] = self.now_ns
+        for request in record.finished:
+            self.ended(request)
