@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str) -> tuple[ModelSpec, Path | None]:
-    """The shape of a model, and the directory of its weights (None: to be drawn from a seed).
+    """The shape of a model, and the absolute path of its weights' directory (None: to be drawn from a seed).
 
     Args:
         name: a shipped model, a YAML file, or a directory in Hugging Face layout.
@@ -38,7 +39,7 @@ def load_model(name: str) -> tuple[ModelSpec, Path | None]:
     if path.is_dir():
         from xgpt.checkpoint import read_spec
 
-        return read_spec(path), path
+        return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too
     return parse(load_yaml(path, "model"), ModelSpec, "model"), None
 
 

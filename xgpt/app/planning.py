@@ -133,6 +133,8 @@ def plan_each(
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
+    if subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+        groups["auto"] = tuple(kind for kind in POLICIES if kind != "static")
     plans = best_of_each(subject, constraint, groups.get(policy, (policy,)), search, kv, max_devices)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +91,7 @@ def build_engine(
         MachineError: the plan is for devices that are not here.
     """
     from xgpt import policies
+    from xgpt.app.checking import check_devices
     from xgpt.app.profiles import check_engine
     from xrunner.engine import Engine
     from xrunner.replicas import Replicas
@@ -198,6 +200,7 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
     """
     import signal
 
+    from xgpt.app.checking import check_devices
     from xrunner.cluster.agent_settings import AgentSettings, start_agent
     from xrunner.cluster.sockets import Secret
 
@@ -225,62 +228,6 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
         agent.wait()
     if code:
         raise MachineError(f"the launcher of the workers has ended with exit code {code}")
-
-
-def check_devices(plan: Plan, num_nodes: int = 1) -> None:
-    """Refuse a plan for other devices than those at hand.
-
-    Raises:
-        MachineError: says what is missing, and how to plan for what is here.
-        InputError: the plan's devices do not spread evenly over so many machines.
-    """
-    from xgpt.machine import detect, num_cores
-
-    planned, wanted = plan.cluster, plan.replicas * plan.devices_per_replica
-    if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
-        accepted = (
-            f"the plan's {plan.replicas} replica(s) of {plan.devices_per_replica} device(s) must be one, in equal"
-        )
-        raise InputError("nnodes", num_nodes, f"{accepted} parts")
-    here = detect()
-    offered = num_cores() if here.device.type == "cpu" else here.num_devices
-    wanted //= num_nodes
-    if planned.device.type == here.device.type and wanted <= offered:
-        return
-    missing = f"{wanted} x {planned.device.name}{' on each machine' if num_nodes > 1 else ''}"
-    kind = "cores" if here.device.type == "cpu" else f"x {here.device.name}"
-    several = f", or `--cluster local:{offered}` for all of them" if offered > 1 else ""
-    raise MachineError(
-        f"the plan runs on {missing}; here are {offered} {kind}. Plan for what is here with "
-        f"`xgpt plan --cluster local`{several}"
-    )
-
-
-def check_plan(plan: Plan, num_nodes: int = 1) -> None:
-    """Refuse a plan that cannot be served here: devices, memory, checkpoint.
-
-    Raises:
-        MachineError: devices or memory are missing.
-        InputError: the plan is for another engine; or the checkpoint is not there, is broken, or does not have the
-            plan's shape.
-    """
-    from xgpt.app.profiles import check_engine
-    from xgpt.machine import detect
-
-    check_engine(plan, "native")
-    check_devices(plan, num_nodes)
-    offered = detect(plan.replicas * plan.devices_per_replica // num_nodes).device.memory_bytes
-    needed = max(plan.estimate.memory_bytes)
-    if needed > offered:
-        raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
-    if plan.checkpoint is not None:
-        from xgpt.checkpoint import read_spec
-        from xrunner.weights import Checkpoint, check_weights
-
-        found = read_spec(Path(plan.checkpoint))
-        if found.model_copy(update={"name": plan.model.name}) != plan.model:
-            raise InputError("plan.checkpoint", plan.checkpoint, "its config.json no longer has the plan's shape")
-        check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
 
 
 @dataclass(frozen=True)
@@ -326,11 +273,15 @@ def serve_plan(
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
     """
+    from xgpt.app.checking import check_runs, missing
     from xgpt.io import StepLogWriter
     from xrunner import server
 
     keys = exposure.check()
+    check_runs(plan, 1 if nodes is None else nodes.count)
     server.log_json(log_level)
+    for line in missing(plan, profile_path, replan=replan):
+        logging.getLogger(__name__).warning(line)
     planner = find_planner(plan, profile_path) if replan else None
     with ExitStack() as at_end:
         log = None if step_log is None else StepLogWriter(step_log)
@@ -357,16 +308,17 @@ def serve_plan(
 
 
 def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:
-    """What re-plans; None where it cannot, which the log says."""
-    import logging
+    """What re-plans; None where the plan's profile is not here, which `missing` says.
 
+    Raises:
+        InputError: `profile_path` is not the plan's profile.
+    """
     from xgpt.app.profiles import profile_of
     from xgpt.app.replanning import BackgroundPlanner
 
     try:
         return BackgroundPlanner(plan, profile_of(plan, profile_path))
-    except InputError as error:
+    except InputError:
         if profile_path is not None:
             raise
-        logging.getLogger(__name__).warning("re-planning is off", extra={"fields": {"reason": str(error)}})
         return None

@@ -86,6 +86,7 @@ def command(
     import time
     from pathlib import Path
 
+    from xgpt.app.checking import check_planned
     from xgpt.app.planning import plan_each, resolve
     from xgpt.app.simulating import with_joint_lengths
     from xgpt.app.sizing import cheapest, fewest_devices
@@ -146,6 +147,8 @@ def command(
     trace = load_trace(workload)
     if trace is not None:
         best = with_joint_lengths(best, subject.profile, trace)
+    if subject.cluster.is_local:
+        check_planned(best)
     text = dump_json(best)
     write_atomic(Path(output), text)
     if as_json:
@@ -165,6 +168,7 @@ def command(
         *_beside_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),
+        *([f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"] if best.seeded_weights else []),
         f"wrote {output}; next: xgpt serve {output}",
     )
 

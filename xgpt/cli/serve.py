@@ -34,6 +34,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
+@click.option("--checkpoint", metavar="DIR", help="The weights, where they are not where the plan says.")
 @engine_option
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that run it together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
@@ -54,6 +55,7 @@ def command(
     log_level: str,
     no_replan: bool,
     profile_path: str | None,
+    checkpoint: str | None,
     engine: EngineKind,
     nnodes: int,
     node_rank: int,
@@ -77,11 +79,12 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.serving import Exposure, Nodes, check_plan, join_nodes, serve_plan
+    from xgpt.app.checking import check_plan, located, missing
+    from xgpt.app.serving import Exposure, Nodes, join_nodes, serve_plan
     from xgpt.io import load_json
     from xgpt.schema import Plan
 
-    plan = load_json(Path(plan_path), Plan, "plan")
+    plan = located(load_json(Path(plan_path), Plan, "plan"), checkpoint)
     exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
     exposure.check()
     if engine == "vllm":
@@ -90,9 +93,11 @@ def command(
         from xrunner.server import log_json
 
         click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
+        several = plan.replicas * plan.devices_per_replica > 1
+        for line in missing(plan, profile_path, replan=not (no_replan or several)):
+            click.echo(line, err=True)
         if not dry_run:
             log_json(log_level)
-            several = plan.replicas * plan.devices_per_replica > 1
             if several and not no_replan:
                 click.echo("re-planning is off: vLLM keeps a plan for several devices as it is", err=True)
             planner = None if no_replan or several else find_planner(plan, profile_path)
@@ -101,7 +106,9 @@ def command(
     nodes = Nodes.of(nnodes, node_rank, rendezvous)
     if dry_run:
         check_plan(plan, nnodes)
-        click.echo(f"{plan_path} can be served here", err=True)
+        click.echo(
+            "\n".join([*missing(plan, profile_path, replan=not no_replan), f"{plan_path} can be served here"]), err=True
+        )
         return
     if nodes is not None and nodes.rank:
         join_nodes(plan, nodes)

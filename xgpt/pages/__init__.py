@@ -35,8 +35,12 @@ def render(template: str, **values: object) -> str:
     return _environment().get_template(template).render(style=style, **values) + "\n"
 
 
-def render_live(heading: str) -> str:
-    """The page of a running server: asks its /live every two seconds, and runs no other script than its own."""
+def render_live(heading: str, warning: str | None = None) -> str:
+    """The page of a running server: asks its /live every two seconds, and runs no other script than its own.
+
+    Args:
+        warning: what stands above everything else.
+    """
     import base64
     import hashlib
 
@@ -44,4 +48,4 @@ def render_live(heading: str) -> str:
 
     script = files(__name__).joinpath("live.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return render("live.html", heading=heading, script=Markup(script), script_hash=f"sha256-{digest}")
+    return render("live.html", heading=heading, warning=warning, script=Markup(script), script_hash=f"sha256-{digest}")

@@ -225,6 +225,13 @@ class Plan(Frozen):
     profile: ProfileRef
 
     @property
+    def seeded_weights(self) -> str | None:
+        """What is to be said wherever the plan is shown or served without a checkpoint; None: it has one."""
+        if self.checkpoint is not None:
+            return None
+        return f"no checkpoint: weights are drawn from seed {self.seed}, and tokens mean nothing"
+
+    @property
     def devices_per_replica(self) -> int:
         """Devices that one replica runs on; the cluster may have more."""
         return len({device for stage in self.stages for device in stage.devices})

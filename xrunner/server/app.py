@@ -108,8 +108,10 @@ def create_app(
 
         app.add_route(path, show, methods=["GET"])
 
+    warning = None if engine_thread.watch is None else engine_thread.watch.plan.seeded_weights
     model = {"id": model_name, "object": "model", "created": created, "owned_by": "xgpt"}
-    models = {"object": "list", "data": [model | {"max_model_len": spec.max_context}]}
+    model |= {"max_model_len": spec.max_context} | ({"warning": warning} if warning else {})
+    models = {"object": "list", "data": [model]}
 
     def health() -> dict[str, str]:
         if engine_thread.failure is not None:
@@ -132,6 +134,6 @@ def create_app(
         read("/plan", live.plan)
         read("/plan/history", live.history)
         read("/live", live.now)
-        page = render_live(f"{model_name}: {engine_thread.watch.plan.policy.kind}").encode()
+        page = render_live(f"{model_name}: {engine_thread.watch.plan.policy.kind}", warning).encode()
         read("/", lambda: page, "text/html; charset=utf-8")
     return app

@@ -1,0 +1,90 @@
+"""Plans that are served elsewhere than where they were made say what they lack; seeded weights are said everywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.commands import PROBLEM, Xgpt
+from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
+from xgpt.io import cache_dir, load_json
+from xgpt.resolve import load_cluster
+from xgpt.schema import Plan, Profile
+from xprofiler import analytic
+from xrunner.server import Watch
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64, "num_hidden_layers": 2, "vocab_size": 97}
+SEEDED = "no checkpoint: weights are drawn from seed 0, and tokens mean nothing"
+
+
+@pytest.fixture
+def local_plan(xgpt: Xgpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a small checkpoint, named by a relative path, for this machine; its profile is made up."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from xprofiler import measure
+
+    torch.manual_seed(0)
+    OPTForCausalLM(OPTConfig(**SIZES, word_embed_proj_dim=32, max_position_embeddings=512)).save_pretrained("model")
+
+    def measured(spec: Any, cluster: Any, dtype: Any, **_: Any) -> Profile:
+        of = analytic.profile(spec, load_cluster("h200x1"), "float16")
+        return of.model_copy(update={"source": "measured", "device": cluster.device.name, "dtype": dtype})
+
+    monkeypatch.setattr(measure, "profile", measured)
+    lengths = Path("lengths.csv")
+    lengths.write_text("input,output\n" + "20,10\n30,20\n" * 10)
+    ran = xgpt("plan", "--latency-bound", "inf", "--model", "model", "--workload", "lengths.csv", "--policy", "orca")
+    assert ran.code == 0 and "warning" not in ran.out
+    return Path("plan.json").absolute()
+
+
+def test_a_plan_is_served_from_another_directory(
+    xgpt: Xgpt, local_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = xgpt("serve", str(local_plan), "--dry-run")
+    assert ran.code == 0
+    assert f"no tokenizer.json in {local_plan.parent / 'model'}" in ran.err
+
+
+def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    shutil.move("model", there)
+    for command in (("serve", "--dry-run"), ("serve", "--port", "0"), ("serve", "--dry-run", "--engine", "vllm")):
+        line = xgpt.fails(2, *command, str(local_plan))
+        assert f"plan.checkpoint: '{local_plan.parent / 'model'}'" in line and "--checkpoint DIR" in line
+    assert "--checkpoint: 'nowhere'" in xgpt.fails(2, "serve", str(local_plan), "--checkpoint", "nowhere")
+    shutil.rmtree(cache_dir())
+    ran = xgpt("serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
+    assert ran.code == 0 and "re-planning is off: plan.profile.sha256" in ran.err
+    config = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
+    assert "plan.checkpoint" in line and "num_layers 1, and the plan 2" in line
+
+
+def test_seeded_weights_are_said(xgpt: Xgpt) -> None:
+    ran = xgpt("plan", "--latency-bound", "4", *PROBLEM)
+    assert f"warning: {SEEDED}; plan with --model DIRECTORY to serve" in ran.out
+    plan = load_json(Path("plan.json"), Plan, "plan")
+    for checkpoint in (None, "/weights"):
+        watch = Watch(fake_plan(checkpoint=checkpoint, workload=plan.workload))
+        with running(fake_app(fake_engine(FakeExecutor()), watch)) as url:
+            model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]
+            page = httpx.get(url, trust_env=False).text
+        assert model.get("warning") == (SEEDED if checkpoint is None else None)
+        assert (SEEDED in page) == (checkpoint is None)
+
+
+def test_a_seeded_plan_says_so_when_it_is_served(xgpt: Xgpt, local_plan: Path) -> None:
+    document = json.loads(local_plan.read_text())
+    local_plan.write_text(json.dumps(document | {"checkpoint": None}))
+    ran = xgpt("serve", str(local_plan), "--dry-run")
+    assert ran.code == 0 and SEEDED in ran.err
