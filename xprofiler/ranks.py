@@ -8,6 +8,7 @@ included.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, DType, ModelSpec
 from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress, timed
-from xrunner.cluster.sockets import free_port
+from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
 from xrunner.transfer import CachePart, Moving, Piece
@@ -37,7 +39,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every rank measures."""
+    """What every rank measures; `store`: the file where they find each other."""
 
     spec: ModelSpec
     dtype: DType
@@ -46,7 +48,7 @@ class Task:
     threads: int
     num_devices: int
     degrees: tuple[int, ...]
-    port: int
+    store: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,16 @@ def measure(
     Raises:
         MachineError: a process dies over it.
     """
-    task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), free_port(HOST))
+    with TemporaryDirectory(prefix="xgpt-") as directory:  # nobody else may open it
+        store = str(Path(directory) / "store")
+        task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), store)
+        return _measure_together(task, progress)
+
+
+def _measure_together(task: Task, progress: Progress) -> Together:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_run, args=(task, rank, sender), daemon=True) for rank in range(num_devices)]
+    ranks = [context.Process(target=_run, args=(task, rank, sender), daemon=True) for rank in range(task.num_devices)]
     for process in ranks:
         process.start()
     sender.close()
@@ -112,7 +120,10 @@ def measure(
 def _run(task: Task, rank: int, sender: Connection) -> None:
     """One rank; the first reports."""
     torch.set_num_threads(task.threads)
-    store = dist.TCPStore(HOST, task.port, task.num_devices, rank == 0)
+    interface = interface_of(HOST)
+    if interface is not None:
+        os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    store = dist.FileStore(task.store, task.num_devices)
     dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
     by_degree = {}
     for number, degree in enumerate(task.degrees):

@@ -231,7 +231,7 @@ def _dumper() -> type[yaml.SafeDumper]:
 
 
 def _torchrun(plan: Plan) -> dict[str, str]:
-    """The native engine: `xgpt serve` starts torch's elastic launcher on each node."""
+    """The native engine: `xgpt serve` on each node."""
     from importlib.metadata import version
 
     num_devices = plan.replicas * len({device for stage in plan.stages for device in stage.devices})

@@ -35,7 +35,7 @@ class Nodes:
     """The machines that run a plan together, and which of them this one is.
 
     Args:
-        rendezvous: address and port at which the first machine is met; its workers' engine is at the port behind.
+        rendezvous: address and port at which the first machine is met.
         passphrase: what all of them share, and nobody else knows.
     """
 
@@ -67,6 +67,11 @@ class Nodes:
             accepted = f"set it to the same {MIN_SECRET} or more characters on every machine"
             raise InputError("XGPT_CLUSTER_SECRET", "*" * len(passphrase), accepted)
         return cls(count, rank, f"{host}:{port}", passphrase)
+
+    @property
+    def port(self) -> int:
+        """Of the rendezvous."""
+        return int(self.rendezvous.rpartition(":")[2])
 
     @property
     def host(self) -> str:
@@ -171,6 +176,7 @@ def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.cluster.fleet import Fleet
     from xrunner.cluster.sockets import Secret
+    from xrunner.executor import WorkerLost
 
     deployment = Deployment.of(plan)
     if nodes is None:
@@ -180,12 +186,15 @@ def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
             deployment.num_workers,
             num_nodes=nodes.count,
             host=nodes.host,
-            rendezvous=nodes.rendezvous,
+            port=nodes.port,
             secret=Secret.from_passphrase(nodes.passphrase),
         )
     executor = RemoteExecutor(fleet, deployment)
     try:
         executor.deploy()
+    except WorkerLost as lost:
+        executor.close()
+        raise MachineError(f"the plan's workers do not start: {lost}") from None
     except BaseException:
         executor.close()
         raise
@@ -201,33 +210,18 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
     import signal
 
     from xgpt.app.checking import check_devices
-    from xrunner.cluster.agent_settings import AgentSettings, start_agent
+    from xrunner.cluster.launching import LauncherSettings
+    from xrunner.cluster.nodes import Node
     from xrunner.cluster.sockets import Secret
 
     check_devices(plan, nodes.count)
-    address, _, port = nodes.rendezvous.rpartition(":")
-    agent = start_agent(
-        AgentSettings(
-            plan.devices_per_replica // nodes.count,
-            nodes.count,
-            nodes.rendezvous,
-            "xgpt",
-            f"tcp://{address}:{int(port) + 1}",
-            Secret.from_passphrase(nodes.passphrase).private,
-            nodes.host,
-            is_host=False,
-        )
-    )
-    assert agent.stdin is not None
-    previous = signal.signal(signal.SIGTERM, lambda *_: agent.stdin and agent.stdin.close())
+    secret = Secret.from_passphrase(nodes.passphrase).private
+    node = Node(nodes.rank, LauncherSettings(f"tcp://{nodes.rendezvous}", secret, nodes.host))
+    previous = signal.signal(signal.SIGTERM, lambda *_: node.end())
     try:
-        code = agent.wait()
+        node.run()
     finally:
         signal.signal(signal.SIGTERM, previous)
-        agent.stdin.close()
-        agent.wait()
-    if code:
-        raise MachineError(f"the launcher of the workers has ended with exit code {code}")
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @engine_option
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that run it together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
-@click.option(
-    "--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met; it uses the next port, too."
-)
+@click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(

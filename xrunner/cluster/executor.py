@@ -102,7 +102,8 @@ class RemoteExecutor:
         """Another executor in place of this one: other stages on the same workers.
 
         Raises:
-            MachineError: there are fewer workers than that takes, or they do not come back.
+            MachineError: there are fewer workers than that takes, or one cannot build its part; this one can be
+                deployed again.
         """
         self.disconnect()
         deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
@@ -112,8 +113,9 @@ class RemoteExecutor:
         then = RemoteExecutor(self._fleet, deployment)
         try:
             then.deploy()
-        except WorkerLost:
-            then.restart()
+        except XgptError as error:
+            self._fleet.renew()  # some workers may have built their parts, others wait for them
+            raise MachineError(f"the other plan cannot be deployed: {error}") from None
         return then
 
     def check(self) -> None:

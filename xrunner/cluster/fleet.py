@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
 import threading
 import time
-import uuid
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,13 +13,14 @@ import zmq
 
 from xgpt.errors import MachineError, XgptError
 from xrunner.cluster import messages as m
-from xrunner.cluster.agent_settings import AgentSettings, start_agent
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.sockets import Secret, Sockets, free_port
+from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
+from xrunner.cluster.sockets import Secret, Sockets
+from xrunner.cluster.store import Keys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker that has said nothing for so long is taken for dead."""
+"""A worker, or another machine, that has said nothing for so long is taken for dead."""
 START_S = 120.0
 """From starting the workers to the last one's first word."""
 LOAD_S = 3600.0
@@ -35,7 +30,7 @@ PERIOD_S = 60.0
 """More than so many restarts in so short a time are no accident."""
 POLL_MS = 50
 FAREWELL_S = 5.0
-"""For workers on other machines to answer that they know of the end."""
+"""For other machines to answer that they know of the end."""
 
 
 class DeploymentRefused(XgptError):
@@ -51,27 +46,39 @@ class Member:
     """What is known of a worker: bytes that it has sent, seconds that it has executed steps, since it was started."""
 
     hello: m.Hello
+    sender: bytes
     heard_s: float
     control_bytes: int = 0
     tensor_bytes: int = 0
     busy_s: float = 0.0
 
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs on this machine."""
-        return self.hello.node == socket.gethostname()
+
+@dataclass(slots=True)
+class _Node:
+    """Another machine: the process that starts its workers there, and which workers that has been told to start."""
+
+    sender: bytes
+    incarnation: int
+    heard_s: float
+    epoch: int = 0
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What the watching thread and the engine's share; `changed` is held to touch the rest."""
+    """What the watching thread and the engine's share; `changed` is held to touch the rest.
+
+    Attributes:
+        epoch: of the workers that are wanted; all of them are started together.
+        gone: other machines that have said goodbye.
+    """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
+    epoch: int = 1
     members: dict[int, Member] = field(default_factory=dict)
+    nodes: dict[int, _Node] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     lost: str | None = None
     gone: set[int] = field(default_factory=set)
-    """Workers on other machines that have said goodbye."""
 
 
 class Fleet:
@@ -79,12 +86,14 @@ class Fleet:
 
     Args:
         num_workers: one for each device.
-        num_nodes: machines they are on, as many on each; the others run an agent themselves.
+        num_nodes: machines they are on, as many on each; on each of the others runs a `nodes.Node`.
         host: address of the interface that this machine's sockets bind to.
-        rendezvous: address and port at which the machines meet; the workers then find the engine at the port behind
-            it. None: on this machine, at any port.
+        port: at which workers and other machines find the engine; None: any.
         secret: what all machines share; None: a new one.
         first_device: number of the first device on this machine that is theirs.
+
+    Raises:
+        MachineError: the interface is not here, or the port is taken.
     """
 
     def __init__(
@@ -93,35 +102,26 @@ class Fleet:
         *,
         num_nodes: int = 1,
         host: str = "127.0.0.1",
-        rendezvous: str | None = None,
+        port: int | None = None,
         secret: Secret | None = None,
         first_device: int = 0,
     ) -> None:
         self.num_workers = num_workers
         self.host = host
         self.secret = secret or Secret.new()
+        self._num_nodes = num_nodes
         self._restarts: list[float] = []
-        self._epoch = 0
         self._shared = _Shared()
-        self._orders: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         self._closing = False
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
-        port = None if rendezvous is None else int(rendezvous.rpartition(":")[2]) + 1
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port)
-        self._socket.router_handover = True  # a worker that is started anew has its predecessor's name
-        self._agent = start_agent(
-            AgentSettings(
-                num_workers // num_nodes,
-                num_nodes,
-                rendezvous or f"{host}:{free_port(host)}",
-                "xgpt" if rendezvous else str(uuid.uuid4()),
-                endpoint,
-                self.secret.private,
-                host,
-                first_device,
-            )
-        )
+        self._keys = Keys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
+        self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
+        self._launcher: LauncherProcess | None = LauncherProcess(self._settings)
+        self._told = 0
+        """The epoch whose workers the launcher has been told to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._watching.start()
 
@@ -161,26 +161,31 @@ class Fleet:
         """
         members = self._await_all()
         content = deployment.model_dump_json().encode()
-        with self._shared.changed:
-            self._shared.loaded.clear()
-        for worker in range(self.num_workers):
-            seat = deployment.seat(worker) if worker < deployment.num_workers else None
-            hands_on_to = [members[other].hello.inbox for other in (seat.hands_on_to if seat else ())]
-            self._orders.put((worker, m.encode(m.Deploy(content, self._epoch, hands_on_to, answers_to))))
         shared = self._shared
         with shared.changed:
-            shared.changed.wait_for(lambda: len(shared.loaded) == self.num_workers or shared.lost, LOAD_S)
+            shared.loaded.clear()
+        for worker, member in members.items():
+            seat = deployment.seat(worker) if worker < deployment.num_workers else None
+            hands_on_to = [members[other].hello.inbox for other in (seat.hands_on_to if seat else ())]
+            self._orders.put((member.sender, m.encode(m.Deploy(content, hands_on_to, answers_to))))
+
+        def is_over() -> bool:
+            is_refused = any(answer.error for answer in shared.loaded.values())
+            return len(shared.loaded) == self.num_workers or is_refused or shared.lost is not None
+
+        with shared.changed:
+            shared.changed.wait_for(is_over, LOAD_S)
             loaded = dict(shared.loaded)
-        self.check()
         for answer in loaded.values():
             if answer.error:
                 raise DeploymentRefused(answer)
+        self.check()
         if len(loaded) < self.num_workers:
             raise MachineError(f"{self.num_workers - len(loaded)} workers have not loaded after {LOAD_S:.0f} s")
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def restart(self) -> None:
-        """End what is left of the workers and let the launcher start them all anew.
+        """End what is left of the workers and start them all anew.
 
         Raises:
             MachineError: that has been necessary too often of late.
@@ -192,35 +197,30 @@ class Fleet:
                 f"workers have died {RESTARTS + 1} times within {PERIOD_S:.0f} s, the last time: {self._shared.lost}"
             )
         self._restarts.append(now)
-        self._epoch += 1
+        self.renew()
+
+    def renew(self) -> None:
+        """Have all workers started anew, whatever they do; `deploy` waits for them."""
         with self._shared.changed:
-            members = list(self._shared.members.values())
+            self._shared.epoch += 1
             self._shared.members.clear()
             self._shared.lost = None
-        _kill(members)
 
     def forgive(self) -> None:
         """Count restarts anew."""
         self._restarts.clear()
 
     def close(self) -> None:
-        """End all workers of this machine, and their agent; tell those elsewhere to end."""
+        """End all workers of this machine, and their launcher; tell other machines to end."""
         if self._closing:
             return
-        elsewhere = [worker for worker, member in self.members.items() if not member.is_here]
-        for worker in elsewhere:
-            self._orders.put((worker, m.encode(m.Stop())))
-        with self._shared.changed:
-            self._shared.changed.wait_for(lambda: self._shared.gone.issuperset(elsewhere), FAREWELL_S)
+        shared = self._shared
+        with shared.changed:
+            nodes = dict(shared.nodes)
+            for node in nodes.values():
+                self._orders.put((node.sender, m.encode(m.Stop())))
+            shared.changed.wait_for(lambda: shared.gone.issuperset(nodes), FAREWELL_S)
         self._closing = True
-        assert self._agent.stdin is not None
-        self._agent.stdin.close()
-        _kill(list(self.members.values()))
-        try:
-            self._agent.wait(5)
-        except subprocess.TimeoutExpired:
-            self._agent.kill()
-            self._agent.wait()
         self._watching.join()
 
     def _await_all(self) -> dict[int, Member]:
@@ -228,8 +228,7 @@ class Fleet:
         deadline = time.monotonic() + START_S
         with shared.changed:
             while len(shared.members) < self.num_workers:
-                if self._agent.poll() is not None:
-                    raise MachineError(f"the launcher of the workers has ended with exit code {self._agent.returncode}")
+                self.check()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.num_workers)) - set(shared.members))
                     raise MachineError(f"workers {missing} have not started within {START_S:.0f} s")
@@ -239,76 +238,116 @@ class Fleet:
     # The watching thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            while not self._closing:
+                self._wait()
+                with self._shared.changed:
+                    while self._socket.poll(0):
+                        sender, content = self._socket.recv_multipart()
+                        self._hear(sender, m.decode_to_engine(content))
+                    self._look()
+                    self._start()
+                while not self._orders.empty():
+                    self._socket.send_multipart(self._orders.get())
+        finally:
+            if self._launcher is not None:
+                self._launcher.close()
+            self._sockets.close()
+
+    def _wait(self) -> None:
+        """Until there is something to hear, or to look at."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        while not self._closing:
-            ready = poller.poll(POLL_MS)
-            with self._shared.changed:
-                while ready and self._socket.poll(0):
-                    sender, content = self._socket.recv_multipart()
-                    self._hear(sender, m.decode_to_engine(content))
-                self._look()
-            while not self._orders.empty():
-                worker, order = self._orders.get()
-                self._socket.send_multipart([str(worker).encode(), order])
-        self._sockets.close()
+        if self._launcher is not None:
+            poller.register(self._launcher, zmq.POLLIN)
+        poller.poll(POLL_MS)
+
+    def _start(self) -> None:
+        """Have each machine start the workers that are wanted, once."""
+        shared = self._shared
+        if shared.lost is not None:
+            return
+        if self._keys.epoch != shared.epoch:
+            self._keys.begin(shared.epoch)
+        count = self.num_workers // self._num_nodes
+        if self._told != shared.epoch:
+            self._launcher = self._launcher or LauncherProcess(self._settings)
+            self._launcher.start(StartWorkers(shared.epoch, 0, count, self.num_workers))
+            self._told = shared.epoch
+        for number, node in shared.nodes.items():
+            if node.epoch != shared.epoch:
+                order = m.Start(shared.epoch, number * count, count, self.num_workers)
+                self._orders.put((node.sender, m.encode(order)))
+                node.epoch = shared.epoch
 
     def _hear(self, sender: bytes, message: m.ToEngine) -> None:
         shared = self._shared
         match message:
-            case m.Hello():
-                if message.worker in shared.members:
-                    self._lose(f"worker {message.worker} has been started anew")
-                shared.members[message.worker] = Member(message, time.monotonic())
+            case m.StoreCall():
+                self._keys.call(sender, message)
+            case m.Hello() if message.epoch == shared.epoch:
+                shared.members[message.worker] = Member(message, sender, time.monotonic())
                 shared.changed.notify_all()
             case m.Loaded():
                 shared.loaded[message.worker] = message
                 shared.changed.notify_all()
-            case m.Goodbye(worker):
-                shared.gone.add(worker)
-                shared.changed.notify_all()
             case m.Alive():
                 member = shared.members.get(message.worker)
-                if member is not None and message.incarnation == member.hello.incarnation:
+                if member is not None and message.epoch == shared.epoch:
                     member.heard_s = time.monotonic()
                     member.control_bytes, member.tensor_bytes = message.control_bytes, message.tensor_bytes
                     member.busy_s = message.busy_s
+            case m.Join():
+                self._hear_node(sender, message)
+            case m.Gone(epoch, worker) if epoch == shared.epoch:
+                self._lose(f"worker {worker} has died")
+            case m.Goodbye(node):
+                shared.gone.add(node)
+                shared.changed.notify_all()
+
+    def _hear_node(self, sender: bytes, join: m.Join) -> None:
+        """A machine that is unknown takes its place, unless another has it."""
+        nodes = self._shared.nodes
+        node = nodes.get(join.node)
+        if node is not None and node.incarnation == join.incarnation:
+            node.heard_s = time.monotonic()
+        elif node is not None or not 0 < join.node < self._num_nodes:
+            self._orders.put((sender, m.encode(m.Occupied())))
+            return
+        else:
+            nodes[join.node] = _Node(sender, join.incarnation, time.monotonic())
+        self._orders.put((sender, m.encode(m.Heard())))
 
     def _look(self) -> None:
         """Notice who has died (on this machine: at once) or fallen silent."""
-        now = time.monotonic()
+        now, shared = time.monotonic(), self._shared
         if now - self._looked_s > SILENCE_S / 4:  # it was we who did not run: nobody could be heard
-            for member in self._shared.members.values():
+            for member in shared.members.values():
                 member.heard_s = now
+            for node in shared.nodes.values():
+                node.heard_s = now
+            if self._launcher is not None:
+                self._launcher.look_away()
         self._looked_s = now
-        for worker, member in self._shared.members.items():
-            if member.is_here and not _is_running(member.hello.pid):
-                self._lose(f"worker {worker} has died")
-            elif now - member.heard_s > SILENCE_S:
+        for worker, member in shared.members.items():
+            if now - member.heard_s > SILENCE_S:
                 self._lose(f"worker {worker} has been silent for {SILENCE_S:.0f} s")
+        for number, node in list(shared.nodes.items()):
+            if now - node.heard_s > SILENCE_S:
+                del shared.nodes[number]
+                self._lose(f"machine {number} has been silent for {SILENCE_S:.0f} s")
+        if self._launcher is None:
+            return
+        try:
+            for exited in self._launcher.hear():
+                if exited.epoch == shared.epoch:
+                    self._lose(f"worker {exited.worker} has died")
+        except MachineError as error:
+            self._launcher.close()
+            self._launcher = None
+            self._lose(str(error))
 
     def _lose(self, why: str) -> None:
         if self._shared.lost is None:
             self._shared.lost = why
             self._shared.changed.notify_all()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return True
-
-
-def _kill(members: list[Member]) -> None:
-    for member in members:
-        if member.is_here:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member.hello.pid, signal.SIGKILL)

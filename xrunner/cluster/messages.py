@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,13 +19,9 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Deploy(_Message):
-    """Build your part; hand on control messages to these endpoints, and tell this one how steps end.
-
-    All who get the same `epoch` have been started together.
-    """
+    """Build your part; hand on control messages to these endpoints, and tell this one how steps end."""
 
     deployment: bytes
-    epoch: int
     hands_on_to: list[str]
     answers_to: str
 
@@ -95,19 +91,78 @@ class Transfer(_Message):
     begin: list[Beginning]
 
 
+class Start(_Message):
+    """To another machine: replace its workers by these (`launching.StartWorkers`)."""
+
+    epoch: int
+    first: int
+    count: int
+    total: int
+
+
+class Heard(_Message):
+    """To another machine: the engine is there."""
+
+
+class Occupied(_Message):
+    """To another machine: its number is that of one that is there already."""
+
+
 class Stop(_Message):
-    """The first machine ends in good order, and every other one is to."""
+    """To another machine: the first machine ends in good order, and it is to."""
+
+
+class StoreAnswer(_Message):
+    """The values of the keys that a `StoreCall` names, after it; None: there is no such key."""
+
+    number: int
+    values: list[bytes | None]
+
+
+# From another machine ----------------------------------------------------------------------------------------
+
+
+class Join(_Message):
+    """Machine `node` is there; said now and then. `incarnation` is drawn at random, and no other process's."""
+
+    node: int
+    incarnation: int
+
+
+class Gone(_Message):
+    """A worker of that machine has ended."""
+
+    epoch: int
+    worker: int
+
+
+class Goodbye(_Message):
+    """It knows that the first machine ends."""
+
+    node: int
 
 
 # From a worker -----------------------------------------------------------------------------------------------
 
+StoreVerb = Literal["set", "get", "add", "compare_set", "delete"]
+
+
+class StoreCall(_Message):
+    """Do something to these keys of an epoch's store; `waits`: answer once there are all of them."""
+
+    epoch: int
+    number: int
+    verb: StoreVerb
+    keys: list[str]
+    values: list[bytes]
+    waits: bool
+
 
 class Hello(_Message):
-    """A worker has started; `incarnation` is no other's."""
+    """A worker has started."""
 
     worker: int
-    incarnation: int
-    node: str
+    epoch: int
     pid: int
     inbox: str
 
@@ -125,7 +180,7 @@ class Alive(_Message):
     """Sent now and then: bytes that the worker has sent so far, and seconds that it has executed steps."""
 
     worker: int
-    incarnation: int
+    epoch: int
     control_bytes: int
     tensor_bytes: int
     busy_s: float
@@ -153,17 +208,14 @@ class Moved(_Message):
     worker: int
 
 
-class Goodbye(_Message):
-    """It knows that the first machine ends."""
-
-    worker: int
-
-
-ToWorker = Deploy | Work | Read | Transfer | Stop
-ToEngine = Hello | Loaded | Alive | Goodbye
+ToWorker = Deploy | Work | Read | Transfer
+ToNode = Start | Heard | Occupied | Stop
+ToEngine = Hello | Loaded | Alive | StoreCall | Join | Gone | Goodbye
 Answer = Done | HasRead | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_node = msgspec.msgpack.Decoder(ToNode).decode
+decode_store_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,8 +21,10 @@ from xgpt.errors import XgptError
 from xgpt.policies import Chunk, Step
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.launching import LauncherSettings, StartWorkers
 from xrunner.cluster.movers import Mover, Order
 from xrunner.cluster.sockets import Secret, Sockets
+from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
 from xrunner.transfer import Moving
 from xrunner.weights import DTYPES
@@ -36,33 +37,35 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkerSettings:
     """What a worker is started with.
 
     Attributes:
-        engine: the endpoint at which the engine's process listens to its workers.
-        secret: the private key that all share.
-        host: address of the interface to listen on.
-        first_device: number of the first device on this machine that the replica has.
-        farewell: a file that is made once the first machine has said that it ends in good order.
+        launcher: what its machine's launcher has been told.
+        worker: its number.
+        local: its number among those of its machine.
+        started: with whom.
     """
 
-    engine: str
-    secret: bytes
-    host: str
-    first_device: int
-    farewell: Path
+    launcher: LauncherSettings
+    worker: int
+    local: int
+    started: StartWorkers
+
+    @property
+    def secret(self) -> Secret:
+        return Secret.of(self.launcher.secret)
 
 
-def main(settings: Settings) -> None:
-    """Run until the launcher, torch's elastic one, ends this process; it also sets the environment."""
-    die_with_parent()
-    worker = int(os.environ["RANK"])
+def main(settings: WorkerSettings, parent: int) -> None:
+    """Run until the launcher, process `parent`, ends this process."""
+    die_with_parent(parent)
+    worker = settings.worker
     traffic = Traffic()
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
-    ControlPlane(settings, worker, orders, traffic).start()
+    ControlPlane(settings, orders, traffic).start()
     try:
-        Executing(settings, worker, orders, traffic).run()
+        Executing(settings, orders, traffic).run()
     except Exception as error:
         # The launcher reports that we died; why, only we know.
         print(f"worker {worker} has failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -71,49 +74,51 @@ def main(settings: Settings) -> None:
         os._exit(1)
 
 
-def _connect(epoch: int) -> None:
-    """Join the group of all workers.
-
-    Keys of the epoch before are still in the launcher's store, and lead to processes that are no more; how often it
-    has restarted workers may differ from machine to machine. So the engine says what number to take.
-    """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"xgpt/{epoch}", dist.TCPStore(address, port, world, is_master))
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world)
+def _connect(settings: WorkerSettings) -> EngineStore:
+    """Join the group of all workers; the store must be kept."""
+    told = settings.launcher
+    store = EngineStore(settings.secret, told.host, told.engine, settings.started.epoch)
+    dist.init_process_group(
+        _backend(settings.started.count), store=store, rank=settings.worker, world_size=settings.started.total
+    )
+    return store
 
 
-def _backend() -> str:
+def _backend(workers_here: int) -> str:
     """Gloo alone where several workers share a GPU, which NCCL does not do."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "cpu:gloo,cuda:nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
+    return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends, where that is Linux."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel end this process when the one that started it ends, where that is Linux.
+
+    Args:
+        parent: the number of that process; where it has ended already, so does this one.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 class ControlPlane(threading.Thread):
     """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive."""
 
-    def __init__(self, settings: Settings, worker: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+    def __init__(self, settings: WorkerSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         super().__init__(name="control", daemon=True)
         self._settings = settings
-        self._worker = worker
-        self._incarnation = time.time_ns()
         self._orders = orders
         self._traffic = traffic
 
     def run(self) -> None:
-        sockets = Sockets(Secret.of(self._settings.secret), self._settings.host)
-        engine = sockets.connect(zmq.DEALER, self._settings.engine, str(self._worker).encode())
+        settings, worker, epoch = self._settings, self._settings.worker, self._settings.started.epoch
+        sockets = Sockets(settings.secret, settings.launcher.host)
+        engine = sockets.connect(zmq.DEALER, settings.launcher.engine, f"worker {epoch}.{worker}".encode())
         inbox, endpoint = sockets.bind(zmq.PULL)
         peers: list[zmq.Socket[bytes]] = []
-        engine.send(m.encode(m.Hello(self._worker, self._incarnation, socket.gethostname(), os.getpid(), endpoint)))
+        engine.send(m.encode(m.Hello(worker, epoch, os.getpid(), endpoint)))
         poller = zmq.Poller()
         poller.register(engine, zmq.POLLIN)
         poller.register(inbox, zmq.POLLIN)
@@ -122,7 +127,7 @@ class ControlPlane(threading.Thread):
             if (now := time.monotonic()) >= next_alive:
                 sent = self._traffic
                 counts = sent.control_bytes, sent.tensor_bytes, sent.busy_s
-                engine.send(m.encode(m.Alive(self._worker, self._incarnation, *counts)))
+                engine.send(m.encode(m.Alive(worker, epoch, *counts)))
                 next_alive = now + ALIVE_S
             ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
             if inbox in ready:
@@ -137,24 +142,21 @@ class ControlPlane(threading.Thread):
                     for peer in peers:
                         peer.close()
                     peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.hands_on_to]
-                if isinstance(message, m.Stop):
-                    self._settings.farewell.touch()
-                    engine.send(m.encode(m.Goodbye(self._worker)))
-                else:
-                    self._orders.put(message)
+                self._orders.put(message)
 
 
 class Executing:
     """Executes orders one after the other, in the order in which all workers of a lane get them."""
 
-    def __init__(self, settings: Settings, worker: int, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
-        self._number = worker
+    def __init__(self, settings: WorkerSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+        self._settings = settings
+        self._number = settings.worker
         self._orders = orders
         self._traffic = traffic
-        self._device_index = settings.first_device + int(os.environ["LOCAL_RANK"])
-        sockets = Sockets(Secret.of(settings.secret), settings.host)
-        self._sockets = sockets
-        self._engine = sockets.connect(zmq.DEALER, settings.engine)
+        self._device_index = settings.launcher.first_device + settings.local
+        self._sockets = Sockets(settings.secret, settings.launcher.host)
+        self._engine = self._sockets.connect(zmq.DEALER, settings.launcher.engine)
+        self._store: EngineStore | None = None
         self._answers: zmq.Socket[bytes] | None = None
         self._worker: Worker | None = None
         self._is_answering = False
@@ -176,16 +178,16 @@ class Executing:
     def _deploy(self, order: m.Deploy) -> None:
         started = time.perf_counter()
         try:
-            self._build(Deployment.model_validate_json(order.deployment), order.answers_to, order.epoch)
+            self._build(Deployment.model_validate_json(order.deployment), order.answers_to)
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
         self._engine.send(m.encode(m.Loaded(self._number, time.perf_counter() - started)))
 
-    def _build(self, deployment: Deployment, answers_to: str, epoch: int) -> None:
+    def _build(self, deployment: Deployment, answers_to: str) -> None:
         self._clear()
-        if not dist.is_initialized():
-            _connect(epoch)
+        if self._store is None:
+            self._store = _connect(self._settings)
         group = stage_groups(deployment, self._number, self._traffic)
         transfers = dist.new_group(backend="gloo") if deployment.lane("decode") else None
         if self._number >= deployment.num_workers:

@@ -78,9 +78,9 @@ class Sockets:
         opened.connect(endpoint)
         return opened
 
-    def close(self) -> None:
-        """Close all at once; what is still to be sent is dropped."""
-        self._context.destroy(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close all; what is still to be sent has so long, then it is dropped."""
+        self._context.destroy(linger=linger_ms)
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         opened: zmq.Socket[bytes] = self._context.socket(kind)
@@ -114,10 +114,3 @@ def address_towards(host: str) -> str:
             return str(opened.getsockname()[0])
     except OSError as error:
         raise MachineError(f"there is no way to {host}: {error}") from None
-
-
-def free_port(host: str) -> int:
-    """A port that was free just now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as opened:
-        opened.bind((host, 0))
-        return int(opened.getsockname()[1])

@@ -1,0 +1,128 @@
+"""A machine's launcher: a process with one thread that forks the machine's workers, and ends them.
+
+It has imported all that workers need, so that starting them anew takes no second. What it is to do comes as lines of
+JSON on its standard input; when that ends, that is, when the process that started it ends, however that comes about,
+its workers end and so does it. It opens no port, and ends no process but its own children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+from xrunner.cluster.launching import ALIVE_S, Exited, LauncherSettings, StartWorkers, Working
+from xrunner.cluster.process import WorkerSettings, main
+
+READ_BYTES = 1 << 16
+
+
+class Launcher:
+    """The workers of one machine; belongs to the process's only thread."""
+
+    def __init__(self, settings: LauncherSettings, output: int) -> None:
+        self._settings = settings
+        self._output = output
+        self._workers: dict[int, int] = {}
+        """Their numbers, by process."""
+        self._epoch = 0
+        self._woken, wake = os.pipe()
+        for end in (self._woken, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def run(self, rest: bytes) -> None:
+        """Do as told until there is no more to come; `rest`: what has been read already."""
+        try:
+            while True:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    self._start(msgspec.json.decode(line, type=StartWorkers))
+                self._tell(Working())
+                ready, _, _ = select.select([sys.stdin, self._woken], [], [], ALIVE_S)
+                if self._woken in ready:
+                    os.read(self._woken, READ_BYTES)
+                    self._reap()
+                if sys.stdin in ready:
+                    read = os.read(sys.stdin.fileno(), READ_BYTES)
+                    if not read:
+                        return
+                    rest += read
+        finally:
+            self._end()
+
+    def _start(self, order: StartWorkers) -> None:
+        self._end()
+        self._epoch = order.epoch
+        for local in range(order.count):
+            worker = order.first + local
+            process = os.fork()
+            if not process:
+                self._become(worker, local, order)
+            self._workers[process] = worker
+
+    def _become(self, worker: int, local: int, order: StartWorkers) -> NoReturn:
+        """Be a worker from now on."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
+            os.close(self._output)
+            main(WorkerSettings(self._settings, worker, local, order), os.getppid())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Report each worker that has ended by itself."""
+        while self._workers:
+            process, _ = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                return
+            worker = self._workers.pop(process, None)
+            if worker is not None:
+                self._tell(Exited(self._epoch, worker))
+
+    def _end(self) -> None:
+        """End all workers; a stopped one ends, too."""
+        for process in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in self._workers:
+            os.waitpid(process, 0)
+        self._workers.clear()
+
+    def _tell(self, what: Exited | Working) -> None:
+        with contextlib.suppress(BlockingIOError):  # nobody has read for minutes
+            os.write(self._output, msgspec.json.encode(what) + b"\n")
+
+
+def run() -> None:
+    """Serve the process at the other end of standard input and output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it says when to end
+    output = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not for the other end
+    os.set_blocking(output, False)
+    line, rest = b"", b""
+    while b"\n" not in line:
+        read = os.read(0, READ_BYTES)
+        if not read:
+            return
+        line += read
+    line, _, rest = line.partition(b"\n")
+    with contextlib.suppress(BrokenPipeError):
+        Launcher(msgspec.json.decode(line, type=LauncherSettings), output).run(rest)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,150 @@
+"""How a launcher is started, told what to do and heard; apart from `launcher`, which imports what workers need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from xgpt.errors import MachineError
+from xrunner.cluster.sockets import interface_of
+
+ALIVE_S = 0.5
+"""How often a launcher says that it works."""
+SILENCE_S = 15.0
+"""A launcher that has said nothing for so long hangs; it may have been kept from running by its own workers."""
+END_S = 5.0
+"""For workers and launcher to end."""
+READ_BYTES = 1 << 16
+
+
+class LauncherSettings(msgspec.Struct, frozen=True):
+    """The first line that a launcher gets.
+
+    Attributes:
+        engine: the endpoint at which the engine's process listens to its workers.
+        secret: the private key that all machines share.
+        host: address of the interface that sockets bind to.
+        first_device: number of the first device on this machine that the replica has.
+    """
+
+    engine: str
+    secret: bytes
+    host: str
+    first_device: int = 0
+
+
+class StartWorkers(msgspec.Struct, frozen=True):
+    """Every further line: end the workers that run, and start these.
+
+    Attributes:
+        epoch: workers of the same one belong together.
+        first, count: numbers of this machine's workers.
+        total: workers on all machines.
+    """
+
+    epoch: int
+    first: int
+    count: int
+    total: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A worker has ended without having been told to."""
+
+    epoch: int
+    worker: int
+
+
+class Working(msgspec.Struct, frozen=True, tag=True):
+    """Said now and then."""
+
+
+_decode = msgspec.json.Decoder(Exited | Working).decode
+
+
+class LauncherProcess:
+    """The launcher of this machine's workers, which are its children and nobody else's. Belongs to one thread.
+
+    Raises:
+        MachineError: no interface of this machine has the address that sockets are to bind to.
+    """
+
+    def __init__(self, settings: LauncherSettings) -> None:
+        interface = interface_of(settings.host)
+        if interface is None:
+            raise MachineError(f"no network interface of this machine has the address {settings.host}")
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        if not os.environ.get("XGPT_DEBUG"):
+            environment.setdefault(
+                "TORCH_CPP_LOG_LEVEL", "ERROR"
+            )  # it would tell of every peer that has gone, at length
+        # A group of its own: Ctrl-C in a terminal is for the server, which lets its requests end first.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "xrunner.cluster.launcher"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._rest = b""
+        self._heard_s: float | None = None
+        self._write(settings)
+
+    def fileno(self) -> int:
+        """What can be waited for until `hear` has something new."""
+        return self._output.fileno()
+
+    def start(self, order: StartWorkers) -> None:
+        """Replace the workers that run; returns at once."""
+        self._write(order)
+
+    def hear(self) -> list[Exited]:
+        """Workers that have ended since the last call.
+
+        Raises:
+            MachineError: the launcher has ended, or hangs, and its workers with it.
+        """
+        now = time.monotonic()
+        try:
+            read = os.read(self.fileno(), READ_BYTES)
+        except BlockingIOError:
+            if self._heard_s is not None and now - self._heard_s > SILENCE_S:
+                raise MachineError(f"the launcher of the workers has been silent for {SILENCE_S:.0f} s") from None
+            return []
+        if not read:
+            raise MachineError("the launcher of the workers has ended")
+        self._heard_s = now
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        heard = map(_decode, lines)
+        return [what for what in heard if isinstance(what, Exited)]
+
+    def look_away(self) -> None:
+        """It was this process that did not run: nothing can be said of the launcher's silence."""
+        if self._heard_s is not None:
+            self._heard_s = time.monotonic()
+
+    def close(self) -> None:
+        """End the workers and the launcher."""
+        if self._input.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel ends its workers with it
+            self._process.wait()
+        self._output.close()
+
+    def _write(self, what: msgspec.Struct) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `hear` tells it
+            self._input.write(msgspec.json.encode(what) + b"\n")
+            self._input.flush()

@@ -1,0 +1,142 @@
+"""Where workers find each other for torch.distributed: keys and values that the engine's process keeps.
+
+They pass over the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and
+answer anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+import zmq
+
+from xgpt.errors import MachineError
+from xrunner.cluster import messages as m
+from xrunner.cluster.sockets import Secret, Sockets
+
+WAIT_S = 300.0
+"""How long a key is waited for where torch does not say."""
+ANSWER_S = 30.0
+"""For an answer that need not wait for anything."""
+
+
+@dataclass
+class Keys:
+    """The server's side: the keys of one epoch, and the callers that wait for some.
+
+    Args:
+        answer: sends an answer to a caller.
+    """
+
+    answer: Callable[[bytes, m.StoreAnswer], object]
+    epoch: int = 0
+    _values: dict[str, bytes] = field(default_factory=dict)
+    _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
+
+    def begin(self, epoch: int) -> None:
+        """Forget all; keys of older epochs lead to processes that are no more."""
+        self.epoch = epoch
+        self._values.clear()
+        self._waiting.clear()
+
+    def call(self, caller: bytes, call: m.StoreCall) -> None:
+        """Do as asked, and answer everybody who then can be."""
+        if call.epoch != self.epoch:
+            return
+        self._waiting.append((caller, call))
+        still = []
+        for waiting, asked in self._waiting:
+            if asked.waits and not all(key in self._values for key in asked.keys):
+                still.append((waiting, asked))
+                continue
+            self.answer(waiting, m.StoreAnswer(asked.number, self._do(asked)))
+        self._waiting = still
+
+    def _do(self, call: m.StoreCall) -> list[bytes | None]:
+        """The values of the keys, after what is to be done to them."""
+        values = self._values
+        match call.verb:
+            case "set":
+                values.update(zip(call.keys, call.values, strict=True))
+            case "add":
+                (key,), (amount,) = call.keys, call.values
+                values[key] = str(int(values.get(key, b"0")) + int(amount)).encode()
+            case "compare_set":
+                (key,), (expected, desired) = call.keys, call.values
+                if values.get(key, b"") == expected:
+                    values[key] = desired
+            case "delete":
+                return [values.pop(key, None) for key in call.keys]
+        return [values.get(key) for key in call.keys]
+
+
+class EngineStore(dist.Store):
+    """The workers' side: a store of torch.distributed. May be used by several threads at once.
+
+    What wraps it in C++ does not keep it alive; the caller must.
+    """
+
+    def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:
+        super().__init__()
+        self._where = secret, host, engine, epoch
+        self._of_thread = threading.local()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._call("set", [key], [value.encode() if isinstance(value, str) else bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        (value,) = self._call("get", [key], waits=True)
+        assert value is not None
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        (value,) = self._call("add", [key], [str(amount).encode()])
+        assert value is not None
+        return int(value)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        values = [text.encode() if isinstance(text, str) else bytes(text) for text in (expected, desired)]
+        (value,) = self._call("compare_set", [key], values)
+        return value or values[0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._call("get", list(keys), waits=True, timeout_s=WAIT_S if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self._call("get", list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete", [key]) != [None]
+
+    def clone(self) -> EngineStore:
+        return EngineStore(*self._where)
+
+    def _call(
+        self,
+        verb: m.StoreVerb,
+        keys: list[str],
+        values: Sequence[bytes] = (),
+        *,
+        waits: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[bytes | None]:
+        """Ask the engine's process.
+
+        Raises:
+            MachineError: there is no answer in time.
+        """
+        mine, (secret, host, engine, epoch) = self._of_thread, self._where
+        if not hasattr(mine, "socket"):
+            mine.socket, mine.number = Sockets(secret, host).connect(zmq.DEALER, engine), 0
+        mine.number += 1
+        mine.socket.send(m.encode(m.StoreCall(epoch, mine.number, verb, keys, list(values), waits)))
+        timeout_s = timeout_s or (WAIT_S if waits else ANSWER_S)
+        while mine.socket.poll(1000 * timeout_s):
+            answer = m.decode_store_answer(mine.socket.recv())
+            if answer.number == mine.number:
+                return answer.values
+        raise MachineError(f"{', '.join(keys)}: no other worker has said so within {timeout_s:.0f} s")
