@@ -230,7 +230,8 @@ async def exchange(port: int, case: Case) -> str:
             return "left"
         if case.leaves == "eof":
             writer.write_eof()
-        status = (await reader.readline()).split(b" ")
+        while (status := (await reader.readline()).split(b" "))[1:2] == [b"100"]:
+            await reader.readuntil(b"\r\n")  # interim: whether we still read
         while await reader.read(1 << 16):
             pass
         return status[1].decode() if len(status) > 1 else "closed"

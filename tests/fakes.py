@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -32,6 +31,8 @@ from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
+from xrunner.server.connections import Listener
+from xrunner.server.process import Server
 
 VOCAB_SIZE = 1000
 SPEC = ModelSpec(
@@ -158,13 +159,11 @@ def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> Star
 
 
 @contextmanager
-def running(app: Starlette) -> Iterator[str]:
-    """A server for the app in a thread; yields its URL."""
-    # No logging set-up of uvicorn's own: its records reach the tests' log.
-    config = uvicorn.Config(app, log_level="warning", log_config=None, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+def running(app: Starlette, most: int | None = None) -> Iterator[str]:
+    """A server for the app in a thread, with `most` connections; yields its URL."""
+    with Listener(socket.create_server(("127.0.0.1", 0)), most) as listener:
+        server = Server(app, listener, drain_s=1)
+        thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"

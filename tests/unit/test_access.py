@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -153,3 +154,22 @@ def test_a_server_of_all_addresses_takes_any_literal_one() -> None:
     hosts = AllowedHosts("0.0.0.0", ["svc.cluster.local"])
     assert all(map(hosts.accept, ("10.0.0.7:8000", "[fe80::1]", "svc.cluster.local", "localhost:1")))
     assert not hosts.accept("rebound.example")
+
+
+def test_logs_do_not_flood() -> None:
+    stream = io.StringIO()
+    log_json("info", stream)
+    try:
+        for _ in range(10_000):
+            logging.getLogger("x").error("accept failed: %s", "again")
+            logging.getLogger("a").info("request", extra={"fields": {"status": 401}})
+        for _ in range(1000):
+            logging.getLogger("a").info("request", extra={"fields": {"status": 200}})
+        time.sleep(0.2)
+        logging.getLogger("x").error("accept failed: %s", "again")
+    finally:
+        logging.getLogger().handlers.clear()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) < 1400
+    assert sum(line.get("status") == 200 for line in lines) == 1000
+    assert sum(line.get("left_out", 0) for line in lines if line["logger"] == "x") > 9000

@@ -79,6 +79,7 @@ def create_app(
     app = Starlette(lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.engine_thread = engine_thread
+    app.state.is_leaving = False
     app.add_middleware(Guard, keys=keys, hosts=hosts)
 
     async def refused(_: Request, error: Exception) -> Response:
@@ -119,7 +120,7 @@ def create_app(
         return {"status": "ok"}
 
     def ready() -> dict[str, str]:
-        if engine_thread.is_draining:
+        if app.state.is_leaving or engine_thread.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if engine_thread.is_redeploying:
             raise ApiError(503, "another plan is being deployed; who comes now waits", code="redeploying")

@@ -29,6 +29,10 @@ SECURITY_HEADERS = [
 ]
 
 
+SINGLE_HEADERS = ("host", "authorization", "origin", "content-type", "x-deadline-s", "x-request-id")
+"""Of two the server and a proxy before it might each believe another."""
+
+
 class Guard:
     """An ASGI application around another. Refuses before anything of the body is read.
 
@@ -62,11 +66,16 @@ class Guard:
             await send(message)
 
         try:
-            refusal = self._refusal(scope, headers, info)
+            refusal = _malformed(headers) or self._refusal(scope, headers, info)
             if refusal is None:
                 await self._app(scope, receive, send_on)
             else:
                 await error_response(refusal)(scope, receive, send_on)
+        except Exception:
+            # Of one request, whatever it was: all others go on.
+            logger.exception("a request has failed", extra={"fields": {"request_id": id_, "path": scope["path"]}})
+            if not status:
+                await error_response(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
         finally:
             self._log(scope, status, info)
 
@@ -115,3 +124,13 @@ class Guard:
                 **info.log,
             }
             logger.log(level, "request", extra={"fields": fields})
+
+
+def _malformed(headers: Headers) -> ApiError | None:
+    """What another reader of the same head could take for something else; the connection ends with the answer."""
+    reason = None
+    if "content-length" in headers and "transfer-encoding" in headers:
+        reason = "a request has Content-Length or Transfer-Encoding, not both"
+    elif repeated := next((name for name in SINGLE_HEADERS if len(headers.getlist(name)) > 1), None):
+        reason = f"the header {repeated} came more than once"
+    return None if reason is None else ApiError(400, reason, code="bad_http", headers={"connection": "close"})

@@ -5,9 +5,58 @@ from __future__ import annotations
 import datetime
 import logging
 import sys
-from typing import IO
+import threading
+import time
+from collections import OrderedDict
+from http import HTTPStatus
+from typing import IO, NamedTuple
 
 import msgspec
+
+KINDS = 1000
+"""Kinds of lines that are told apart: those that came last."""
+
+
+class Rate(NamedTuple):
+    """Lines of a kind: so many at once, and so many a second."""
+
+    at_once: float
+    per_s: float
+
+
+ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 10)
+"""Of requests that were answered as they asked; of everything else, which a client or a fault can have repeated."""
+
+
+class NoFlood(logging.Filter):
+    """Leaves lines out where too many of a kind come; the next one that stands says how many (`left_out`).
+
+    Of a kind are lines of one logger, level, message (before its arguments are filled in) and HTTP status.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._kinds: OrderedDict[tuple[object, ...], tuple[float, float, int]] = OrderedDict()
+        """Of each kind: lines that may still come at once, when that was said, and how many were left out since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields: dict[str, object] = getattr(record, "fields", {})
+        status = fields.get("status")
+        answered = isinstance(status, int) and HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST
+        rate = ANSWERED if answered else OTHERS
+        kind = (record.name, record.levelno, record.msg, status)
+        with self._lock:
+            now_s = time.monotonic()
+            room, said_s, left_out = self._kinds.pop(kind, (rate.at_once, now_s, 0))
+            room = min(rate.at_once, room + (now_s - said_s) * rate.per_s)
+            stands = room >= 1
+            self._kinds[kind] = (room - 1, now_s, 0) if stands else (room, now_s, left_out + 1)
+            if len(self._kinds) > KINDS:
+                self._kinds.popitem(last=False)
+        if stands and left_out:
+            record.__dict__["fields"] = fields | {"left_out": left_out}
+        return stands
 
 
 class JsonFormatter(logging.Formatter):
@@ -34,6 +83,8 @@ def log_json(level: str, stream: IO[str] | None = None) -> None:
     """Send the logs of the process to `stream` (standard error), from `level` on."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter())
+    handler.addFilter(NoFlood())
+    logging.raiseExceptions = False  # a line that cannot be written must not become twenty on standard error
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

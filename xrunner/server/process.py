@@ -1,87 +1,149 @@
-"""The server process: its socket, its signals, its end."""
+"""The server process: its sockets, its signals, its end."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
+import ssl
 import sys
+import time
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import STARTUP_FAILURE
 
-from xgpt.errors import MachineError
+from xrunner.server.connections import ACCEPT_AT_ONCE, HEAD_TIMEOUT_S, KEEP_ALIVE_S, REST_TIMEOUT_S, Listener, Protocol
 from xrunner.server.engine_thread import EngineThread
 
 DRAIN_S = 30.0
 """How long running requests may go on after the first SIGTERM or SIGINT."""
-KEEP_ALIVE_S = 60
-"""Longer than clients keep idle connections, so that it is never the server who closes under a request."""
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+TICK_S = 0.1
+LOOK_EVERY = 5
+"""Ticks of uvicorn's between two looks for connections that are overdue."""
 
 
-def serve(app: Starlette, host: str, port: int, *, drain_s: float = DRAIN_S) -> None:
+def serve(
+    app: Starlette,
+    host: str,
+    port: int,
+    *,
+    drain_s: float = DRAIN_S,
+    shutdown_delay_s: float = 0.0,
+    tls: ssl.SSLContext | None = None,
+) -> None:
     """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 takes a free one.
 
-    After the first signal no new request is taken in; what runs has `drain_s` seconds to end, then it ends with an
-    error. A second signal ends it at once.
+    After the first signal /ready says 503, and for `shutdown_delay_s` seconds nothing else changes: load balancers
+    learn meanwhile to send no more. Then no new request is taken in; what runs has `drain_s` seconds to end, then it
+    ends with an error. A second signal ends it at once.
+
+    Args:
+        tls: the certificate to show; None: HTTP without TLS.
 
     Raises:
         MachineError: the address cannot be had, or the engine's workers are gone for good.
     """
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        http="h11",  # httptools, taken where it is installed, reads a request's head however long it is
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-    )
     # uvicorn raises a signal again when it has shut down; SIGTERM must not end us before our caller cleans up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with _listen(host, port) as listener:
-            _Server(config, app.state.engine_thread).run(sockets=[listener])
+        with Listener.at(host, port) as listener:
+            Server(app, listener, drain_s=drain_s, shutdown_delay_s=shutdown_delay_s, tls=tls).run([listener])
         if app.state.engine_thread.fatal is not None:
             raise app.state.engine_thread.fatal
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise MachineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    # Accepted connections inherit it. Without, a token waits until the client has acknowledged the one before it,
-    # which clients put off by 40 ms; asyncio sets it only on sockets whose protocol number is given.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
+class Server(uvicorn.Server):
+    """uvicorn's server with our connections. `run` is to be given the listener."""
 
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine_thread: EngineThread) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        listener: Listener,
+        *,
+        drain_s: float = DRAIN_S,
+        shutdown_delay_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            loop="asyncio",  # another, taken where it is installed, accepts connections on its own
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+        )
         super().__init__(config)
-        self._engine_thread = engine_thread
-        engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
+        self._listener = listener
+        self._shutdown_delay_s = shutdown_delay_s
+        self._tls = tls
+        self._app = app
+        self._engine_thread: EngineThread = app.state.engine_thread
+        self._engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+
+        def protocol() -> Protocol:
+            return Protocol(self._listener, self.config, self.server_state, self.lifespan.state)
+
+        timeouts: dict[str, Any] = {}
+        if self._tls is not None:
+            timeouts = {"ssl_handshake_timeout": HEAD_TIMEOUT_S, "ssl_shutdown_timeout": REST_TIMEOUT_S}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(protocol, sock=self._listener, ssl=self._tls, backlog=ACCEPT_AT_ONCE, **timeouts)
+        ]
+        self.started = True
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"listening on http{'s' if self._tls else ''}://{shown}:{port}", file=sys.stderr, flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % LOOK_EVERY == 0:
+            self._end_overdue()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        looking = asyncio.create_task(self._look_on())
+        await self._leave()
         self._engine_thread.is_draining = True
         await super().shutdown(sockets)
+        looking.cancel()
         if self.force_exit:
             # A second Ctrl-C does not wait for answers; the engine must still stop before its loop is closed.
             for task in self.server_state.tasks:
                 task.cancel()
             await self.lifespan.shutdown()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"listening on http://{shown}:{port}", file=sys.stderr, flush=True)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def _leave(self) -> None:
+        """Go on as before, but for /ready."""
+        self._app.state.is_leaving = True
+        end_s = time.monotonic() + self._shutdown_delay_s
+        while not self.force_exit and self._engine_thread.failure is None and (left_s := end_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, TICK_S))
+
+    async def _look_on(self) -> None:
+        """What ticks do until the server shuts down."""
+        while True:
+            self._end_overdue()
+            await asyncio.sleep(LOOK_EVERY * TICK_S)
+
+    def _end_overdue(self) -> None:
+        for connection in tuple(self.server_state.connections):
+            assert isinstance(connection, Protocol)
+            connection.end_if_overdue()

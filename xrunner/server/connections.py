@@ -1,0 +1,332 @@
+"""Connections: how many there are, how long each may take for what, and which goes where a new one needs its place."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections import OrderedDict
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from xgpt.errors import MachineError
+from xrunner.server.access import OPEN_PATHS
+from xrunner.server.answer import error_response
+from xrunner.server.protocol import ApiError
+
+HEAD_TIMEOUT_S = 10.0
+"""For a TLS handshake; for a request's head, the wait for a first one included."""
+KEEP_ALIVE_S = 60
+"""Longer than clients keep idle connections, so that it is never the server who closes under a request."""
+WRITE_TIMEOUT_S = 30.0
+"""For a client to take what has been written to it, 64 KiB at most."""
+REST_TIMEOUT_S = 5.0
+"""For the rest of a body that has been answered already, and for an answer's last bytes on a connection that closes."""
+READ_AT_ONCE = 16 << 10
+"""Bytes given to the parser at once. It refuses a head that is longer only where it has not come whole."""
+BACKLOG = 2048
+"""Connections that the system may hold until they are accepted."""
+ACCEPT_AT_ONCE = 16
+"""Connections accepted in one turn of the event loop."""
+RESERVED_FILES = 64
+"""Open files that are no connections: logs, checkpoints, other processes; and what is accepted before another ends."""
+SURPLUS = 16
+"""Connections beyond the most, for probes: they must learn that the server runs while all others are busy."""
+MAX_CONNECTIONS = 8192
+MAX_FILES = 1 << 16
+PROBE_S = 0.05, 1.0
+"""First and longest time between two looks whether a client that will send no more still reads."""
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(IntEnum):
+    """What a connection is at, in the order in which connections go when there are too many."""
+
+    HEAD = 0
+    """No request yet, or none any more."""
+    BODY = 1
+    ANSWER = 2
+
+
+def most_connections() -> int:
+    """How many the process can have open, with as many files as the system lets it.
+
+    Raises:
+        MachineError: the limit of open files is too low to serve.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    num_open = len(os.listdir("/dev/fd"))
+    room = max(soft, most) - num_open - RESERVED_FILES - SURPLUS
+    if room < SURPLUS:
+        raise MachineError(f"{max(soft, most)} open files are too few to serve: raise the limit (ulimit -n 4096)")
+    return min(room, MAX_CONNECTIONS)
+
+
+class Accepted(socket.socket):
+    """A client's socket that its listener knows of until it is closed."""
+
+    listener: Listener
+    protocol: Protocol | None = None
+    """None: a TLS handshake is under way."""
+    phase: Phase = Phase.HEAD
+
+    def close(self) -> None:
+        self.listener.forget(self)
+        super().close()
+
+    def drop(self) -> None:
+        """End it at once, whatever it is at."""
+        if self.protocol is not None:
+            self.protocol.transport.abort()
+            return
+        with suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)  # asyncio's, so only asyncio may close it
+
+
+class Listener(socket.socket):
+    """A listening socket that accepts `most` connections.
+
+    One more takes the place of the connection that has been without a whole request for longest. Where each has one,
+    up to `SURPLUS` more are accepted, on which only probes are answered.
+
+    Args:
+        bound: the socket that listens from now on as this one.
+        most: None: as many as the process can have open.
+
+    Raises:
+        MachineError: too few files may be open.
+    """
+
+    def __init__(self, bound: socket.socket, most: int | None = None) -> None:
+        self.most = most_connections() if most is None else most
+        self._open: tuple[OrderedDict[int, Accepted], ...] = tuple(OrderedDict() for _ in Phase)
+        """Of each phase the connections that are in it, by file number, the one that has been longest first."""
+        self._failed = False
+        super().__init__(fileno=bound.detach())
+        # Accepted connections inherit it. Without, a token waits until the client has acknowledged the one before it,
+        # which clients put off by 40 ms; asyncio sets it only on sockets whose protocol number is given.
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def at(cls, host: str, port: int) -> Listener:
+        """Listen on an address; port 0 takes a free one.
+
+        Raises:
+            MachineError: the address cannot be had, or too few files may be open.
+        """
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise MachineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        with bound:
+            return cls(bound)
+
+    def listen(self, _: int = 0) -> None:
+        """What asyncio asks for is how many it accepts at once."""
+        super().listen(BACKLOG)
+
+    def accept(self) -> tuple[Accepted, Any]:
+        """Raises BlockingIOError where there is none, or no room for one."""
+        if self._failed:
+            # asyncio asks on after an error, as often as it accepts at once, and logs each.
+            self._failed = False
+            raise BlockingIOError
+        try:
+            plain, address = super().accept()
+        except OSError as error:
+            self._failed = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+            raise
+        accepted = Accepted(plain.family, plain.type, plain.proto, plain.detach())
+        accepted.listener = self
+        if self.num_open >= self.most:
+            self._make_room()
+        if self.num_open >= self.most + SURPLUS:
+            accepted.close()
+            raise BlockingIOError
+        self._open[Phase.HEAD][accepted.fileno()] = accepted
+        return accepted, address
+
+    @property
+    def num_open(self) -> int:
+        return sum(map(len, self._open))
+
+    def of(self, file_number: int) -> Accepted | None:
+        """The connection with this file number; None: it has been dropped."""
+        return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
+
+    def enter(self, accepted: Accepted, phase: Phase) -> None:
+        """A connection is at something else, or at the same anew."""
+        if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
+            accepted.phase = phase
+            self._open[phase][accepted.fileno()] = accepted
+
+    def forget(self, accepted: Accepted) -> None:
+        self._open[accepted.phase].pop(accepted.fileno(), None)
+
+    def _make_room(self) -> None:
+        for phase in (Phase.HEAD, Phase.BODY):
+            if self._open[phase]:
+                accepted = next(iter(self._open[phase].values()))
+                self.forget(accepted)
+                accepted.drop()
+                return
+
+
+class Protocol(H11Protocol):
+    """A client's connection, with an end to everything that it may wait for."""
+
+    def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
+        super().__init__(config, state, app_state)
+        self.logger = logger
+        self.access_log = False
+        self._listener = listener
+        self._accepted: Accepted | None = None
+        self._now = self.loop.time
+        self._head_since: float | None = self._now()
+        """Since when a head has been awaited or coming; None: a request is under way, or the client may rest."""
+        self._stalled_since: float | None = None
+        """Since when the client has not taken what was written."""
+        self._resting_since: float | None = None
+        """Since when the rest of an answered body has been coming, or the connection has been closing."""
+        self._has_sent_all = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._accepted = self._listener.of(transport.get_extra_info("socket").fileno())
+        if self._accepted is None:  # dropped during its handshake
+            transport.abort()
+            return
+        self._accepted.protocol = self
+        if self._listener.num_open > self._listener.most:
+            self.app = _probes_only(self.app)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_since is None and self._is_at_rest and not self._has_unread_body:
+            self._head_since = self._now()
+        try:
+            for start in range(0, len(data), READ_AT_ONCE):
+                if self.transport.is_closing():
+                    return
+                super().data_received(data[start : start + READ_AT_ONCE])
+        except Exception:
+            logger.exception("a connection has failed")
+            self.transport.abort()
+            return
+        self._note_phase()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that sends no more may still read its answers (over TLS it may not: asyncio closes)."""
+        if self._is_at_rest or self.cycle.more_body:
+            return None
+        self._has_sent_all = True
+        self._probe(PROBE_S[0])
+        return True
+
+    def pause_writing(self) -> None:
+        self._stalled_since = self._now()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stalled_since = None
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_at_rest:
+            if self._has_sent_all:
+                self.transport.close()
+            elif self.conn.trailing_data[0] and not self._has_unread_body:
+                self._head_since = self._now()  # part of the next one has come already
+        self._note_phase()
+
+    def end_if_overdue(self) -> None:
+        """To be called now and then."""
+        now = self._now()
+        if not (self.transport.is_closing() or self._has_unread_body):
+            self._resting_since = None
+        elif self._resting_since is None:
+            self._resting_since = now
+        limits = (
+            (self._head_since, HEAD_TIMEOUT_S),
+            (self._stalled_since, WRITE_TIMEOUT_S),
+            (self._resting_since, REST_TIMEOUT_S),
+        )
+        if any(since is not None and now - since > seconds for since, seconds in limits):
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """In the form of every other refusal, where no answer has begun."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        if not self._is_at_rest:
+            self.cycle.disconnected = True  # it has its answer here
+        error = ApiError(400, "this is not HTTP/1.1, or a head of more than 16 KiB", code="bad_http")
+        body = error.body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """An upgrade is an offer; it is answered as if it had not been made."""
+        return False
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _has_unread_body(self) -> bool:
+        return self._is_at_rest and self.conn.their_state is h11.SEND_BODY
+
+    def _note_phase(self) -> None:
+        phase = Phase.HEAD
+        if not self._is_at_rest:
+            self._head_since = None
+            phase = Phase.BODY if self.cycle.more_body else Phase.ANSWER
+        if self._accepted is not None and phase is not self._accepted.phase:
+            self._listener.enter(self._accepted, phase)
+
+    def _probe(self, delay_s: float) -> None:
+        """See whether a client that sends no more still reads, or has gone altogether: that looks the same until
+        something is written to it, and before an answer that can only be an interim one."""
+        if self.transport.is_closing() or self._is_at_rest:
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        self.loop.call_later(delay_s, self._probe, min(2 * delay_s, PROBE_S[1]))
+
+
+def _probes_only(app: ASGIApp) -> Any:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+            return
+        headers = {"connection": "close"}
+        error = ApiError(
+            503, "all connections are in use", code="too_many_connections", retry_after_s=1, headers=headers
+        )
+        await error_response(error)(scope, receive, send)
+
+    return answer
