@@ -36,10 +36,10 @@ from xprofiler import analytic
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
 from xsimulator.placement import Lane, degrees, lane, spread
+from xsimulator.step_cost import LaneCost
 
 PLACES = (
     ("opt-13b", "a40x4"),

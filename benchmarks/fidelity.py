@@ -31,9 +31,9 @@ from xgpt.policies import OneLane, Pool, Request, lane_settings
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import ChunkedSettings, Profile
 from xprofiler import imported
-from xsimulator.clock import concrete_step
-from xsimulator.lane import ConcreteStep, LaneCost
+from xsimulator.clock import step_counts
 from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 TOKEN_BUDGET = 8192
 BLOCK_SIZE = 16
@@ -133,14 +133,14 @@ def closed_loop(cost: LaneCost, clients: int, inputs: Any, outputs: Any, kv_bloc
         send()
     while (step := schedule.next_step()) is not None:
         running = pool.running
-        concrete = concrete_step(schedule, step, has_encoder=False)
+        counts = step_counts(schedule, step, has_encoder=False)
         repeats = 1
         if not step.encode:
             repeats = min(running[id_].max_output - running[id_].generated for id_ in step.decode)
-            concrete = concrete._replace(contexts=[n + (repeats - 1) / 2 for n in concrete.contexts])
+            counts = counts._replace(context=counts.context + counts.decodes * (repeats - 1) / 2)
             for id_ in step.decode:
                 running[id_].generated += repeats - 1
-        now_s += repeats * sum(cost.step(concrete))
+        now_s += repeats * sum(cost.step(counts))
         for id_ in schedule.encoded(step):
             first_s.setdefault(id_, now_s)
         finished = [id_ for id_ in schedule.sampled(step) if running[id_].generated + 1 == running[id_].max_output]
@@ -173,7 +173,7 @@ def predict(raw: dict[str, str]) -> Row:
     if raw["mode"] == "agg":
         clients, tp = integer("batch_size"), integer("tp_size")
         cost = cost_of(model, cluster, dtype, framework, tp)
-        prompt = ConcreteStep([(0, isl, 1)], [], 1, isl)
+        prompt = StepCounts.of([(0, isl, 1)], [])
         fastest = sum(cost.step(prompt)) / isl
         rng = np.random.default_rng(0)
         num = REQUESTS_A_CLIENT * clients
@@ -184,8 +184,8 @@ def predict(raw: dict[str, str]) -> Row:
         encode = cost_of(model, cluster, dtype, framework, integer("prefill_tp_size"))
         decode = cost_of(model, cluster, dtype, framework, tp)
         batch = integer("prefill_batch_size")
-        prompts = ConcreteStep([(0, isl, 1)] * batch, [], batch, batch * isl)
-        tokens = ConcreteStep([], [isl + osl // 2] * clients, clients, clients)
+        prompts = StepCounts.of([(0, isl, 1)] * batch, [])
+        tokens = StepCounts.of([], [isl + osl // 2] * clients)
         ttft_s, tpot_s, fastest = FIRST_TOKEN_S + sum(encode.step(prompts)), sum(decode.step(tokens)), 0.0
     measured = float(raw["silicon_ttft_ms"]) / 1e3, float(raw["silicon_tpot_ms"]) / 1e3
     tokens_per_s = clients * isl / (measured[0] + (osl - 1) * measured[1])

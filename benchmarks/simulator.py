@@ -23,9 +23,9 @@ from xprofiler import analytic
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.placement import degrees, lane, spread
+from xsimulator.step_cost import LaneCost
 
 NUM_REQUESTS = 10_000
 SWEEP = 20_000

@@ -32,7 +32,8 @@ from xgpt.io import StepLogWriter, sha256, write_atomic
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
-from xsimulator.cost import CostModel
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 DEFAULT_TOKEN_BUDGET = 2048
 """vLLM's own for its server."""
@@ -77,7 +78,7 @@ def main(
         rng = np.random.default_rng(seed)
         report = bench_plan(plan, plan.workload, num_requests, rng, engine="vllm", server=server, on_log=log.extend)
         click.echo(" | ".join(row(kind, plan, report)))
-        steps = step_times(log, CostModel(subject.model, subject.profile))
+        steps = step_times(log, LaneCost(subject.model, subject.profile, whole(subject.model)))
         for name, (count, predicted_s, measured_s) in steps.items():
             click.echo(f"{kind}: {count} {name} steps: {predicted_s:.1f} s predicted, {measured_s:.1f} s measured")
         document = {
@@ -114,7 +115,7 @@ def simulated_figures(subject: Subject, plan: Plan, num_requests: int, seed: int
     return measured.throughput_rps, measured.latency_s
 
 
-def step_times(log: list[StepRecord], cost: CostModel) -> dict[str, tuple[int, float, float]]:
+def step_times(log: list[StepRecord], cost: LaneCost) -> dict[str, tuple[int, float, float]]:
     """Of each kind of step: how many, and seconds of all, predicted and from the start of each to that of the next."""
     kinds: dict[str, list[tuple[float, float]]] = {"encode": [], "decode": [], "mixed": []}
     context: dict[int, int] = {}
@@ -125,8 +126,7 @@ def step_times(log: list[StepRecord], cost: CostModel) -> dict[str, tuple[int, f
         context |= {id_: end for (id_, _, _), (_, end, _) in zip(record.encode, encode, strict=True)}
         for id_ in record.decode:
             context[id_] += 1
-        sampled = len(record.decode) + sum(is_sampled for _, _, is_sampled in encode)
-        predicted_s = cost.step(encode, [context[id_] for id_ in record.decode], sampled)
+        predicted_s = sum(cost.step(StepCounts.of(encode, [context[id_] for id_ in record.decode])))
         kind = "decode" if not encode else "mixed" if record.decode else "encode"
         kinds[kind].append((predicted_s, (following.start_ns - record.start_ns) / 1e9))
     return {kind: (len(times), *np.sum(times, axis=0).tolist()) for kind, times in kinds.items() if times}

@@ -20,10 +20,10 @@ from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
 from xscheduler.sustain import best_sustained, max_arrival_rate
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.lane import Degrees, LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import Lane
+from xsimulator.step_cost import Degrees, LaneCost
 
 BLOCK_SIZE = 16
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
-from xsimulator.cost import Grid, Line
+from xsimulator.curves import Grid, Line
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape
 

@@ -23,9 +23,9 @@ from xgpt.schema import (
 )
 from xgpt.workload import decoding_share
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.lane import lanes_of
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
+from xsimulator.step_cost import lanes_of
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from xgpt.policies.rule import LaneSettings, PromptBudget
 from xgpt.policies.waa import TwoLaneSettings
 from xsimulator.analytic.waa import Transfer
-from xsimulator.lane import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost, StepCounts
 
 Array = npt.NDArray[np.float64]
 
@@ -128,7 +128,7 @@ class _Clock:
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
         cost, free, now = self.cost, self.free_ns, issue_ns
-        seconds = cost.by_counts(counts)
+        seconds = cost.step(counts)
         if len(free) == 1:
             free[0] = max(now, free[0]) + max(1, round(seconds[0] * 1e9))
             return free[0]

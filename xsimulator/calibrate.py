@@ -19,11 +19,12 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.schema import Calibration, Plan, Profile
 from xgpt.schema.step_log import StepRecord
-from xsimulator.cost import CostModel
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts, StepParts
 
 Array = npt.NDArray[np.float64]
 
-PARTS = ("tokens", "encode_attention", "decode_attention", "head", "overhead")
+PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
 """Weight of a factor's distance from 1, beside that of the steps' relative errors."""
@@ -54,9 +55,11 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """The steps of a log whose requests are all known, from an engine of one device.
 
     Raises:
-        InputError: the log is of several devices.
+        InputError: the log is of several devices, or the model has an encoder.
     """
-    cost = CostModel(plan.model, profile)
+    if plan.model.is_encoder_decoder:
+        raise InputError("model", plan.model.name, "calibration covers decoder-only models so far")
+    cost = LaneCost(plan.model, profile, whole(plan.model))
     context: dict[int, int] = {}
     prompts: dict[int, int] = {}
     parts, seconds, first = [], [], []
@@ -67,24 +70,13 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
             prompts[arrival.id] = context[arrival.id] = arrival.input_length
         encode = [(id_, start, start + length, start + length == context[id_]) for id_, start, length in record.encode]
         decodes = [context[id_] for id_ in record.decode]
-        parts.append(_parts(cost, [(start, end, int(done)) for _, start, end, done in encode], decodes))
+        step = StepCounts.of([(start, end, int(done)) for _, start, end, done in encode], decodes)
+        parts.append(cost.parts(step)[0])
         seconds.append((record.end_ns - record.start_ns) / 1e9)
         first.append(min([*record.decode, *(id_ for id_, *_ in encode)]))
         for id_ in [*record.decode, *(id_ for id_, _, _, done in encode if done)]:
             context[id_] += 1
     return Steps(np.asarray(parts), np.asarray(seconds), np.asarray(first))
-
-
-def _parts(cost: CostModel, encode: list[tuple[int, int, int]], decodes: list[int]) -> list[float]:
-    tokens = len(decodes) + sum(end - start for start, end, _ in encode)
-    sampled = len(decodes) + sum(done for _, _, done in encode)
-    encode_s = 0.0
-    if encode:
-        line = cost.encode_line(len(encode))
-        encode_s = float((line([end for _, end, _ in encode]) - line([start for start, _, _ in encode])).sum())
-    decode_s = float(cost.decode_attention(len(decodes), sum(decodes) / len(decodes))) if decodes else 0.0
-    rest = float(cost.tokens(tokens)), encode_s, decode_s, float(cost.head(sampled))
-    return [*rest, float(cost.overhead(len(decodes) + len(encode)))]
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:

@@ -18,7 +18,7 @@ from xgpt.workload import poisson_arrivals, sample
 from xsimulator.arrivals import Array, Kv, Limits, OneLaneRun, Run, Stream, TwoLaneRun
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.lane import lanes_of
+from xsimulator.step_cost import lanes_of
 
 LEAST_REQUESTS = 2000
 """Requests that count, at least."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from xgpt.policies import Schedule, Step
 from xgpt.schema import Lane
 from xsimulator.analytic.waa import Transfer
-from xsimulator.lane import ConcreteStep, LaneCost
+from xsimulator.step_cost import LaneCost, StepCounts
 
 
 class Span(NamedTuple):
@@ -38,9 +38,9 @@ class LaneClock:
         """When each stage is done with what has been scheduled."""
 
     def __call__(self, issue_ns: int, step: Step) -> int:
-        concrete = concrete_step(self._schedule, step, has_encoder=self._cost.has_encoder)
+        counts = step_counts(self._schedule, step, has_encoder=self._cost.has_encoder)
         now_ns = issue_ns
-        costs, hops = self._cost.step(concrete), self._cost.hops(concrete.num_tokens)
+        costs, hops = self._cost.step(counts), self._cost.hops(counts.num_tokens)
         for stage, (cost_s, hop_s) in enumerate(zip(costs, hops, strict=True)):
             start_ns = max(now_ns + round(hop_s * 1e9), self._free_ns[stage])
             now_ns = self._free_ns[stage] = start_ns + max(1, round(cost_s * 1e9))
@@ -73,22 +73,23 @@ class TwoLaneClock:
         return self._lanes[step.lane](issue_ns, step)
 
 
-def concrete_step(schedule: Schedule, step: Step, *, has_encoder: bool) -> ConcreteStep:
-    """What a step costs depends on, as it is scheduled."""
+def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
+    """Count what the cost of a step depends on, as it is scheduled."""
     running = schedule.pool.running
     ended = set(schedule.encoded(step))
     encode = [(start, start + length, int(id_ in ended)) for id_, start, length in step.encode]
     prompt_tokens = sum(length for _, _, length in step.encode)
     sampled = len(schedule.sampled(step))
     if not has_encoder:
-        contexts = [running[id_].context for id_ in step.decode]
-        return ConcreteStep(encode, contexts, sampled, prompt_tokens + len(contexts))
+        context = sum(running[id_].context for id_ in step.decode)
+        return StepCounts(encode, len(step.decode), context, sampled, prompt_tokens + len(step.decode))
     decoding = [running[id_] for id_ in step.decode]
     passing = [*decoding, *(running[id_] for id_ in ended)]
     joining = sum(request.input_length for request in decoding if not request.generated)
-    return ConcreteStep(
+    return StepCounts(
         encode,
-        [1 + request.generated for request in decoding],
+        len(decoding),
+        sum(1 + request.generated for request in decoding),
         sampled,
         prompt_tokens + len(decoding),
         sum(request.input_length for request in passing) / max(len(passing), 1),

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ClusterSpec, DType, KvPromise, ModelSpec
-from xsimulator.cost import Array
+from xsimulator.curves import Array
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
 

@@ -26,10 +26,10 @@ from xscheduler.placement import Placement
 from xscheduler.schedule import Problem, Scheduler
 from xsimulator.analytic import OneLaneModel
 from xsimulator.analytic.waa import TwoLaneModel
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured
 from xsimulator.placement import lane, whole
+from xsimulator.step_cost import LaneCost
 
 NUM_SIMULATED = 800
 """Requests."""

@@ -12,10 +12,10 @@ from xgpt.schema import Constant, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.schedule import Problem, Scheduler
 from xsimulator.analytic import Performance
-from xsimulator.lane import ConcreteStep, LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.placement import lane
 from xsimulator.queueing import Queue
+from xsimulator.step_cost import LaneCost, StepCounts
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 BOUND_S = 0.19
@@ -31,15 +31,15 @@ def lane_cost(of: Problem) -> LaneCost:
     return LaneCost(of.model, of.profile, lane([8, 8], [half, half], cluster=of.cluster))
 
 
-def through(cost: LaneCost, step: ConcreteStep) -> float:
+def through(cost: LaneCost, step: StepCounts) -> float:
     """Seconds of a step through both stages, as nothing else is under way."""
     return sum(cost.step(step)) + sum(cost.hops(step.num_tokens))
 
 
 def seconds_a_token(cost: LaneCost, prompt: int = 128, tokens: int = 32) -> float:
     """Of one request alone: what ORCA's bound is twice of."""
-    encode = through(cost, ConcreteStep([(0, prompt, 1)], [], 1, prompt))
-    return (encode + (tokens - 1) * through(cost, ConcreteStep([], [prompt + tokens // 2], 1, 1))) / tokens
+    encode = through(cost, StepCounts.of([(0, prompt, 1)], []))
+    return (encode + (tokens - 1) * through(cost, StepCounts.of([], [prompt + tokens // 2]))) / tokens
 
 
 class FasterTransformer:
@@ -61,9 +61,9 @@ class FasterTransformer:
             shortest = inputs.min(axis=1)
             steps = float(np.mean((inputs + outputs).max(axis=1) - shortest)) - 1
             prompt = round(float(shortest.mean()))
-            encode.append(through(cost, ConcreteStep([(0, prompt, 1)] * size, [], size, size * prompt)))
+            encode.append(through(cost, StepCounts.of([(0, prompt, 1)] * size, [])))
             context = round(prompt + steps / 2)
-            whole.append(encode[-1] + steps * through(cost, ConcreteStep([], [context] * size, size, size)))
+            whole.append(encode[-1] + steps * through(cost, StepCounts.of([], [context] * size)))
         self._encode, self._whole = np.asarray(encode), np.asarray(whole)
 
     def evaluate(self, kind: str, *, batch: np.ndarray) -> Performance:

@@ -27,10 +27,11 @@ from xscheduler.schedule import Problem
 from xscheduler.space import Settings
 from xsimulator.analytic import OneLaneModel
 from xsimulator.clock import LaneClock
-from xsimulator.cost import CostModel
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 RANDOM = ModelShape(
@@ -60,7 +61,7 @@ def problem(model: str, cluster: str, workload: str, latency_bound_s: float | No
 @functools.cache
 def one_lane(model: str, cluster: str, workload: str) -> OneLaneModel:
     of = problem(model, cluster, workload)
-    return OneLaneModel(CostModel(of.model, of.profile), Lengths(of.workload))
+    return OneLaneModel(LaneCost(of.model, of.profile, whole(of.model)), Lengths(of.workload))
 
 
 def simulate(

@@ -14,9 +14,9 @@ from xscheduler.placement import Placement, Placements
 from xscheduler.screen import Screen
 from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
+from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(POLICIES)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

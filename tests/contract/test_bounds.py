@@ -12,7 +12,7 @@ from xscheduler.bound import box_bounds
 from xscheduler.minorant import minorant
 from xscheduler.search import branch_and_bound, checked, exhaustive
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xsimulator.cost import Grid, Line
+from xsimulator.curves import Grid, Line
 
 
 @EVERY_KIND

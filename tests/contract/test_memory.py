@@ -12,10 +12,10 @@ from xgpt.workload import sample
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
 from xsimulator.placement import lane, whole
+from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 PLENTY = 10**6

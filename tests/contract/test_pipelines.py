@@ -19,10 +19,10 @@ from xscheduler.schedule import Scheduler
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.lane import LaneCost
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import degrees, lane, spread, whole
+from xsimulator.step_cost import LaneCost
 
 NUM_CASES = 4
 

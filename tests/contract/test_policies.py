@@ -11,8 +11,9 @@ from xgpt.schema import ChunkedSettings, Histogram, Plan, RraSettings, Variable,
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Settings
 from xsimulator.analytic import OneLaneModel
-from xsimulator.cost import CostModel
 from xsimulator.lengths import Lengths
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
@@ -139,7 +140,7 @@ def test_slots_that_hardly_decode_leave_no_step_without_a_prompt(token_budget: i
     of = problem("opt-13b", "a40x4", "chat-short")
     output = Histogram(lengths=(1, 2, 4, 16), probabilities=(0.7, 0.15, 0.1, 0.05))
     workload = Workload(name="short", input=of.workload.input, output=output)
-    model = OneLaneModel(CostModel(of.model, of.profile), Lengths(workload))
+    model = OneLaneModel(LaneCost(of.model, of.profile, whole(of.model)), Lengths(workload))
     settings = ChunkedSettings(token_budget=token_budget, max_batch=max_batch)
     predicted = model.estimate(settings)
     measured = simulate(model, workload, settings, 1500, np.random.default_rng(0))

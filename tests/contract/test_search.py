@@ -14,7 +14,7 @@ from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, KINDS, SEEDS, Spaces
 from xgpt.errors import InfeasibleError
 from xgpt.io import dump_json
-from xgpt.schema import Constraint, Plan
+from xgpt.schema import Constraint, Plan, StaticSettings
 from xscheduler.schedule import Problem, Scheduler
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
@@ -190,3 +190,13 @@ def test_a_search_leaves_nothing_to_the_garbage_collector() -> None:
         assert dead() is None
     finally:
         gc.enable()
+
+
+def test_a_plan_warns_of_steps_beyond_the_profile() -> None:
+    of = problem("opt-13b", "h200x1", "summarization")
+    scheduler = Scheduler(of)
+    placement = scheduler.uniform_placement("static", tp_degree=1, num_stages=1, replicas=1)
+    small, large = (scheduler.score(StaticSettings(batch=n), placement).estimate.warnings for n in (10, 100))
+    last = of.profile.layers[0].rest.points[-1]
+    assert small == ()
+    assert large == (f"tokens a step 25735 lies beyond the profile's {last}: extrapolated",)

@@ -16,7 +16,7 @@ from xgpt.workload import poisson_arrivals, sample
 from xsimulator.arrivals import Kv, OneLaneRun, Run, Stream, TwoLaneRun
 from xsimulator.capacity import PRECISION, Trial, capacity
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.lane import lanes_of
+from xsimulator.step_cost import lanes_of
 
 SCENARIOS = (
     ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),

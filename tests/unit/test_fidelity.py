@@ -8,8 +8,8 @@ import pytest
 from benchmarks.fidelity import FIRST_TOKEN_S, closed_loop
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic
-from xsimulator.lane import ConcreteStep, LaneCost
 from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 INPUT, OUTPUT = 512, 64
 
@@ -21,14 +21,14 @@ def cost() -> LaneCost:
 
 
 def prompts_s(cost: LaneCost, count: int) -> float:
-    return sum(cost.step(ConcreteStep([(0, INPUT, 1)] * count, [], count, count * INPUT)))
+    return sum(cost.step(StepCounts.of([(0, INPUT, 1)] * count, [])))
 
 
 def test_one_client_waits_for_its_own_prompt_alone(cost: LaneCost) -> None:
     lengths = [np.full(5, n) for n in (INPUT, OUTPUT)]
     ttft_s, tpot_s = closed_loop(cost, 1, *lengths, kv_blocks=10**6)
     assert ttft_s == pytest.approx(prompts_s(cost, 1) + FIRST_TOKEN_S)
-    steps = [sum(cost.step(ConcreteStep([], [INPUT + i], 1, 1))) for i in range(1, OUTPUT)]
+    steps = [sum(cost.step(StepCounts.of([], [INPUT + i]))) for i in range(1, OUTPUT)]
     assert tpot_s == pytest.approx(np.mean(steps), rel=1e-3)
 
 

@@ -132,7 +132,7 @@ def test_imports_point_one_way() -> None:
         ("xgpt/policies/a.py", "def f():\n    import torch.nn", "imports torch"),
         ("xsimulator/a.py", "def f():\n    from xscheduler import space", "xsimulator.a imports xscheduler.space"),
         ("xrunner/server/a.py", "from xgpt.app.replan import plan", "imports xgpt.app.replan.plan"),
-        ("xrunner/a.py", "import importlib\nimportlib.import_module('xsimulator.cost')", "imports xsimulator.cost"),
+        ("xrunner/a.py", "import importlib\nimportlib.import_module('xsimulator.curves')", "imports xsimulator.curves"),
         ("xrunner/a.py", "def f(n):\n    return __import__(n)", "by a computed name"),
         ("xprofiler/analytic.py", "import xrunner.layers", "imports xrunner.layers"),
         ("xprofiler/imported.py", "from torch import nn", "imports torch"),
@@ -156,7 +156,7 @@ def test_the_check_sees(tmp_path: Path, path: str, source: str, says: str) -> No
         ("xprofiler/measure.py", "import torch\nfrom xrunner.layers import Linear"),
         ("xgpt/cli/plan.py", "import click\ndef f():\n    from xscheduler import space"),
         ("xrunner/server/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
-        ("xscheduler/bound.py", "from xsimulator.cost import CostModel\nfrom . import space"),
+        ("xscheduler/bound.py", "from xsimulator.curves import Line\nfrom . import space"),
     ],
 )
 def test_the_check_lets_pass(tmp_path: Path, path: str, source: str) -> None:

@@ -10,7 +10,8 @@ from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
 from xprofiler.passes import PASSES, in_passes
 from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Point
-from xsimulator.cost import CostModel
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 SLOW = 10.0
 """How much slower everything is in the first pass."""
@@ -74,15 +75,19 @@ def profile_of(spec: ModelSpec, mixing: float = 1.0) -> Profile:
 
 def test_what_a_step_costs_is_read_off_the_log(spec: ModelSpec) -> None:
     profile = profile_of(spec)
-    cost = CostModel(spec, profile)
+    lane = LaneCost(spec, profile, whole(spec))
+
+    def step_s(encode: list[tuple[int, int, int]], contexts: list[int]) -> float:
+        return sum(lane.step(StepCounts.of(encode, contexts)))
+
     for batch, context in ((1, SHORT), (8, 1024), (32, 128), (128, SHORT), (1, 2048)):
         contexts = [context] * batch
-        assert cost.step([], contexts, batch) == pytest.approx(seconds([], contexts), rel=0.01)
+        assert step_s([], contexts) == pytest.approx(seconds([], contexts), rel=0.01)
     for batch, length in ((1, SHORT), (64, SHORT), (1, 1024), (4, 256), (4, 512), (1, 2048)):
-        whole = [(0, length)] * batch
-        predicted = cost.step([(0, length, 1)] * batch, [], batch)
-        assert predicted == pytest.approx(seconds(whole, []), rel=0.02)
-    mixed = cost.step([(256, 384, 0)], [512] * 6, 6)
+        prompts = [(0, length)] * batch
+        predicted = step_s([(0, length, 1)] * batch, [])
+        assert predicted == pytest.approx(seconds(prompts, []), rel=0.02)
+    mixed = step_s([(256, 384, 0)], [512] * 6)
     assert mixed == pytest.approx(seconds([(256, 384)], [512] * 6), rel=0.01)
     assert profile.spread == pytest.approx(0.0, abs=1e-6)
 

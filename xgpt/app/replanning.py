@@ -107,12 +107,12 @@ class BackgroundPlanner:
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
-        from functools import cache, partial
+        from functools import cache
 
-        from xsimulator.cost import CostModel
+        from xsimulator.placement import whole
+        from xsimulator.step_cost import LaneCost
 
-        self._cost_of = cache(partial(CostModel, plan.model, profile))
-        """By tensor-parallel degree."""
+        self._cost_of = cache(lambda tp: LaneCost(plan.model, profile, whole(plan.model, tp)))
         self._profile_json = profile.model_dump_json()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -134,10 +134,11 @@ class BackgroundPlanner:
             self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
-        if len(plan.stages) > 1:
+        from xsimulator.step_cost import StepCounts
+
+        if len(plan.stages) > 1 or plan.model.is_encoder_decoder:
             return None
-        sampled = len(decode_contexts) + sum(done for _, _, done in encode)
-        step_s = self._cost_of(plan.stages[0].tp).step(encode, decode_contexts, sampled)
+        (step_s,) = self._cost_of(plan.stages[0].tp).step(StepCounts.of(encode, decode_contexts))
         return plan.profile.slowdown * step_s
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:

@@ -157,7 +157,7 @@ def _run(
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
     """When the steps of one replica of a plan end."""
     from xsimulator.clock import LaneClock, TwoLaneClock
-    from xsimulator.lane import lanes_of
+    from xsimulator.step_cost import lanes_of
 
     lanes = lanes_of(plan, profile)
     if "both" in lanes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from xgpt.app.planning import Subject
     from xscheduler.regret import Terms, Verdict
-    from xsimulator.cost import Array
+    from xsimulator.curves import Array
 
 NUM_REQUESTS = 4000
 """Simulated requests whose quantile is read, at saturation."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from xsimulator.analytic.performance import Performance, upper_deviate
 from xsimulator.analytic.pipeline import Pipeline, RandomSteps
-from xsimulator.cost import Array
-from xsimulator.lane import LaneCost, Table
+from xsimulator.curves import Array, Table
 from xsimulator.lengths import Lengths
+from xsimulator.step_cost import LaneCost
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2

@@ -19,10 +19,9 @@ from xsimulator.analytic.mixed import MixedSteps
 from xsimulator.analytic.performance import Performance, stack
 from xsimulator.analytic.phases import phases_of, segments
 from xsimulator.analytic.pipeline import Pipeline, expected_max_deviate
-from xsimulator.cost import Array, CostModel
-from xsimulator.lane import ContextTable, LaneCost, Table
+from xsimulator.curves import Array, ContextTable, Table
 from xsimulator.lengths import Lengths
-from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost
 
 Counts = npt.NDArray[np.int_]
 
@@ -37,14 +36,12 @@ class OneLaneModel:
     """Predicts rra, orca, chunked and static for one lane of stages and one workload.
 
     Args:
-        cost: of a lane's stages, or of one device.
+        lane: what steps cost on the lane's stages.
         quantile: of the output length, for which latency is reported.
     """
 
-    def __init__(self, cost: CostModel | LaneCost, lengths: Lengths, quantile: float = 0.99) -> None:
-        if isinstance(cost, CostModel):
-            cost = LaneCost(cost.spec, cost.profile, whole(cost.spec, cost.tp_degree))
-        self.lane = cost
+    def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99) -> None:
+        self.lane = lane
         self.lengths = lengths
         self.pipeline = Pipeline(self.lane)
         self.quantile_decodes = lengths.decodes_at(quantile)
@@ -52,11 +49,6 @@ class OneLaneModel:
         """Tokens that self-attention meets before the first output token."""
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Of the tokens of a prompt, relative to their mean's square."""
-
-    @cached_property
-    def cost(self) -> CostModel:
-        """The whole model on one group of the first stage's degree."""
-        return CostModel(self.lane.spec, self.lane.profile, self.lane.stages[0].tp)
 
     def evaluate(self, kind: str, **columns: npt.ArrayLike) -> Performance:
         """Predict candidates of one policy; `columns` are its control variables, one entry a candidate.

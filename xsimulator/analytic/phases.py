@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from xgpt.policies.rule import ADJUSTMENT
 from xsimulator.analytic.performance import upper_deviate
-from xsimulator.cost import Array
+from xsimulator.curves import Array
 from xsimulator.lengths import Lengths
 
 Counts = npt.NDArray[np.int_]

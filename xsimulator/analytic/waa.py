@@ -23,9 +23,9 @@ from xgpt.errors import InputError
 from xgpt.schema import WaaSettings
 from xsimulator.analytic.performance import Performance
 from xsimulator.analytic.pipeline import Pipeline, RandomSteps, expected_max_deviate
-from xsimulator.cost import Array, Line
-from xsimulator.lane import LaneCost, Table
+from xsimulator.curves import Array, Line, Table
 from xsimulator.lengths import Lengths
+from xsimulator.step_cost import LaneCost
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
 """Requests of a decode micro-batch at which the closed form looks for its steady state."""

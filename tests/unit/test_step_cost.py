@@ -8,7 +8,9 @@ import pytest
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Surface
 from xprofiler import analytic
-from xsimulator.cost import CostModel, Grid, Line
+from xsimulator.curves import Grid, Line
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 UNEVEN = Line([1, 4, 16, 64, 100], [1.0, 1.5, 7.0, 8.0, 20.0])
 
@@ -80,19 +82,19 @@ def test_a_request_s_share_of_a_batch() -> None:
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
     spec, _ = load_model("opt-125m")
-    cost = CostModel(spec, analytic.profile(spec, load_cluster("h200x1"), "float32"))
-    pieces = [(0, 64, 0), (64, 128, 1)]
-    step_s = cost.step(pieces, [100, 300], sampled=3)
-    attention_s = float(cost.encode_line(2)(128)) + float(cost.decode_attention(2, 200))
-    assert step_s == pytest.approx(float(cost.tokens(130) + cost.head(3) + cost.overhead(4)) + attention_s)
-
-
-def test_beyond_the_profile_is_said() -> None:
-    spec, _ = load_model("opt-125m")
-    cost = CostModel(spec, analytic.profile(spec, load_cluster("h200x1"), "float32"))
-    assert cost.beyond_profile(100, 10, 1000) == []
-    assert cost.beyond_profile(1e6, 1e4, 1e5) == [
-        "tokens a step 1000000 lies beyond the profile's 16384: extrapolated",
-        "decode batch 10000 lies beyond the profile's 1024: extrapolated",
-        "context 100000 lies beyond the profile's 16384: extrapolated",
-    ]
+    profile = analytic.profile(spec, load_cluster("h200x1"), "float32")
+    lane, layer = LaneCost(spec, profile, whole(spec)), profile.layers[0]
+    step = StepCounts.of([(0, 64, 0), (64, 128, 1)], [100, 300])
+    (parts,) = lane.parts(step)
+    assert lane.step(step) == [sum(parts)]
+    assert (step.sampled, step.num_tokens) == (3, 130)
+    encode, decode = Grid(layer.encode_attention), Grid(layer.decode_attention)
+    assert parts == pytest.approx(
+        (
+            spec.num_layers * Line.of(layer.rest).at(130) + Line.of(profile.embedding).at(130),
+            spec.num_layers * float(encode(2, 64) + encode(2, 128) - encode(2, 64)) / 2,
+            spec.num_layers * float(decode(2, 200)),
+            Line.of(profile.head_of(1)).at(3),
+            Line.of(profile.overhead).at(4),
+        )
+    )

@@ -1,12 +1,7 @@
-"""Seconds of a step, from a profile's tables.
+"""Piecewise linear functions over a profile's points: of one variable, of two, and many at once.
 
-One step costs, with n tokens of which k are sampled and r requests:
-
-    layers * (rest(n) + encode attention + decode attention) + embedding(n) + head(k) + overhead(r)
-
-Attention of a ragged batch is the sum of its requests' terms; a prompt piece [start, end) costs what the causal
-attention of `end` tokens costs more than that of `start`. Tables are linear between their points, through zero
-below the first and along the last segment beyond the last. Source: ExeGPT sec. 3, 6.
+They are linear between their points, go through zero below the first, and go on along the last segment beyond the last
+(level where that falls).
 """
 
 from __future__ import annotations
@@ -18,8 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import Curve, ModelSpec, Profile, Surface
+from xgpt.schema import Curve, Surface
 
 Array = npt.NDArray[np.float64]
 Floats = npt.ArrayLike
@@ -150,80 +144,74 @@ def _level(points: Array, seconds: Array) -> Array:
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
 
-class CostModel:
-    """Step times of a model on one device group.
+class Table:
+    """Piecewise linear functions over the same points, evaluated all at once. # values [..., points]"""
 
-    Attributes:
-        tokens: seconds of a step's token-wise work (all layers, embedding) against tokens.
-        head: seconds of output head and sampling against sampled tokens.
-        overhead: seconds of the loop against requests in the step.
+    def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        self.points: Array = np.asarray(points, float)
+        self.values: Array = np.ascontiguousarray(values, float)
+        slopes = (self.values[..., 1:] - self.values[..., :-1]) / (self.points[1:] - self.points[:-1])
+        starts = self.values[..., :-1] - slopes * self.points[:-1]  # where each stretch's line passes x = 0
+        stretches_first = (-1, *range(slopes.ndim - 1))
+        self._slopes, self._starts = slopes.transpose(stretches_first).copy(), starts.transpose(stretches_first).copy()
+        """# [stretches, ...]: what belongs to one is read together"""
+        # The inner points alone: what lies outside belongs to the first or the last stretch.
+        self._inner = self.points[1:-1]
 
-    Raises:
-        InputError: the model has an encoder.
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Table:
+        points = np.unique(np.concatenate([line.points for line in lines]))
+        return cls(points, [line(points) for line in lines])
+
+    def __call__(self, x: Array) -> Array:
+        """# [n] -> [..., n]"""
+        index = self._inner.searchsorted(x, side="right")
+        if self.values.ndim == 1:
+            return self._starts[index] + self._slopes[index] * x
+        if self.values.ndim == 2:
+            return (self._starts[index] + self._slopes[index] * x[:, None]).T
+        return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
+
+    def __add__(self, other: Table) -> Table:
+        """The sum, exact: both are linear between the union of their points."""
+        points = np.union1d(self.points, other.points)
+        return Table(points, self(points) + other(points))
+
+    def beside(self, other: Table) -> Table:
+        """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""
+        points = np.union1d(self.points, other.points)
+        mine, theirs = self(points), other(points)
+        if theirs.ndim < mine.ndim:
+            theirs = np.broadcast_to(theirs[:, None], (len(theirs), *mine.shape[1:]))
+        return Table(points, np.concatenate([mine, theirs]))
+
+
+class ContextTable:
+    """Functions of requests and of the context that each attends to: bilinear between points.
+
+    Args:
+        points, contexts: rising; beyond the first and last points, functions go on as they are; contexts lie inside.
+        values: # [functions, contexts, points]
     """
 
-    def __init__(self, spec: ModelSpec, profile: Profile, tp_degree: int = 1) -> None:
-        if spec.is_encoder_decoder:
-            raise InputError(
-                "model", spec.name, "encoder-decoder models cannot be planned yet; take a decoder-only one"
-            )
-        layer = profile.layer(tp_degree)
-        self.spec, self.profile, self.tp_degree = spec, profile, tp_degree
-        self.num_layers = spec.num_layers
-        self.tokens = Line.of(layer.rest).scaled(spec.num_layers) + Line.of(profile.embedding)
-        self.head = Line.of(profile.head_of(tp_degree))
-        self.overhead = Line.of(profile.overhead)
-        self._encode = Grid(layer.encode_attention)
-        self._decode = Grid(layer.decode_attention)
-        self._encode_lines: dict[int, Line] = {}
+    def __init__(self, points: Array, contexts: Array, values: Array) -> None:
+        self._inner, self._contexts = points[1:-1], contexts
+        slopes = np.diff(values, axis=-1) / np.diff(points)
+        starts = values[..., :-1] - slopes * points[:-1]
+        at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [stretches, contexts, 2, functions]
+        self._corners = np.stack([at[:, :-1], at[:, 1:]], axis=3).copy()
+        """# [stretches, contexts - 1, 2, 2, functions]: what belongs to one place is read together"""
 
-    def step(self, encode: Sequence[tuple[int, int, int]], decode_contexts: Sequence[int], sampled: int) -> float:
-        """Seconds of one concrete step.
+    def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
+        """Where contexts lie among the table's: the one before, and the share of the way to the next."""
+        index = self._contexts[1:-1].searchsorted(contexts, side="right")
+        before = self._contexts[index]
+        return index, (contexts - before) / (self._contexts[index + 1] - before)
 
-        Args:
-            encode: (start, end, 1 or 0 for sampled) of each prompt piece.
-            decode_contexts: tokens that each decoding request attends to.
-            sampled: rows that go through the head.
-        """
-        num_decode = len(decode_contexts)
-        num_tokens = num_decode + sum(end - start for start, end, _ in encode)
-        seconds = float(self.tokens(num_tokens) + self.head(sampled))
-        seconds += float(self.overhead(num_decode + len(encode)))
-        if num_decode:
-            seconds += float(self.decode_attention(num_decode, sum(decode_contexts) / num_decode))
-        if encode:
-            line = self.encode_line(len(encode))
-            ends = line([end for _, end, _ in encode])
-            starts = line([start for start, _, _ in encode])
-            seconds += float(ends.sum() - starts.sum())
-        return seconds
-
-    def decode_attention(self, batch: Floats, context: Floats) -> Array:
-        """All layers' attention of a decode batch with that mean context."""
-        return self.num_layers * self._decode(batch, context)
-
-    def encode_line(self, batch: int) -> Line:
-        """All layers' attention of one prompt against its length, in a step that encodes `batch` prompts."""
-        if batch not in self._encode_lines:
-            self._encode_lines[batch] = self._encode.per_request(batch).scaled(self.num_layers)
-        return self._encode_lines[batch]
-
-    def encode_attention(self, lengths: Array, probabilities: Array) -> Line:
-        """Expected attention of one prompt's encoding, all layers, against the number encoded together."""
-        batches = self._encode.batches[1:]
-        means = [float(probabilities @ self.encode_line(int(batch))(lengths)) for batch in batches]
-        # Constant before the first and after the last measured batch: per prompt, not per batch.
-        return Line([0.0, *batches, 2 * batches[-1]], [means[0], *means, means[-1]])
-
-    def beyond_profile(self, tokens: float, decode_batch: float, context: float) -> list[str]:
-        """Warnings for a step that lies outside what was measured."""
-        warnings = []
-        layer = self.profile.layer(self.tp_degree)
-        for name, value, last in (
-            ("tokens a step", tokens, layer.rest.points[-1]),
-            ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
-            ("context", context, layer.decode_attention.lengths[-1]),
-        ):
-            if value > last:
-                warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")
-        return warnings
+    def __call__(self, x: Array, place: tuple[npt.NDArray[np.intp], Array]) -> Array:
+        """# x [n, i], place as located, [n, i] or [i] -> [functions, n, i]"""
+        index, share = place
+        corners = self._corners[self._inner.searchsorted(x, side="right"), index]  # [n, i, 2, 2, functions]
+        ends = corners[..., 0, :, :] + corners[..., 1, :, :] * x[..., None, None]
+        low = ends[..., 0, :]
+        return (low + (ends[..., 1, :] - low) * share[..., None]).transpose(2, 0, 1)

@@ -1,4 +1,7 @@
-"""Seconds of steps on the stages of a lane: vectorised tables for closed forms, single steps for the simulation.
+"""What steps cost on the stages of a lane: tables for closed forms, single steps for whatever follows an engine.
+
+The simulated engine, calibration and the judging of a machine's pace read single steps; the closed forms' tables are
+made of the same curves.
 
 A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
 
@@ -17,88 +20,14 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec, Plan, Profile, StageLane
-from xsimulator.cost import Array, Grid, Line
+from xsimulator.curves import Array, Grid, Line, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape, lane_of
 
 T = TypeVar("T")
-
-
-class Table:
-    """Piecewise linear functions over the same points, evaluated all at once. # values [..., points]"""
-
-    def __init__(self, points: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        self.points: Array = np.asarray(points, float)
-        self.values: Array = np.ascontiguousarray(values, float)
-        slopes = (self.values[..., 1:] - self.values[..., :-1]) / (self.points[1:] - self.points[:-1])
-        starts = self.values[..., :-1] - slopes * self.points[:-1]  # where each stretch's line passes x = 0
-        stretches_first = (-1, *range(slopes.ndim - 1))
-        self._slopes, self._starts = slopes.transpose(stretches_first).copy(), starts.transpose(stretches_first).copy()
-        """# [stretches, ...]: what belongs to one is read together"""
-        # The inner points alone: what lies outside belongs to the first or the last stretch.
-        self._inner = self.points[1:-1]
-
-    @classmethod
-    def of(cls, lines: Sequence[Line]) -> Table:
-        points = np.unique(np.concatenate([line.points for line in lines]))
-        return cls(points, [line(points) for line in lines])
-
-    def __call__(self, x: Array) -> Array:
-        """# [n] -> [..., n]"""
-        index = self._inner.searchsorted(x, side="right")
-        if self.values.ndim == 1:
-            return self._starts[index] + self._slopes[index] * x
-        if self.values.ndim == 2:
-            return (self._starts[index] + self._slopes[index] * x[:, None]).T
-        return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
-
-    def __add__(self, other: Table) -> Table:
-        """The sum, exact: both are linear between the union of their points."""
-        points = np.union1d(self.points, other.points)
-        return Table(points, self(points) + other(points))
-
-    def beside(self, other: Table) -> Table:
-        """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""
-        points = np.union1d(self.points, other.points)
-        mine, theirs = self(points), other(points)
-        if theirs.ndim < mine.ndim:
-            theirs = np.broadcast_to(theirs[:, None], (len(theirs), *mine.shape[1:]))
-        return Table(points, np.concatenate([mine, theirs]))
-
-
-class ContextTable:
-    """Functions of requests and of the context that each attends to: bilinear between points.
-
-    Args:
-        points, contexts: rising; beyond the first and last points, functions go on as they are; contexts lie inside.
-        values: # [functions, contexts, points]
-    """
-
-    def __init__(self, points: Array, contexts: Array, values: Array) -> None:
-        self._inner, self._contexts = points[1:-1], contexts
-        slopes = np.diff(values, axis=-1) / np.diff(points)
-        starts = values[..., :-1] - slopes * points[:-1]
-        at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [stretches, contexts, 2, functions]
-        self._corners = np.stack([at[:, :-1], at[:, 1:]], axis=3).copy()
-        """# [stretches, contexts - 1, 2, 2, functions]: what belongs to one place is read together"""
-
-    def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Where contexts lie among the table's: the one before, and the share of the way to the next."""
-        index = self._contexts[1:-1].searchsorted(contexts, side="right")
-        before = self._contexts[index]
-        return index, (contexts - before) / (self._contexts[index + 1] - before)
-
-    def __call__(self, x: Array, place: tuple[npt.NDArray[np.intp], Array]) -> Array:
-        """# x [n, i], place as located, [n, i] or [i] -> [functions, n, i]"""
-        index, share = place
-        corners = self._corners[self._inner.searchsorted(x, side="right"), index]  # [n, i, 2, 2, functions]
-        ends = corners[..., 0, :, :] + corners[..., 1, :, :] * x[..., None, None]
-        low = ends[..., 0, :]
-        return (low + (ends[..., 1, :] - low) * share[..., None]).transpose(2, 0, 1)
 
 
 class _Degree:
@@ -299,28 +228,19 @@ class LaneCost:
 
     # Single steps ----------------------------------------------------------------------------------------------
 
-    def step(self, step: ConcreteStep) -> list[float]:
-        """Seconds of one concrete step on each stage."""
-        return self.by_counts(
-            StepCounts(
-                step.encode,
-                len(step.contexts),
-                sum(step.contexts),
-                step.sampled,
-                step.num_tokens,
-                step.mean_input,
-                step.joining_tokens,
-            )
-        )
-
-    def by_counts(self, counts: StepCounts) -> list[float]:
-        """Seconds of one concrete step on each stage."""
-        if counts.encode or self.has_encoder:
-            by_kind = [self._stage(stage, counts) for stage, _ in self.kinds]
+    def step(self, step: StepCounts) -> list[float]:
+        """Seconds of one step on each stage."""
+        if step.encode or self.has_encoder:
+            by_kind = [sum(self._parts(stage, step)) for stage, _ in self.kinds]
         else:
-            by_kind = [of(counts.decodes, counts.context) for of in self._decoding]
+            by_kind = [of(step.decodes, step.context) for of in self._decoding]
         if len(by_kind) == self.num_stages:
             return by_kind
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def parts(self, step: StepCounts) -> list[StepParts]:
+        """The same, part by part."""
+        by_kind = [self._parts(stage, step) for stage, _ in self.kinds]
         return [by_kind[k] for k in self._kinds_in_order]
 
     @property
@@ -330,7 +250,7 @@ class LaneCost:
 
     @cached_property
     def _decoding(self) -> list[_DecodeSteps]:
-        return [_DecodeSteps(self._stage, stage, self._degrees[stage.tp].decode) for stage, _ in self.kinds]
+        return [_DecodeSteps(self._parts, stage, self._degrees[stage.tp].decode) for stage, _ in self.kinds]
 
     @cached_property
     def _kinds_in_order(self) -> list[int]:
@@ -345,34 +265,31 @@ class LaneCost:
         seconds = {far: line.at(num_tokens) for far, line in enumerate(lines) if line is not None}
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
-    def _stage(self, stage: StageShape, step: StepCounts) -> float:
-        degree, decodes = self._degrees[stage.tp], step.decodes
-        seconds = self._overhead.at(decodes + len(step.encode))
-        if stage.heads:
-            seconds += degree.head.at(step.sampled)
+    def _parts(self, stage: StageShape, step: StepCounts) -> StepParts:
+        degree, layers, decodes = self._degrees[stage.tp], stage.decoder_layers, step.decodes
         prompt_tokens = step.num_tokens - decodes
+        decoder_tokens = embedded = step.num_tokens
+        tokens_s = encode_s = decode_s = 0.0
         if self.has_encoder:
             assert degree.cross is not None and degree.cross_kv is not None
             started = sum(done for _, _, done in step.encode)
-            decoder_tokens = decodes + (started if stage.decoder_layers else 0)
-            per_layer = degree.cross_kv.at(prompt_tokens + step.joining_tokens)
+            decoder_tokens = decodes + (started if layers else 0)
+            embedded = decoder_tokens + prompt_tokens
+            tokens_s += layers * degree.cross_kv.at(prompt_tokens + step.joining_tokens)
             if decoder_tokens:
-                per_layer += degree.cross.at(decoder_tokens, step.mean_input)
+                decode_s += layers * degree.cross.at(decoder_tokens, step.mean_input)
             if step.encode:
-                seconds += stage.encoder_layers * (
-                    degree.encoder_rest.at(prompt_tokens) + _ragged(degree.encoder, step.encode)
-                )
-            if stage.embeds:
-                seconds += self._embedding.at(decoder_tokens + prompt_tokens)
-        else:
-            decoder_tokens = step.num_tokens
-            per_layer = _ragged(degree.encode, step.encode) if step.encode else 0.0
-            if stage.embeds:
-                seconds += self._embedding.at(decoder_tokens)
-        per_layer += degree.rest.at(decoder_tokens)
+                tokens_s += stage.encoder_layers * degree.encoder_rest.at(prompt_tokens)
+                encode_s += stage.encoder_layers * _ragged(degree.encoder, step.encode)
+        elif step.encode:
+            encode_s += layers * _ragged(degree.encode, step.encode)
+        tokens_s += layers * degree.rest.at(decoder_tokens)
+        if stage.embeds:
+            tokens_s += self._embedding.at(embedded)
         if decodes:
-            per_layer += degree.decode.at(decodes, step.context / decodes)
-        return seconds + stage.decoder_layers * per_layer
+            decode_s += layers * degree.decode.at(decodes, step.context / decodes)
+        head_s = degree.head.at(step.sampled) if stage.heads else 0.0
+        return StepParts(tokens_s, encode_s, decode_s, head_s, self._overhead.at(decodes + len(step.encode)))
 
 
 def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
@@ -393,24 +310,55 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
     return found
 
 
-class ConcreteStep(NamedTuple):
+class StepParts(NamedTuple):
+    """Seconds of a step on a stage, by what they are spent on.
+
+    Attributes:
+        tokens: what layers and embedding do to each token by itself.
+        encode_attention: attention of prompts.
+        decode_attention: attention of decodes, an encoder-decoder's cross-attention included.
+        head: output head and sampling.
+        overhead: the loop around the model.
+    """
+
+    tokens: float
+    encode_attention: float
+    decode_attention: float
+    head: float
+    overhead: float
+
+
+class StepCounts(NamedTuple):
     """What a step's cost depends on.
 
     Attributes:
         encode: (start, end, 1 or 0 for ended) of each prompt piece.
-        contexts: tokens that each decoding request attends to (an encoder-decoder's: of its output).
+        decodes: requests that decode a token.
+        context: tokens that these attend to, all together (an encoder-decoder's: of their outputs).
         sampled: rows that go through the head.
         num_tokens: prompt tokens, and one for each decode.
-        mean_input: mean input length of whoever passes the decoder; for cross-attention.
+        mean_input: mean input length of the requests that pass the decoder; for cross-attention.
         joining_tokens: input tokens of those whose first decode it is in a lane without their encoder.
     """
 
     encode: Sequence[tuple[int, int, int]]
-    contexts: Sequence[int]
+    decodes: int
+    context: float
     sampled: int
     num_tokens: int
     mean_input: float = 0.0
     joining_tokens: int = 0
+
+    @classmethod
+    def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
+        """A decoder-only model's step: each decode and each prompt that ends is sampled.
+
+        Args:
+            contexts: tokens that each decoding request attends to.
+        """
+        sampled = len(contexts) + sum(done for _, _, done in encode)
+        num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)
+        return cls(encode, len(contexts), sum(contexts), sampled, num_tokens)
 
 
 class _DecodeSteps:
@@ -418,7 +366,7 @@ class _DecodeSteps:
     the attention's table.
     """
 
-    def __init__(self, of: Callable[[StageShape, StepCounts], float], stage: StageShape, attention: Grid) -> None:
+    def __init__(self, of: Callable[[StageShape, StepCounts], StepParts], stage: StageShape, attention: Grid) -> None:
         self._of, self._stage, self._attention = of, stage, attention
         self._rows: dict[int, tuple[float, list[float], list[float]]] = {}
 
@@ -435,22 +383,8 @@ class _DecodeSteps:
     def _row(self, decodes: int) -> tuple[float, list[float], list[float]]:
         lengths, layers = self._attention.lengths.tolist(), self._stage.decoder_layers
         seconds = [layers * self._attention.at(decodes, length) for length in lengths]
-        at_first = self._of(self._stage, StepCounts((), decodes, decodes * lengths[0], decodes, decodes))
+        at_first = sum(self._of(self._stage, StepCounts((), decodes, decodes * lengths[0], decodes, decodes)))
         return at_first - seconds[0], lengths, seconds
-
-
-class StepCounts(NamedTuple):
-    """A concrete step as its cost sees it: `ConcreteStep` with the requests in decode by their number and the tokens
-    that they attend to in all.
-    """
-
-    encode: Sequence[tuple[int, int, int]]
-    decodes: int
-    context: float
-    sampled: int
-    num_tokens: int
-    mean_input: float = 0.0
-    joining_tokens: int = 0
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
