@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xrunner.engine import Engine
     from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
-    from xrunner.server import ApiKeys
+    from xrunner.server import ApiKeys, Limits
     from xrunner.worker import Worker
 
 
@@ -249,9 +249,8 @@ class Exposure:
 def serve_plan(
     plan: Plan,
     exposure: Exposure,
+    limits: Limits,
     *,
-    max_waiting: int | None = None,
-    answer_within_s: float | None = None,
     drain_s: float | None = None,
     log_level: str = "info",
     step_log: Path | None = None,
@@ -262,7 +261,6 @@ def serve_plan(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        answer_within_s: what is promised to who is taken in (see `Limits`); None: nothing.
         nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
@@ -287,14 +285,13 @@ def serve_plan(
         thread = server.single_thread()
         engine = thread.submit(build_engine, plan, log, nodes).result()
         at_end.callback(lambda: thread.submit(engine.close).result())
-        limits = server.Limits(answer_within_s=answer_within_s)
         app = server.create_app(
             server.EngineThread(engine, thread, server.Watch(plan, planner)),
             model_name=plan.model.name,
             spec=plan.model,
             tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
             eos_token_ids=plan.model.eos_token_ids,
-            limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
+            limits=limits,
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
         )
