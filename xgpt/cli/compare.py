@@ -68,10 +68,10 @@ def command(
     if measure and not subject.cluster.is_local:
         raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
     running = None if current is None else read_vllm_command(current, subject.cluster)
+    scored = None if running is None else score_current(subject, constraint, running)
     plans = plan_each(subject, constraint, "auto", search, kv)
     best = next(iter(plans.values()))
     relaxed = relax(subject, constraint, "auto", search, kv)
-    scored = None if running is None else score_current(subject, constraint, running)
     reports = {}
     if measure:
         reports = measure_each(
