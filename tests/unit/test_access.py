@@ -156,6 +156,13 @@ def test_a_server_of_all_addresses_takes_any_literal_one() -> None:
     assert not hosts.accept("rebound.example")
 
 
+def test_origins_of_a_server_with_tls() -> None:
+    """Whoever can change pages on their way could send one of http://."""
+    hosts = AllowedHosts("127.0.0.1", ["llm.lan"])
+    assert hosts.accept_origin("https://llm.lan", "https") and not hosts.accept_origin("http://llm.lan", "https")
+    assert hosts.accept_origin("https://llm.lan", "http") and hosts.accept_origin("http://llm.lan", "http")
+
+
 def test_logs_do_not_flood() -> None:
     stream = io.StringIO()
     log_json("info", stream)

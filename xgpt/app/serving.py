@@ -14,6 +14,7 @@ from xgpt.schema import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from ssl import SSLContext
 
     from xgpt.app.replanning import BackgroundPlanner
     from xgpt.policies import Schedule
@@ -232,6 +233,8 @@ class Exposure:
     port: int = 8000
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
     def check(self) -> ApiKeys | None:
         """The keys, if any.
@@ -245,6 +248,20 @@ class Exposure:
         check_exposure(self.host, keys)
         return keys
 
+    def tls(self) -> SSLContext | None:
+        """The certificate to show, if any.
+
+        Raises:
+            InputError: it cannot be read, or does not go with its key.
+        """
+        from xrunner.server.tls import KEY, server_context
+
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise InputError(KEY, str(self.ssl_keyfile), "it goes with --ssl-certfile")
+            return None
+        return server_context(self.ssl_certfile, self.ssl_keyfile)
+
 
 def serve_plan(
     plan: Plan,
@@ -252,6 +269,7 @@ def serve_plan(
     limits: Limits,
     *,
     drain_s: float | None = None,
+    shutdown_delay_s: float = 0.0,
     log_level: str = "info",
     step_log: Path | None = None,
     replan: bool = True,
@@ -261,6 +279,7 @@ def serve_plan(
     """Serve until SIGTERM or SIGINT.
 
     Args:
+        drain_s, shutdown_delay_s: see `xrunner.server.serve`.
         nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
@@ -269,7 +288,7 @@ def serve_plan(
     from xgpt.io import StepLogWriter
     from xrunner import server
 
-    keys = exposure.check()
+    keys, tls = exposure.check(), exposure.tls()
     check_runs(plan, 1 if nodes is None else nodes.count)
     server.log_json(log_level)
     for line in missing(plan, profile_path, replan=replan):
@@ -295,7 +314,14 @@ def serve_plan(
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
         )
-        server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
+        server.serve(
+            app,
+            exposure.host,
+            exposure.port,
+            drain_s=drain_s or server.DRAIN_S,
+            shutdown_delay_s=shutdown_delay_s,
+            tls=tls,
+        )
 
 
 def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:

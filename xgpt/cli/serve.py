@@ -53,6 +53,16 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option(
     "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
 )
+@click.option(
+    "--shutdown-delay",
+    "shutdown_delay_s",
+    type=click.FloatRange(0),
+    default=0,
+    metavar="S",
+    help="After SIGTERM only /ready changes for so long: load balancers learn to send no more.  [default: 0]",
+)
+@click.option("--ssl-certfile", metavar="FILE", help="PEM certificate: answer by HTTPS, TLS 1.2 or newer.")
+@click.option("--ssl-keyfile", metavar="FILE", help="Its private key, where that is in a file of its own.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
@@ -75,6 +85,9 @@ def command(
     default_max_tokens: int | None,
     max_max_tokens: int | None,
     drain_s: float | None,
+    shutdown_delay_s: float,
+    ssl_certfile: str | None,
+    ssl_keyfile: str | None,
     log_level: str,
     no_replan: bool,
     profile_path: str | None,
@@ -104,13 +117,18 @@ def command(
 
     from xgpt.app.checking import check_plan, located, missing
     from xgpt.app.serving import Exposure, Nodes, join_nodes, serve_plan
+    from xgpt.errors import InputError
     from xgpt.io import load_json
     from xgpt.schema import Plan
     from xrunner.server import Limits
 
     plan = located(load_json(Path(plan_path), Plan, "plan"), checkpoint)
-    exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
+    key_path, certificate, private = (None if p is None else Path(p) for p in (api_key_file, ssl_certfile, ssl_keyfile))
+    exposure = Exposure(host, port, key_path, allowed_hosts, certificate, private)
     exposure.check()
+    exposure.tls()
+    if engine == "vllm" and (ssl_certfile or shutdown_delay_s):
+        raise InputError("--engine", "vllm", "it has neither --ssl-certfile nor --shutdown-delay yet")
     if engine == "vllm":
         from xgpt.app.serving import find_planner
         from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
@@ -149,6 +167,7 @@ def command(
         exposure,
         limits,
         drain_s=drain_s,
+        shutdown_delay_s=shutdown_delay_s,
         log_level=log_level,
         step_log=None if step_log is None else Path(step_log),
         replan=not no_replan,
