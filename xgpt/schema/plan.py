@@ -238,9 +238,8 @@ class Plan(Frozen):
 
     @property
     def patience_ns(self) -> int | None:
-        """How long a request may wait before it is overdue."""
-        patience = self.admission.patience
-        return None if patience is None else round(1e9 * patience * self.estimate.latency_s)
+        """How long a request may wait before it is overdue; None: as long as it takes, or nothing is predicted."""
+        return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None
 
     @property
     def promised_output(self) -> int:
