@@ -125,18 +125,8 @@ def bench_plan(
     )
 
 
-def bench_url(
-    url: str,
-    workload: Workload,
-    num_requests: int,
-    concurrency: int,
-    rng: np.random.Generator,
-    ca_file: Path | None = None,
-) -> UrlReport:
+def bench_url(url: str, workload: Workload, num_requests: int, concurrency: int, rng: np.random.Generator) -> UrlReport:
     """Replay sampled requests against any running endpoint; what a client sees is all that is known.
-
-    Args:
-        ca_file: the authorities that may vouch for an https server; None: the system's.
 
     Raises:
         MachineError: nothing answers there, or every request failed.
@@ -149,7 +139,7 @@ def bench_url(
         ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
         for i, o in zip(inputs, outputs, strict=True)
     ]
-    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=ca_file))
+    results = asyncio.run(replay(url, requests, concurrency=concurrency))
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
