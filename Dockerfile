@@ -36,7 +36,7 @@ ENV PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/home/xgpt/.cache
 WORKDIR /work
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# The port that `serve` was given, if it was another: -e XGPT_PORT=...
+# The port that `serve` was given, if it was another: -e XGPT_PORT=...; with --ssl-certfile also -e XGPT_SCHEME=https
 ENV XGPT_PORT=8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python", "-m", "xgpt.health"]

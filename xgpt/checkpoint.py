@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+from xgpt.config_fields import check_fields
 from xgpt.errors import InputError
 from xgpt.io import parse
 from xgpt.schema import DType, ModelSpec, RunDType
@@ -30,12 +31,14 @@ T5_CONTEXT = 2048
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """The model that a directory in Hugging Face layout describes.
+    """The model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Its stop tokens are those of generation_config.json, where there is one that names any.
+    Its stop tokens are those of generation_config.json, where there is one that names any. Embedding and head are tied
+    where config.json says so and no head is stored.
 
     Raises:
-        InputError: there is no config.json, or it is of a family or variant that is not supported.
+        InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
+            that is not known; or an adapter lies beside it.
     """
     path = directory / "config.json"
     config = _read_object(path)
@@ -44,17 +47,23 @@ def read_spec(directory: Path) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"{path}: model_type", family, f"known families: {', '.join(sorted(FAMILIES))}")
+    if (adapter := directory / "adapter_config.json").is_file():
+        raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
+    check_fields(family, config)
     generation = _read_object(directory / "generation_config.json") or {}
     try:
         fields = _common(config, generation) | FAMILIES[family](config)
+        if family == "t5":
+            fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
         raise InputError(str(path), None, f"it must set {error.args[0]}") from None
     headers = list(_headers(directory))
     if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored
-    if family == "t5" and headers:
-        # Its configs cannot be trusted here: transformers 5 writes that all are tied, and ties where no head is stored.
-        fields["tie_embeddings"] = not any('"lm_head.weight"' in header for header in headers)
+    if headers:
+        is_stored = any('"lm_head.weight"' in header for header in headers)
+        # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
+        fields["tie_embeddings"] = not is_stored and (family == "t5" or fields["tie_embeddings"])
     fields |= {"name": directory.resolve().name, "family": family}
     return parse(fields, ModelSpec, str(path))
 
@@ -77,11 +86,40 @@ def _headers(directory: Path) -> Iterator[str]:
 
     A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
     """
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in weight_files(directory):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             is_whole = 8 + length <= path.stat().st_size
             yield file.read(length).decode(errors="replace") if is_whole else ""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
+
+    model.safetensors, or the shards that model.safetensors.index.json names, each beside it.
+
+    Raises:
+        InputError: the index is broken, or names a file that is not there.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = {str(shard): tensor for tensor, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
+    if not shards:
+        raise InputError("model", str(index), "its weight_map must name the tensors")
+    for shard, tensor in shards.items():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            accepted = f"{tensor} must be in a *.safetensors of the same directory"
+            raise InputError("model", f"{index}: {shard}", accepted)
+        if not (directory / shard).is_file():
+            raise InputError("model", str(directory), f"it must hold {shard}, with {tensor} in it")
+    return [directory / shard for shard in sorted(shards)]
 
 
 def _stored_dtype(headers: list[str]) -> DType | None:
@@ -89,17 +127,6 @@ def _stored_dtype(headers: list[str]) -> DType | None:
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     found = {STORED_DTYPES[name] for name in names}
     return found.pop() if len(found) == 1 else None
-
-
-def require(config: dict[str, Any], field: str, expected: object) -> None:
-    """Refuse a variant of a family; a field that is left out has the expected value.
-
-    Raises:
-        InputError: the field says something else.
-    """
-    value = config.get(field, expected)
-    if value != expected:
-        raise InputError(f"config.json: {field}", value, f"only {expected!r} is supported")
 
 
 def count(config: dict[str, Any], field: str) -> int:
@@ -129,7 +156,6 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
 
 def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
     """What every family writes in the same way."""
-    require(config, "quantization_config", None)
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
@@ -139,7 +165,7 @@ def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     }
-    dtype = config.get("dtype", config.get("torch_dtype"))
+    dtype = config.get("torch_dtype") if config.get("dtype") is None else config["dtype"]
     if dtype is not None:
         if dtype not in get_args(RunDType):
             raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(RunDType))}")
@@ -149,11 +175,6 @@ def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any
 
 def _opt(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    require(config, "do_layer_norm_before", True)
-    require(config, "word_embed_proj_dim", hidden)
-    require(config, "enable_bias", True)
-    require(config, "layer_norm_elementwise_affine", True)
-    require(config, "_remove_final_layer_norm", False)
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
@@ -169,16 +190,13 @@ def _opt(config: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "n_embd"), count(config, "n_head")
-    require(config, "scale_attn_weights", True)
-    require(config, "scale_attn_by_inverse_layer_idx", False)
-    require(config, "add_cross_attention", False)
     return {
         "num_layers": config["n_layer"],
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": hidden // heads,
-        "ffn_size": config.get("n_inner") or 4 * hidden,
+        "ffn_size": 4 * hidden if config.get("n_inner") is None else config["n_inner"],
         "activation": activation(config, "activation_function", "gelu_new"),
         "max_context": config["n_positions"],
         "attention_bias": True,
@@ -188,7 +206,9 @@ def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _llama(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    require(config, "mlp_bias", False)
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise InputError("config.json: layer_types", kinds, "only 'full_attention' of each layer is supported")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     if head_dim % 2:
         raise InputError("config.json: head_dim", head_dim, "rotary embeddings take an even one")
@@ -196,7 +216,7 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "num_kv_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         "head_dim": head_dim,
         "ffn_size": config["intermediate_size"],
         "gated_ffn": True,
@@ -209,34 +229,29 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
-    _require_full_attention(config)
     return _llama(config) | {"attention_bias": True}
 
 
 def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    _require_full_attention(config)
     return _llama({"head_dim": 128} | config)
-
-
-def _require_full_attention(config: dict[str, Any]) -> None:
-    require(config, "use_sliding_window", False)
-    for kind in config.get("layer_types") or ():
-        if kind != "full_attention":
-            raise InputError("config.json: layer_types", kind, "only 'full_attention' is supported")
 
 
 def _t5(config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "d_model"), count(config, "num_heads")
-    require(config, "is_encoder_decoder", True)
     gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
     if gate not in ("", "gated"):
         raise InputError("config.json: feed_forward_proj", config["feed_forward_proj"], "an activation, or gated-<one>")
     if gate and name == "gelu":
         name = "gelu_new"  # that is what it has always meant here
-    start = config.get("decoder_start_token_id")
+    kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
+    for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
+        if config.get(field, value) != value:
+            raise InputError(f"config.json: {field}", config[field], f"feed_forward_proj says {value!r}")
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     return {
-        "num_layers": config.get("num_decoder_layers") or config["num_layers"],
+        "num_layers": config["num_layers"]
+        if config.get("num_decoder_layers") is None
+        else config["num_decoder_layers"],
         "num_encoder_layers": count(config, "num_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
@@ -244,34 +259,58 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
         "head_dim": count(config, "d_kv"),
         "ffn_size": config["d_ff"],
         "gated_ffn": bool(gate),
-        "activation": activation({"feed_forward_proj": name}, "feed_forward_proj", name),
+        "activation": kind,
         "max_context": T5_CONTEXT,
         "norm_eps": config.get("layer_norm_epsilon", 1e-6),
         "relative_buckets": config.get("relative_attention_num_buckets", 32),
         "relative_max_distance": config.get("relative_attention_max_distance", 128),
         "head_scale": hidden**-0.5 if is_scaled else 1.0,
-        "bos_token_id": config.get("pad_token_id", 0) if start is None else start,
     }
 
 
+def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
+    """The token that a decoder starts with: generation_config.json's, or else config.json's."""
+    for where in (generation, config):
+        for field in ("decoder_start_token_id", "bos_token_id"):
+            if where.get(field) is not None:
+                return cast(int, where[field])
+    raise KeyError("decoder_start_token_id")
+
+
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
+
+    Where both stand, transformers 5 takes the older.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(name) or {}
     if not isinstance(rope, dict):
-        raise InputError("config.json: rope_parameters", rope, "it must be an object")
-    require(rope | config, "partial_rotary_factor", 1.0)
+        raise InputError(f"config.json: {name}", rope, "it must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    fields: dict[str, Any] = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise InputError("config.json: rope_type", kind, f"known types: {', '.join(ROPE_TYPES)}")
+    for field in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]}:
+        raise InputError(f"config.json: {name}.{field}", rope[field], f"rope_type {kind} has no such setting")
+    for partial in (rope.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
+        if partial not in (None, 1.0):
+            raise InputError("config.json: partial_rotary_factor", partial, "only 1.0 is supported")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    fields: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
     if kind == "llama3":
         fields["rope_scaling"] = {
             "factor": rope["factor"],
             "low_freq_factor": rope["low_freq_factor"],
             "high_freq_factor": rope["high_freq_factor"],
-            "original_max_position": rope["original_max_position_embeddings"],
+            "original_max_position": rope.get("original_max_position_embeddings", config["max_position_embeddings"]),
         }
-    elif kind != "default":
-        raise InputError("config.json: rope_type", kind, "known types: default, llama3")
     return fields
+
+
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Kinds of rotary embeddings, and the settings that each has."""
 
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

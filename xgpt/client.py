@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,6 +109,7 @@ async def replay(
     concurrency: int | None,
     enough: int | None = None,
     stream: bool = True,
+    ca_file: Path | None = None,
 ) -> list[ClientResult]:
     """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
@@ -116,6 +118,7 @@ async def replay(
             each is sent at its `send_at_s`, whatever has become of the others.
         stream: read each token as it comes; otherwise whole answers, which cost client and server less.
         enough: closed loop: stop when so many have ended, and leave out those under way.
+        ca_file: the authorities that may vouch for an https server; None: the system's.
 
     Raises:
         InputError: `concurrency` below 1, or requests whose `send_at_s` does not fit the kind of loop.
@@ -126,7 +129,7 @@ async def replay(
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
         accepted = "a closed loop takes no send_at_s, an open loop one for each request"
         raise InputError("concurrency", concurrency, accepted)
-    async with _Connections(url) as connections:
+    async with _Connections(url, ca_file) as connections:
         async with connections.one() as connection:
             model = await _served_model(connection, url)
         client = _Client(connections, model, stream)
@@ -174,8 +177,9 @@ async def _served_model(connection: Connection, url: str) -> _Model:
 class _Connections:
     """As many as requests are under way at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca_file: Path | None) -> None:
         self._url = url
+        self._ca_file = ca_file
         self._all: list[Connection] = []
         self._idle: list[Connection] = []
 
@@ -191,7 +195,7 @@ class _Connections:
     async def one(self) -> AsyncIterator[Connection]:
         """A connection that nobody else uses meanwhile."""
         if not self._idle:
-            self._all.append(Connection(self._url))
+            self._all.append(Connection(self._url, self._ca_file))
             self._idle.append(self._all[-1])
         connection = self._idle.pop()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from functools import cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import h11
@@ -23,9 +24,18 @@ Failure = (OSError, h11.ProtocolError)
 
 
 @cache
-def _tls() -> ssl.SSLContext:
-    """One for all connections: it reads the certificates of a hundred authorities."""
-    return ssl.create_default_context()
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    """One for all connections: it reads the certificates of a hundred authorities.
+
+    Raises:
+        InputError: the file holds none.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise InputError("--ca-file", str(ca_file), f"it must hold certificates in PEM: {error.strerror}") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
 
 
 class Connection:
@@ -33,12 +43,13 @@ class Connection:
 
     Args:
         url: the server's, with whatever comes before all paths.
+        ca_file: the authorities that may vouch for an https server; None: the system's.
 
     Raises:
-        InputError: it is not the URL of a server.
+        InputError: it is not the URL of a server, or the file holds no certificate.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca_file: Path | None = None) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -46,7 +57,7 @@ class Connection:
             host = port = None
         if not host or parts.scheme not in ("http", "https"):
             raise InputError("url", url, "it must be as http://HOST:PORT")
-        self._tls = _tls() if parts.scheme == "https" else None
+        self._tls = _tls(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
         self._host = parts.netloc.rpartition("@")[2]
@@ -95,6 +106,8 @@ class Connection:
     def close(self) -> None:
         """Let the connection go."""
         if self._writer is not None:
+            if self._tls:
+                self._writer.transport.abort()  # parting in TLS takes turns of a loop that may be over by then
             self._writer.close()
             self._writer = None
 

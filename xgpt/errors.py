@@ -6,6 +6,10 @@ XgptError (4: a defect of ours)
 └── MachineError    (3: this machine cannot do it: devices, memory, port)
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class XgptError(Exception):
     """Base of every error that this product raises on purpose."""
@@ -46,3 +50,11 @@ class MachineError(XgptError):
     """The machine at hand lacks what the plan needs."""
 
     exit_code = 3
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ": did you mean X?" where one of the known names is near, or nothing: the end of an error message."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, list(known), n=1)
+    return f": did you mean {found[0]}?" if found else ""

@@ -1,17 +1,23 @@
 """The container's health check: whether the server on this machine answers /health. Standard library only.
 
-python -m xgpt.health     # the port in XGPT_PORT, or 8000; exit code 0 or 1
+python -m xgpt.health     # the port in XGPT_PORT, or 8000; XGPT_SCHEME=https for TLS; exit code 0 or 1
 """
 
 from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import sys
 
 
 def main() -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("XGPT_PORT", "8000")), timeout=4)
+    address, port = "127.0.0.1", int(os.environ.get("XGPT_PORT", "8000"))
+    connection = http.client.HTTPConnection(address, port, timeout=4)
+    if os.environ.get("XGPT_SCHEME") == "https":
+        # The certificate is in clients' names, not in this one; who answers here is this container.
+        context = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection(address, port, timeout=4, context=context)
     try:
         connection.request("GET", "/health")
         return 0 if connection.getresponse().status == http.HTTPStatus.OK else 1

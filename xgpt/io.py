@@ -13,7 +13,7 @@ import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from xgpt.errors import InputError, MachineError, XgptError
+from xgpt.errors import InputError, MachineError, XgptError, nearest
 from xgpt.schema.step_log import StepRecord
 
 T = TypeVar("T", bound=BaseModel)
@@ -49,7 +49,8 @@ def find_config(kind: ConfigKind, name: str) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    raise InputError(kind.removesuffix("s"), name, f"give a path or one of: {', '.join(config_names(kind))}")
+    names = config_names(kind)
+    raise InputError(kind.removesuffix("s"), name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:

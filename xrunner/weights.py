@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xgpt.checkpoint import STORED_DTYPES, read_spec
+from xgpt.checkpoint import STORED_DTYPES, read_spec, weight_files
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec
 from xrunner.layers import Linear
@@ -73,15 +72,19 @@ class Weight(NamedTuple):
 class WeightSource(Protocol):
     """Where weights come from, one tensor at a time."""
 
-    def check(self, weights: Iterable[Weight]) -> None:
-        """Refuse what cannot be read, before anything large is allocated: these have no memory yet."""
+    def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuse what cannot be read, before anything large is allocated: these have no memory yet.
+
+        Args:
+            copies: tensors that may be stored more than once, and the names of what must then be equal to them.
+        """
 
     def read(self, weight: Weight) -> None:
         """Fill `weight.out`, converting to its dtype and device."""
 
 
 class Checkpoint:
-    """The *.safetensors of a directory, mapped into memory: nothing is read before it is copied into place.
+    """The weights of a directory, mapped into memory: nothing is read before it is copied into place.
 
     Raises:
         InputError: there are none (pickled weights are refused: they can run code), or the index or a file is broken.
@@ -90,18 +93,23 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[str, tuple[Path, Any]] = {}
-        for path in self._paths():
+        paths = weight_files(directory)
+        if not paths:
+            accepted = "it must hold model.safetensors, or its index (pickled weights are refused: convert them)"
+            raise InputError("model", str(directory), accepted)
+        for path in paths:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise InputError("model", str(path), f"it is cut short or no safetensors file: {error}") from None
             self._files.update(dict.fromkeys(file.keys(), (path, file)))
 
-    def check(self, weights: Iterable[Weight]) -> None:
+    def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
         """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: a tensor is missing, of another shape, or not of a floating dtype that we take.
+            InputError: a tensor is missing, of another shape, or not of a floating dtype that we take; or a copy of
+                one differs from it.
         """
         for weight in weights:
             path, file, found = self._find(weight.name)
@@ -113,11 +121,29 @@ class Checkpoint:
                 accepted = f"{weight.name} must be stored as one of {', '.join(STORED_DTYPES)}"
                 raise InputError("model", f"{path}: {stored.get_dtype()}", accepted)
 
+        for name, others in copies.items():
+            for other in others:
+                if other in self._files and not torch.equal(self._whole(name), self._whole(other)):
+                    accepted = f"{other} must equal {name}: models in which they differ are not supported"
+                    raise InputError("model", str(self._directory), accepted)
+
     def read(self, weight: Weight) -> None:
-        """Copy a tensor that has been checked; of one that is cut, nothing but the part is read."""
-        _, file, found = self._find(weight.name)
+        """Copy a tensor that has been checked; of one that is cut, nothing but the part is read.
+
+        Raises:
+            InputError: it holds NaN or infinity, or does so in the model's dtype.
+        """
+        path, file, found = self._find(weight.name)
         tensor = file.get_tensor(found) if weight.cut is None else file.get_slice(found)[weight.stored_place]
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
+        if weight.out.numel() and not all(bool(end.isfinite()) for end in weight.out.aminmax()):
+            dtype = str(weight.out.dtype).removeprefix("torch.")
+            raise InputError("model", f"{path}: {found}", f"it must be finite in {dtype}; it holds NaN or infinity")
+
+    def _whole(self, name: str) -> Tensor:
+        _, file, found = self._find(name)
+        tensor: Tensor = file.get_tensor(found)
+        return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
         """File and name of a tensor; checkpoints of a bare model lack the name's first part."""
@@ -125,30 +151,6 @@ class Checkpoint:
             if found in self._files:
                 return *self._files[found], found
         raise InputError("model", str(self._directory), f"its safetensors must hold {name}")
-
-    def _paths(self) -> list[Path]:
-        """The files, by the index where there is one: each beside it, none elsewhere."""
-        index = self._directory / "model.safetensors.index.json"
-        if not index.is_file():
-            paths = sorted(self._directory.glob("*.safetensors"))
-            if not paths:
-                accepted = "it must hold *.safetensors (pickled weights are refused: convert them)"
-                raise InputError("model", str(self._directory), accepted)
-            return paths
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = {str(shard): tensor for tensor, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
-        if not shards:
-            raise InputError("model", str(index), "its weight_map must name the tensors")
-        for shard, tensor in shards.items():
-            if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                accepted = f"{tensor} must be in a *.safetensors of the same directory"
-                raise InputError("model", f"{index}: {shard}", accepted)
-            if not (self._directory / shard).is_file():
-                raise InputError("model", str(self._directory), f"it must hold {shard}, with {tensor} in it")
-        return [self._directory / shard for shard in sorted(shards)]
 
 
 class SeededWeights:
@@ -160,7 +162,7 @@ class SeededWeights:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def check(self, weights: Iterable[Weight]) -> None:
+    def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
         """Any weight can be drawn."""
 
     def read(self, weight: Weight) -> None:
@@ -231,7 +233,7 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
     if dtype not in part.spec.run_dtypes:
         raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(part.spec.run_dtypes)}")
     model = build(part)
-    source.check(weights_of(model, part))
+    source.check(weights_of(model, part), model.checkpoint_copies)
     return model
 
 

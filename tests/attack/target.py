@@ -152,23 +152,33 @@ class Target:
 
 
 @contextmanager
-def attacked(flavour: str, checkpoint: Path, directory: Path, *options: str, key: bool = True) -> Iterator[Target]:
+def attacked(
+    flavour: str,
+    checkpoint: Path,
+    directory: Path,
+    *options: str,
+    key: bool = True,
+    keys: str = "",
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Iterator[Target]:
     """Serve one of FLAVOURS with these options until the end of the block.
 
     Args:
         checkpoint: as the fixture of that name gives it.
         directory: for the plan and the keys.
         key: whether the server demands one; `Target` sends it.
+        keys: further lines of the key file.
+        change: what is to be another in the plan.
     """
     from xgpt.checkpoint import read_spec
 
     model = read_spec(checkpoint)
-    what = FLAVOURS[flavour](model).model_copy(update={"checkpoint": str(checkpoint)})
+    what = change(FLAVOURS[flavour](model).model_copy(update={"checkpoint": str(checkpoint)}))
     headers = {"Content-Type": "application/json"}
     if key:
-        keys = directory / "keys"
-        keys.write_text(f"{ADMIN_KEY}\n")
-        options += ("--api-key-file", str(keys))
+        key_file = directory / "keys"
+        key_file.write_text(f"{ADMIN_KEY}\n{keys}")
+        options += ("--api-key-file", str(key_file))
         headers["Authorization"] = f"Bearer {ADMIN_KEY}"
     with served(what, directory, *options) as running:
         yield Target(running, model.name, headers)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from xgpt.checkpoint import read_spec
@@ -60,7 +61,7 @@ def test_tied_head_shares_the_embedding(small_opt):
     [
         ({"model_type": "mamba"}, "known families: gpt2, llama, opt, qwen2, qwen3, t5"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before: False is not accepted"),
-        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; only 64"),
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; hidden_size must say the same"),
         ({"activation_function": "mish"}, "known activations"),
         ({"num_hidden_layers": 0}, "num_layers"),
         ({"num_hidden_layers": 3}, r"must hold model\.decoder\.layers\.2\."),
@@ -150,6 +151,83 @@ def test_tensor_of_integers(sharded, monkeypatch):
     refused(sharded, path.name, name, "I8", "F32, F16, BF16", monkeypatch=monkeypatch)
 
 
+def rewrite_all(directory, change):
+    """Change the tensors of a checkpoint's one file."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), "float32"), (float("inf"), "float32"), (1e5, "float16"), (-1e5, "float16")]
+)
+def test_weights_that_are_not_finite(small_opt, tmp_path, value, dtype):
+    directory = copy_with(small_opt[0], tmp_path / "changed")
+    name = "model.decoder.layers.1.fc1.weight"
+    rewrite_all(directory, lambda tensors: tensors[name].view(-1)[77:78].fill_(value))
+    with pytest.raises(InputError, match=f"{name}.*it must be finite in {dtype}"):
+        load_checkpoint(directory, dtype)
+
+
+def test_a_single_file_is_taken_before_an_index(small_opt, sharded, tmp_path):
+    single = copy_with(small_opt[0], tmp_path / "single")
+    for path in (*shards_of(sharded), sharded / "model.safetensors.index.json"):
+        (single / path.name).write_bytes(path.read_bytes())
+    rewrite_all(single, lambda tensors: tensors["model.decoder.final_layer_norm.weight"].mul_(2))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(single).model.decoder.final_layer_norm.weight
+    assert torch.equal(load_checkpoint(single).final_norm.weight, expected)
+
+
+def test_files_of_other_names_are_not_weights(small_opt, tmp_path):
+    directory = copy_with(small_opt[0], tmp_path / "changed")
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=r"it must hold model\.safetensors, or its index"):
+        load_checkpoint(directory)
+
+
+def test_an_adapter_is_refused(small_opt, tmp_path):
+    directory = copy_with(small_opt[0], tmp_path / "changed")
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="adapters are not supported"):
+        read_spec(directory)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gpt2-tied", "t5-tied"])
+def test_a_head_that_is_stored_beside_tied_embeddings_is_the_head(checkpoint, tmp_path, name):
+    directory = copy_with(checkpoint(name)[0], tmp_path / "changed")
+    embedding = read_spec(directory).family
+    names = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight", "t5": "shared.weight"}
+    rewrite_all(directory, lambda tensors: tensors.update({"lm_head.weight": 1.5 * tensors[names[embedding]]}))
+    kind = transformers.AutoModelForSeq2SeqLM if name.startswith("t5") else transformers.AutoModelForCausalLM
+    assert torch.equal(load_checkpoint(directory).lm_head.weight, kind.from_pretrained(directory).lm_head.weight)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_an_embedding_of_its_own_in_a_stack_is_refused(checkpoint, tmp_path, stack):
+    directory = copy_with(checkpoint("t5-tied")[0], tmp_path / "changed")
+    name = f"{stack}.embed_tokens.weight"
+    rewrite_all(directory, lambda tensors: tensors.update({name: tensors["shared.weight"].clone()}))
+    load_checkpoint(directory)
+    rewrite_all(directory, lambda tensors: tensors[name].mul_(1.5))
+    with pytest.raises(InputError, match=rf"{stack}\.embed_tokens\.weight must equal shared\.weight"):
+        load_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [({}, {"decoder_start_token_id": 9}, 9), ({}, None, 5), ({}, {"bos_token_id": 8}, 8)],
+)
+def test_what_a_decoder_starts_with(checkpoint, tmp_path, config, generation, expected):
+    directory = copy_with(checkpoint("t5-tied")[0], tmp_path / "changed", **config)
+    (directory / "generation_config.json").unlink()
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory)
+    theirs = model.generate(torch.tensor([[3, 4]]), max_new_tokens=1)[0, 0]
+    assert load_checkpoint(directory).decoder_start == (expected,) == (int(theirs),)
+
+
 @pytest.mark.parametrize("place", ["../elsewhere.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
 def test_index_that_points_outside(sharded, monkeypatch, place):
     index = sharded / "model.safetensors.index.json"
@@ -230,7 +308,13 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
         ("t5-tied", {"feed_forward_proj": "gated-mish"}, "known activations"),
         ("t5-tied", {"feed_forward_proj": "doubly-gated-gelu"}, "gated-<one>"),
         ("t5-tied", {"relative_attention_max_distance": 16}, "must exceed half of relative_buckets, 32"),
-        ("t5-tied", {"decoder_start_token_id": 211}, "outside the vocabulary of 211"),
+        ("t5-tied", {"relative_attention_num_buckets": 2}, "relative_buckets"),
+        ("t5-tied", {"dense_act_fn": "silu"}, "dense_act_fn: 'silu'.*feed_forward_proj says 'relu'"),
+        ("t5-tied", {"hidden_size": 60}, "d_model must say the same"),
+        ("llama-grouped", {"sliding_window": 16}, "sliding_window: 16"),
+        ("llama-grouped", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ("llama-grouped", {"embedding_multiplier": 2.0}, "embedding_multiplier: 2.0.*remove it if"),
+        ("llama-grouped", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters\.factor"),
         ("t5-tied", {"is_encoder_decoder": False}, "is_encoder_decoder: False"),
     ],
 )

@@ -95,8 +95,10 @@ def test_the_log_tells_everything_but_the_prompt(url: str) -> None:
     ask(url, body=body, x_request_id="r1")
     ask(url, body=body | {"model": "secret-model"}, x_request_id="r2")
     ask(url, path="/health")
-    assert eventually(lambda: stream.getvalue().count("\n") >= 2)
-    done, refused = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert eventually(lambda: all(f'"{id_}"' in stream.getvalue() for id_ in ("r1", "r2")))
+    lines = {line["request_id"]: line for line in map(json.loads, stream.getvalue().splitlines())}
+    done, refused = lines["r1"], lines["r2"]
+    assert not any(line["path"] == "/health" for line in lines.values())
     assert (done["request_id"], done["status"], done["path"]) == ("r1", 200, "/v1/completions")
     assert (done["prompt_tokens"], done["output_tokens"], done["finish_reasons"]) == (2, 4, ["length"])
     assert 0 <= done["queued_s"] <= done["ttft_s"] <= done["total_s"] <= done["seconds"]
@@ -154,6 +156,13 @@ def test_a_server_of_all_addresses_takes_any_literal_one() -> None:
     hosts = AllowedHosts("0.0.0.0", ["svc.cluster.local"])
     assert all(map(hosts.accept, ("10.0.0.7:8000", "[fe80::1]", "svc.cluster.local", "localhost:1")))
     assert not hosts.accept("rebound.example")
+
+
+def test_origins_of_a_server_with_tls() -> None:
+    """Whoever can change pages on their way could send one of http://."""
+    hosts = AllowedHosts("127.0.0.1", ["llm.lan"])
+    assert hosts.accept_origin("https://llm.lan", "https") and not hosts.accept_origin("http://llm.lan", "https")
+    assert hosts.accept_origin("https://llm.lan", "http") and hosts.accept_origin("http://llm.lan", "http")
 
 
 def test_logs_do_not_flood() -> None:

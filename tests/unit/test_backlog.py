@@ -12,7 +12,7 @@ import pytest
 from tests.contract.scenarios import problem
 from xgpt import policies
 from xgpt.app.simulating import clock_of
-from xgpt.schema import Plan
+from xgpt.schema import ANYONE, Plan
 from xgpt.workload import sample
 from xrunner.server.backlog import Backlog
 from xscheduler.schedule import Scheduler
@@ -88,7 +88,7 @@ def overloaded(slowness: float, promised_s: float, times: float, num_requests: i
         begun = [chunk[0] for chunk in record.encode]
         while upcoming is not None and upcoming.arrival_ns <= record.end_ns:
             now_s = upcoming.arrival_ns / 1e9
-            expected_s = backlog.answer_s(now_s, 1, plan(), slowness, begun)
+            expected_s = backlog.answer_s(now_s, ANYONE, 1, plan(), slowness, begun)
             if backlog.caution * expected_s <= promised_s:
                 came[upcoming.id] = now_s, expected_s
                 backlog.join(upcoming.id, upcoming.input_length, now_s)

@@ -1,36 +1,48 @@
 """The server as a process: how it ends on a signal, alone or in the middle of an answer."""
 
+import asyncio
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import warnings
+from pathlib import Path
 
 import httpx
 import pytest
+
+from xgpt.client import ClientRequest, replay
+from xgpt.errors import InputError, MachineError
+from xrunner.server.tls import server_context
 
 PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from tests.fakes import *
+from pathlib import Path
 from xrunner.server import serve
+from xrunner.server.tls import server_context
 try:
-    serve(fake_app(fake_engine(FakeExecutor(step_s=0.05))), "127.0.0.1", 0)
+    serve(fake_app(fake_engine(FakeExecutor(step_s=0.05))), "127.0.0.1", 0, OPTIONS)
 except KeyboardInterrupt:
     print("interrupted")
 print("cleaned up")
 """
 
 
-def start() -> tuple[subprocess.Popen[str], str]:
-    """The process and its URL."""
+def start(options: str = "") -> tuple[subprocess.Popen[str], str]:
+    """The process and its URL; `options` are further arguments of `serve`."""
+    program = PROGRAM.replace("OPTIONS", options)
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     ready = process.stderr.readline()
-    assert ready.startswith("listening on http://127.0.0.1:")
+    assert ready.startswith("listening on http")
     return process, ready.split()[-1]
 
 
@@ -75,3 +87,97 @@ def test_a_second_ctrl_c_ends_at_once_and_quietly(stream: bool) -> None:
     assert time.monotonic() - begin_s < 5
     assert (process.returncode, out, err) == (0, "interrupted\ncleaned up\n", "")
     assert "the server is shutting down" in answer
+
+
+def get(url: str, path: str) -> int:
+    return httpx.get(url + path, trust_env=False, timeout=10).status_code
+
+
+def test_load_balancers_learn_of_the_end_before_it_comes() -> None:
+    process, url = start("shutdown_delay_s=1.5")
+    body = {"model": "fake", "prompt": [1], "max_tokens": 2, "ignore_eos": True}
+    with process:
+        assert get(url, "/ready") == 200
+        begin_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert (get(url, "/ready"), get(url, "/health")) == (503, 200)
+        assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 200
+        out, err = process.communicate(timeout=20)
+        assert time.monotonic() - begin_s > 1.5
+    assert (process.returncode, out, err) == (0, "cleaned up\n", "")
+
+
+def test_a_second_signal_does_not_wait_for_load_balancers() -> None:
+    process, _ = start("shutdown_delay_s=60")
+    with process:
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        out, err = process.communicate(timeout=5)
+    assert (process.returncode, out, err) == (0, "cleaned up\n", "")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1, signed with its own key, and that key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates are made with openssl")
+    directory = tmp_path_factory.mktemp("certificate")
+    made, key = directory / "cert.pem", directory / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(made)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    return made, key
+
+
+def test_https(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    process, url = start(f"tls=server_context(Path({str(made)!r}), Path({str(key)!r}))")
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with process:
+        assert url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=made)
+        with httpx.Client(verify=trusting, trust_env=False, timeout=10) as client:
+            assert client.get(url + "/v1/models").status_code == 200
+        results = asyncio.run(replay(url, [ClientRequest([1, 2], 3, 8) for _ in range(4)], concurrency=2, ca_file=made))
+        assert [result.error for result in results] == [None] * 4
+        with pytest.raises(MachineError, match="certificate"):
+            asyncio.run(replay(url, [ClientRequest([1], 3, 8)], concurrency=1))
+        # Neither older TLS nor plain HTTP is answered, and neither takes the server along.
+        old = ssl.create_default_context(cafile=made)
+        old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        old.set_ciphers("ALL:@SECLEVEL=0")
+        with socket.create_connection(address) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
+            old.wrap_socket(plain, server_hostname="127.0.0.1")
+        with socket.create_connection(address) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert not plain.recv(100).startswith(b"HTTP")
+        process.terminate()
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "cleaned up\n", "")
+
+
+def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    made, key = certificate
+    other, locked = tmp_path / "other.pem", tmp_path / "locked.pem"
+    subprocess.run(
+        ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", str(other)],
+        check=True,
+    )
+    locking = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(locking, check=True)
+    for first, second, says in (
+        (tmp_path / "none", None, "No such file"),
+        (made, tmp_path / "none", "No such file"),
+        (made, None, "no certificate and key"),
+        (key, key, "no certificate and key"),
+        (made, other, "the key is another certificate's"),
+        (made, locked, "encrypted"),
+    ):
+        with pytest.raises(InputError, match=says) as found:
+            server_context(first, second)
+        assert "\n" not in str(found.value)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes import SPEC
 from xrunner.cluster import messages as m
 from xrunner.generation import Generation
+from xrunner.server.limits import OutputRule
 from xrunner.server.protocol import ApiError, check_tokens, parse_chat, parse_completion
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}
@@ -28,7 +29,7 @@ def error_of(**fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         request = parse(**fields)
         for prompt in request.prompts(1000):
-            check_tokens(list(prompt), request, SPEC, CAPACITY)
+            check_tokens(list(prompt), request, SPEC, CAPACITY, OutputRule())
     return caught.value
 
 
@@ -116,7 +117,7 @@ def test_chats_refused_with_the_field(fields: dict[str, object], param: str, say
 
 def test_values_without_effect_are_accepted() -> None:
     neutral = {"best_of": 1, "echo": False, "stop": [], "seed": None, "logit_bias": {}, "user": "me"}
-    assert parse(**neutral).max_output(100) == 16
+    assert check_tokens([1], parse(**neutral), SPEC, CAPACITY, OutputRule()).max_output == 16
     plain = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "top_logprobs": 0}
     assert parse_chat_with(**plain).num_logprobs is None
 
@@ -142,16 +143,16 @@ def test_whatever_is_asked_for_fits_a_control_message(seed: int) -> None:
 
 
 def test_context_and_memory_may_be_filled_to_the_last_token() -> None:
-    assert check_tokens([1, 2, 3], parse(max_tokens=509), SPEC, 512) == 509
-    assert check_tokens([1, 2, 3], parse(max_tokens=397), SPEC, CAPACITY) == 397
+    assert check_tokens([1, 2, 3], parse(max_tokens=509), SPEC, 512, OutputRule()).max_output == 509
+    assert check_tokens([1, 2, 3], parse(max_tokens=397), SPEC, CAPACITY, OutputRule()).max_output == 397
 
 
 def test_a_chat_fills_what_there_is_unless_told() -> None:
-    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000) == 500
-    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100) == 88
-    assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100) == 7
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000, OutputRule()).max_output == 500
+    assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100, OutputRule()).max_output == 88
+    assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100, OutputRule()).max_output == 7
     with pytest.raises(ApiError, match="context of 512") as caught:
-        check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000)
+        check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000, OutputRule())
     assert caught.value.param == "messages"
 
 

@@ -125,8 +125,18 @@ def bench_plan(
     )
 
 
-def bench_url(url: str, workload: Workload, num_requests: int, concurrency: int, rng: np.random.Generator) -> UrlReport:
+def bench_url(
+    url: str,
+    workload: Workload,
+    num_requests: int,
+    concurrency: int,
+    rng: np.random.Generator,
+    ca_file: Path | None = None,
+) -> UrlReport:
     """Replay sampled requests against any running endpoint; what a client sees is all that is known.
+
+    Args:
+        ca_file: the authorities that may vouch for an https server; None: the system's.
 
     Raises:
         MachineError: nothing answers there, or every request failed.
@@ -139,7 +149,7 @@ def bench_url(url: str, workload: Workload, num_requests: int, concurrency: int,
         ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
         for i, o in zip(inputs, outputs, strict=True)
     ]
-    results = asyncio.run(replay(url, requests, concurrency=concurrency))
+    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=ca_file))
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from xgpt.schema import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from ssl import SSLContext
 
     from xgpt.app.replanning import BackgroundPlanner
     from xgpt.policies import Schedule
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from xrunner.engine import Engine
     from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
-    from xrunner.server import ApiKeys
+    from xrunner.server import ApiKeys, Limits
     from xrunner.worker import Worker
 
 
@@ -232,6 +233,8 @@ class Exposure:
     port: int = 8000
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
     def check(self) -> ApiKeys | None:
         """The keys, if any.
@@ -245,14 +248,28 @@ class Exposure:
         check_exposure(self.host, keys)
         return keys
 
+    def tls(self) -> SSLContext | None:
+        """The certificate to show, if any.
+
+        Raises:
+            InputError: it cannot be read, or does not go with its key.
+        """
+        from xrunner.server.tls import KEY, server_context
+
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise InputError(KEY, str(self.ssl_keyfile), "it goes with --ssl-certfile")
+            return None
+        return server_context(self.ssl_certfile, self.ssl_keyfile)
+
 
 def serve_plan(
     plan: Plan,
     exposure: Exposure,
+    limits: Limits,
     *,
-    max_waiting: int | None = None,
-    answer_within_s: float | None = None,
     drain_s: float | None = None,
+    shutdown_delay_s: float = 0.0,
     log_level: str = "info",
     step_log: Path | None = None,
     replan: bool = True,
@@ -262,7 +279,7 @@ def serve_plan(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        answer_within_s: what is promised to who is taken in (see `Limits`); None: nothing.
+        drain_s, shutdown_delay_s: see `xrunner.server.serve`.
         nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
@@ -271,7 +288,7 @@ def serve_plan(
     from xgpt.io import StepLogWriter
     from xrunner import server
 
-    keys = exposure.check()
+    keys, tls = exposure.check(), exposure.tls()
     check_runs(plan, 1 if nodes is None else nodes.count)
     server.log_json(log_level)
     for line in missing(plan, profile_path, replan=replan):
@@ -287,18 +304,24 @@ def serve_plan(
         thread = server.single_thread()
         engine = thread.submit(build_engine, plan, log, nodes).result()
         at_end.callback(lambda: thread.submit(engine.close).result())
-        limits = server.Limits(answer_within_s=answer_within_s)
         app = server.create_app(
             server.EngineThread(engine, thread, server.Watch(plan, planner)),
             model_name=plan.model.name,
             spec=plan.model,
             tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
             eos_token_ids=plan.model.eos_token_ids,
-            limits=limits if max_waiting is None else replace(limits, max_waiting=max_waiting),
+            limits=limits,
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
         )
-        server.serve(app, exposure.host, exposure.port, drain_s=drain_s or server.DRAIN_S)
+        server.serve(
+            app,
+            exposure.host,
+            exposure.port,
+            drain_s=drain_s or server.DRAIN_S,
+            shutdown_delay_s=shutdown_delay_s,
+            tls=tls,
+        )
 
 
 def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
 @click.option("--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps; write it.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
+@click.option("--ca-file", metavar="FILE", help="Authorities of an https URL, in PEM; the system's by default.")
 @engine_option
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
@@ -38,6 +39,7 @@ def command(
     stream: bool,
     calibrated_path: str | None,
     profile_path: str | None,
+    ca_file: str | None,
     engine: EngineKind,
     seed: int,
     as_json: bool,
@@ -71,12 +73,16 @@ def command(
             raise InputError("--calibrate", calibrated_path, "a URL tells no steps; give a plan")
         if arrival_rate is not None:
             raise InputError("--arrival-rate", arrival_rate, "a URL is measured in a closed loop; give --concurrency")
-        url_report = bench_url(target, load_workload(workload or "summarization"), num_requests, concurrency, rng)
+        lengths = load_workload(workload or "summarization")
+        trusted = None if ca_file is None else Path(ca_file)
+        url_report = bench_url(target, lengths, num_requests, concurrency, rng, trusted)
         if as_json:
             click.echo(dump_json(url_report), nl=False)
         else:
             render.show(render.url_table(url_report))
         return
+    if ca_file is not None:
+        raise InputError("--ca-file", ca_file, "it goes with an https URL")
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     log: list[StepRecord] = []

@@ -20,17 +20,49 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key-file", metavar="FILE", help="Lines of [NAME] KEY [SETTINGS]; SIGHUP reloads.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
-@click.option("--max-waiting", type=click.IntRange(1), help="Requests that may wait; more get 429.  [default: 4096]")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="Waiting requests; more get 429.",
+)
 @click.option(
     "--answer-within",
     "answer_within_s",
     type=click.FloatRange(0, min_open=True),
     metavar="S",
-    help="Time to a whole answer, waiting included; who would take longer gets 429.",
+    help="Time to a whole answer, waiting included; a request that would take longer gets 429.",
 )
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Time to a whole answer; then 504. 0: as long as it takes.",
+)
+@click.option(
+    "--default-max-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of a request that names none.  [default: completions 16, chats the rest of the context]",
+)
+@click.option("--max-max-tokens", type=click.IntRange(1), metavar="N", help="Largest max_tokens of a request.")
 @click.option(
     "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
 )
+@click.option(
+    "--shutdown-delay",
+    "shutdown_delay_s",
+    type=click.FloatRange(0),
+    default=0,
+    metavar="S",
+    help="After SIGTERM only /ready changes for so long: load balancers learn to send no more.  [default: 0]",
+)
+@click.option("--ssl-certfile", metavar="FILE", help="PEM certificate: answer by HTTPS, TLS 1.2 or newer.")
+@click.option("--ssl-keyfile", metavar="FILE", help="Its private key, where that is in a file of its own.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
@@ -47,9 +79,15 @@ def command(
     port: int,
     api_key_file: str | None,
     allowed_hosts: tuple[str, ...],
-    max_waiting: int | None,
+    max_waiting: int,
     answer_within_s: float | None,
+    request_timeout_s: float,
+    default_max_tokens: int | None,
+    max_max_tokens: int | None,
     drain_s: float | None,
+    shutdown_delay_s: float,
+    ssl_certfile: str | None,
+    ssl_keyfile: str | None,
     log_level: str,
     no_replan: bool,
     profile_path: str | None,
@@ -79,12 +117,18 @@ def command(
 
     from xgpt.app.checking import check_plan, located, missing
     from xgpt.app.serving import Exposure, Nodes, join_nodes, serve_plan
+    from xgpt.errors import InputError
     from xgpt.io import load_json
     from xgpt.schema import Plan
+    from xrunner.server import Limits
 
     plan = located(load_json(Path(plan_path), Plan, "plan"), checkpoint)
-    exposure = Exposure(host, port, None if api_key_file is None else Path(api_key_file), allowed_hosts)
+    key_path, certificate, private = (None if p is None else Path(p) for p in (api_key_file, ssl_certfile, ssl_keyfile))
+    exposure = Exposure(host, port, key_path, allowed_hosts, certificate, private)
     exposure.check()
+    exposure.tls()
+    if engine == "vllm" and (ssl_certfile or shutdown_delay_s):
+        raise InputError("--engine", "vllm", "it has neither --ssl-certfile nor --shutdown-delay yet")
     if engine == "vllm":
         from xgpt.app.serving import find_planner
         from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
@@ -102,6 +146,13 @@ def command(
             serve_in_vllm(plan, host, port, step_log=None if step_log is None else Path(step_log), planner=planner)
         return
     nodes = Nodes.of(nnodes, node_rank, rendezvous)
+    limits = Limits(
+        max_waiting=max_waiting,
+        answer_within_s=answer_within_s,
+        request_timeout_s=request_timeout_s or None,
+        default_max_tokens=default_max_tokens,
+        max_max_tokens=max_max_tokens,
+    )
     if dry_run:
         check_plan(plan, nnodes)
         click.echo(
@@ -114,9 +165,9 @@ def command(
     serve_plan(
         plan,
         exposure,
-        max_waiting=max_waiting,
-        answer_within_s=answer_within_s,
+        limits,
         drain_s=drain_s,
+        shutdown_delay_s=shutdown_delay_s,
         log_level=log_level,
         step_log=None if step_log is None else Path(step_log),
         replan=not no_replan,

@@ -40,6 +40,7 @@ class Model(nn.Module):
         checkpoint_layers: our lists of layers to what a checkpoint calls them.
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
             ours and theirs, are named within it ("layers.*." before ours); those not listed have our name.
+        checkpoint_copies: tensors that a checkpoint may hold more than once, and the names of the others.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
         first_modules: what only the first stage of a pipeline needs.
         last_modules: what only its last stage needs.
@@ -52,6 +53,7 @@ class Model(nn.Module):
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
+    checkpoint_copies: ClassVar[dict[str, tuple[str, ...]]] = {}
     checkpoint_transposed: ClassVar[bool] = False
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
     last_modules: ClassVar[tuple[str, ...]]

@@ -42,6 +42,10 @@ class T5Model(EncoderDecoderModel):
         "decoder.layers.*.cross.out": ("layer.1.EncDecAttention.o",),
     }
 
+    checkpoint_copies: ClassVar[dict[str, tuple[str, ...]]] = {
+        "shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    }
+
     def attention(self, empty: Empty) -> Attention:
         return Attention(empty, self.spec, qkv_bias=False, out_bias=False)
 

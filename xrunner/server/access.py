@@ -46,10 +46,14 @@ class AllowedHosts:
             return True
         return name.rstrip(".") in self._names
 
-    def accept_origin(self, origin: str) -> bool:
-        """Whether a page of this origin may post to us: only our own."""
-        scheme, separator, host = origin.partition("://")
-        return bool(separator) and scheme in ("http", "https") and self.accept(host)
+    def accept_origin(self, origin: str, scheme: str = "http") -> bool:
+        """Whether a page of this origin may post to us: only our own.
+
+        Args:
+            scheme: by which we were asked; "http" may be what is left of https behind a proxy.
+        """
+        own, separator, host = origin.partition("://")
+        return bool(separator) and own in ("https", scheme) and self.accept(host)
 
 
 def _is_address(name: str) -> bool:

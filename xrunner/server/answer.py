@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from xrunner.generation import Token
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream
 from xrunner.server.info import RequestInfo
 from xrunner.server.limits import Limits
-from xrunner.server.protocol import ApiError, GenerationRequest, parse_deadline
+from xrunner.server.protocol import Allowance, ApiError, GenerationRequest, parse_deadline
+from xrunner.server.quota import Quota
 from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
 from xrunner.server.writers import ChoiceResult, Delta, TokenReport, Writer
 
@@ -27,7 +29,7 @@ class Prompt:
     """A prompt that the model can take, and how long its output may be."""
 
     tokens: tuple[int, ...]
-    max_output: int
+    allowance: Allowance
 
 
 class Answer(Response):
@@ -53,8 +55,9 @@ class Answer(Response):
         self._codec = codec
         self._limits = limits
         self._info = info
-        seconds = parse_deadline(info.deadline_header, request.deadline_s)
-        self._deadline_s = None if seconds is None else info.received_s + seconds
+        self._quota = info.quota or Quota()
+        self._seconds = parse_deadline(info.deadline_header, request.deadline_s)
+        self._end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._streams: dict[int, Stream] = {}
         self._choices: dict[int, _Choice] = {}
@@ -76,13 +79,11 @@ class Answer(Response):
         gone = asyncio.ensure_future(_disconnect(receive))
         left = "cancelled"
         try:
-            timeout_s = None if self._deadline_s is None else self._deadline_s - time.perf_counter()
+            timeout_s = None if self._end_s == math.inf else self._end_s - time.perf_counter()
             await asyncio.wait((answer, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not (answer.done() or gone.done()):
-                left = "deadline"
-                self._inbox.put_nowait(
-                    ApiError(504, "the answer was not complete at its deadline", code="deadline_exceeded")
-                )
+                left = "timeout" if self._is_timeout else "deadline"
+                self._inbox.put_nowait(self._late("the answer was not complete"))
                 await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
@@ -97,12 +98,13 @@ class Answer(Response):
             for stream in self._streams.values():
                 self._engine_thread.cancel(stream, finish_reason=left)
             self._note(left)
+            self._quota.settle(self._num_prompt_tokens + self._num_output_tokens)
 
     def _note(self, left: str) -> None:
         """What the log tells of this answer."""
         log = self._info.log
         log["prompt_tokens"] = self._num_prompt_tokens
-        log["output_tokens"] = sum(len(choice.token_ids) for choice in self._choices.values())
+        log["output_tokens"] = self._num_output_tokens
         log["finish_reasons"] = sorted({choice.finish or left for choice in self._choices.values()})
         if self._choices and not self._num_running:
             log |= {name: round(seconds, 6) for name, seconds in self._timings().items()}
@@ -111,27 +113,31 @@ class Answer(Response):
         """Hand all choices to the engine, or none.
 
         Raises:
-            ApiError: 429, too many wait already; 500, the engine has failed; 503, the server shuts down; 504, the
-                deadline has passed.
+            ApiError: 429, too many wait already, or the key has had its tokens of this minute; 500, the engine has
+                failed; 503, the server shuts down; 504, the deadline has passed.
         """
         if self._engine_thread.failure is not None:
             raise ApiError(500, self._engine_thread.failure)
         if self._engine_thread.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if self._deadline_s is not None and self._deadline_s <= time.perf_counter():
-            raise ApiError(504, "the deadline had passed before it was the request's turn", code="deadline_exceeded")
+        if self._end_s <= time.perf_counter():
+            raise self._late("it was not the request's turn")
         num_choices = self._request.num_choices
         promise = self._check_room(len(self._prompts) * num_choices)
+        outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
+        self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
         for prompt in self._prompts:
             for index in range(num_choices):
                 stream = self._engine_thread.submit(
                     prompt.tokens,
-                    max_output=prompt.max_output,
+                    allowance=prompt.allowance,
+                    account=self._info.key.account,
                     stop_token_ids=self._stop_token_ids,
                     output_length=self._request.output_length,
                     sampling=self._request.sampling(seed + index * SEED_STRIDE),
-                    deadline_s=self._deadline_s,
+                    end_s=self._end_s,
+                    has_deadline=self._seconds is not None,
                     read_s=self._info.read_s,
                     inbox=self._inbox,
                     promise=promise,
@@ -141,6 +147,22 @@ class Answer(Response):
                 self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
         self._num_running = len(self._choices)
 
+    @property
+    def _is_timeout(self) -> bool:
+        """Whether it is the server's time that is over, not that of the client's deadline."""
+        timeout_s = self._limits.request_timeout_s
+        return timeout_s is not None and timeout_s < (self._seconds or math.inf)
+
+    def _late(self, what: str) -> ApiError:
+        if self._is_timeout:
+            return ApiError(504, f"{what} within the {self._limits.request_timeout_s:g} s given here", code="timeout")
+        return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
+
+    @property
+    def _num_output_tokens(self) -> int:
+        """That have come so far."""
+        return sum(len(choice.token_ids) for choice in self._choices.values())
+
     def _check_room(self, num_outputs: int) -> Promise | None:
         """What is promised of these.
 
@@ -148,11 +170,11 @@ class Answer(Response):
             ApiError: 429, too many wait, or so many that these would be answered too late.
         """
         engine_thread, limits = self._engine_thread, self._limits
-        num_waiting, within_s = engine_thread.num_waiting, limits.answer_within_s
+        within_s, account = limits.answer_within_s, self._info.key.account
         promise = reason = None
-        if num_waiting + num_outputs > limits.max_waiting:
-            reason = f"{num_waiting} requests wait already, {limits.max_waiting} may"
-        elif within_s is not None and (expected_s := engine_thread.answer_s(num_outputs)) is not None:
+        if not engine_thread.has_room(account, num_outputs, limits.max_waiting):
+            reason = f"{engine_thread.num_waiting} requests wait already, {limits.max_waiting} may"
+        elif within_s is not None and (expected_s := engine_thread.answer_s(account, num_outputs)) is not None:
             promise = Promise(expected_s, within_s)
             if (answer_s := engine_thread.caution * expected_s) > within_s:
                 reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from math import ceil, exp, inf
 from typing import NamedTuple
 
-from xgpt.schema import Plan
+from xgpt.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
 """Share of its memory that must be filled before the rate is told."""
@@ -34,6 +35,9 @@ class Backlog:
         self._memory_s = memory_s
         self._waiting: dict[int, _Waiting] = {}
         """In the order of their coming."""
+        self._accounts: dict[str, Account] = {}
+        self._counts: Counter[str] = Counter()
+        """How many of each account wait."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
         """End of the last step that let some in and left others; None: all have been let in since."""
@@ -51,17 +55,27 @@ class Backlog:
         """How many wait."""
         return len(self._waiting)
 
-    def join(self, id_: int, num_tokens: int, now_s: float) -> None:
+    def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
         """One more waits, with so many prompt tokens; none comes before those who have come."""
-        self._waiting[id_] = _Waiting(num_tokens, now_s)
+        self._waiting[id_] = _Waiting(num_tokens, now_s, account)
+        self._accounts[account.name] = account
+        self._counts[account.name] += 1
+
+    def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
+        """Whether so many more of an account may wait, where `most` may in all: always its share of them."""
+        if len(self) + num_outputs <= most:
+            return True
+        shares = sum(one.share for name, one in self._accounts.items() if self._counts[name] and name != account.name)
+        return self._counts[account.name] + num_outputs <= most * account.share / (shares + account.share)
 
     def leave(self, id_: int) -> None:
         """One waits no longer, if it did."""
-        self._waiting.pop(id_, None)
+        self._take(id_)
 
     def clear(self) -> None:
         """Nobody waits any longer."""
         self._waiting.clear()
+        self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
         """A step has ended; those of its requests that waited do so no longer.
@@ -70,7 +84,7 @@ class Backlog:
             start_s: at which the engine knew of all who had come before.
         """
         self._ended_s = end_s
-        begun = [self._waiting.pop(id_) for id_ in ids if id_ in self._waiting]
+        begun = [one for id_ in ids if (one := self._take(id_)) is not None]
         if begun:
             self._before = self._phase.num_tokens, start_s - self._phase.start_s
             self._phase = _Phase(start_s, sum(one.num_tokens for one in begun))
@@ -85,20 +99,33 @@ class Backlog:
                 self._told_s = end_s
             self._since_s = end_s
 
+    def _take(self, id_: int) -> _Waiting | None:
+        one = self._waiting.pop(id_, None)
+        if one is not None:
+            self._counts[one.account.name] -= 1
+        return one
+
     def rate_per_s(self, now_s: float) -> float | None:
         """Prompt tokens of the requests that begin in a second; None: too little, or too long ago, tells it."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
     def answer_s(
-        self, now_s: float, num_outputs: int, plan: Plan, slowness: float, entered: Container[int] = ()
+        self,
+        now_s: float,
+        account: Account,
+        num_outputs: int,
+        plan: Plan,
+        slowness: float,
+        entered: Container[int] = (),
     ) -> float:
-        """Seconds until so many more outputs would be complete.
+        """Seconds until so many more outputs of this account would be complete.
 
         The last of them begins in the first phase that has room for it; their prompts count as of the planned mean, or
         who comes with a long one would never get in. A full phase lasts as long as the plan says, at the pace of late,
         and one with less the less; replicas have phases of their own, so there the present one counts as full and just
-        begun. From then on it takes what the plan says. Assumes that who came first enters first.
+        begun. From then on it takes what the plan says. Assumes that the first of an account to come enters first, and
+        that accounts are served as `xgpt.policies.admission` says.
 
         Args:
             slowness: measured over predicted time of the steps.
@@ -108,15 +135,15 @@ class Backlog:
         mean = estimate.encode_tokens / estimate.encode_batch
         room = plan.replicas * estimate.encode_tokens
         cycle_s = room / (self.rate_per_s(now_s) or mean * estimate.throughput_rps / slowness)
-        still = [one.num_tokens for id_, one in self._waiting.items() if id_ not in entered]
+        still = [one for id_, one in self._waiting.items() if id_ not in entered]
         phase, before = self._phase, self._before
         if len(still) < len(self._waiting):
             before = phase.num_tokens, self._ended_s - phase.start_s
-            phase = _Phase(self._ended_s, sum(one.num_tokens for one in self._waiting.values()) - sum(still))
+            phase = _Phase(self._ended_s, sum(one.num_tokens for one in self._waiting.values()) - _tokens(still))
         if plan.replicas > 1:
             phase = _Phase(now_s, ceil(room))
         left_s = max(0.0, phase.start_s + phase.length_s(room, cycle_s, before) - now_s)
-        num_phases = ceil((sum(still) + num_outputs * mean) / room)
+        num_phases = ceil(_before_last(account, num_outputs * mean, still) / room)
         wait_s = left_s + (num_phases - 1) * cycle_s
         return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
 
@@ -138,6 +165,20 @@ class Backlog:
 class _Waiting(NamedTuple):
     num_tokens: int
     since_s: float
+    account: Account
+
+
+def _tokens(waiting: Iterable[_Waiting]) -> int:
+    return sum(one.num_tokens for one in waiting)
+
+
+def _before_last(account: Account, num_tokens: float, waiting: list[_Waiting]) -> float:
+    """Prompt tokens that have begun once so many more of an account have: its own, with what others get meanwhile."""
+    first = _tokens(one for one in waiting if one.account.priority > account.priority)
+    equals = [one for one in waiting if one.account.priority == account.priority]
+    own = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
+    shares = {one.account.name: one.account.share for one in equals} | {account.name: account.share}
+    return first + min(own * sum(shares.values()) / account.share, num_tokens + _tokens(equals))
 
 
 class _Phase(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ from typing import NamedTuple
 from xgpt.errors import MachineError
 from xgpt.observation import Seen
 from xgpt.policies import Pool
-from xgpt.schema.step_log import StepRecord
+from xgpt.schema.step_log import ANYONE, Account, StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams, Token
 from xrunner.replicas import Pools, Replicas
 from xrunner.server.backlog import Backlog
 from xrunner.server.metrics import Metrics
-from xrunner.server.protocol import ApiError
+from xrunner.server.protocol import Allowance, ApiError
 from xrunner.server.watch import Watch
 
 MAX_RETRY_AFTER_S = 60
@@ -57,7 +58,9 @@ class Stream:
     submitted_s: float
     held: list[Token] | None = None
     """Tokens so far of a request whose caller waits for the whole output; None: each goes out as it comes."""
+    account: Account = ANYONE
     prompt_tokens: int = 0
+    output_tokens: int = 0
     deadline_s: float | None = None
     started_s: float = 0.0
     """Start of the step that first encoded some of it."""
@@ -141,12 +144,19 @@ class EngineThread:
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._backlog) / (2 * rate))))
 
-    def answer_s(self, num_outputs: int) -> float | None:
-        """Seconds until so many more outputs should be complete; None: the engine is idle, or runs no plan."""
+    def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
+        """Whether so many more outputs of this account may wait, where `most` may in all."""
+        return self._backlog.has_room(account, num_outputs, most)
+
+    def answer_s(self, account: Account, num_outputs: int) -> float | None:
+        """Seconds until so many more outputs of this account should be complete.
+
+        None: the engine is idle, or runs no plan.
+        """
         if self.watch is None or not self._streams:
             return None
         now_s, slowness = time.perf_counter(), self.watch.step_ratio or 1.0
-        return self._backlog.answer_s(now_s, num_outputs, self.watch.plan, slowness, self._engine.pool.running)
+        return self._backlog.answer_s(now_s, account, num_outputs, self.watch.plan, slowness, self._engine.pool.running)
 
     @property
     def caution(self) -> float:
@@ -166,11 +176,13 @@ class EngineThread:
         self,
         prompt: tuple[int, ...],
         *,
-        max_output: int,
+        allowance: Allowance,
+        account: Account = ANYONE,
         stop_token_ids: frozenset[int],
         output_length: int | None,
         sampling: SamplingParams,
-        deadline_s: float | None,
+        end_s: float,
+        has_deadline: bool,
         read_s: float,
         inbox: Inbox,
         promise: Promise | None = None,
@@ -179,7 +191,8 @@ class EngineThread:
         """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
 
         Args:
-            deadline_s: after which its tokens are of no use, on the clock of `time.perf_counter`.
+            end_s: after which its tokens are of no use, on the clock of `time.perf_counter`; infinite: never.
+            has_deadline: that is what its client has said.
             read_s: when its body had come, on the same clock.
             hold: let them come all at once, with the last: waking a task for each token of each request would take
                 the engine's cores from it for as much as a tenth of a decode step.
@@ -189,24 +202,32 @@ class EngineThread:
         """
         if self.failure is not None:
             raise ApiError(500, self.failure)
-        deadline_ns = None if deadline_s is None else round(deadline_s * 1e9)
         generation = Generation(
-            next(self._ids), prompt, max_output, stop_token_ids, output_length, sampling, deadline_ns=deadline_ns
+            next(self._ids),
+            prompt,
+            allowance.max_output,
+            stop_token_ids,
+            output_length,
+            sampling,
+            deadline_ns=None if end_s == math.inf else round(end_s * 1e9),
+            promised_output=allowance.promised_output,
+            account=account,
         )
         stream = Stream(
             generation.id,
             inbox,
             time.perf_counter(),
             [] if hold else None,
+            account,
             len(prompt),
-            deadline_s=deadline_s,
+            deadline_s=end_s if has_deadline else None,
             promise=promise,
         )
         self.metrics.handover_s.observe(stream.submitted_s - read_s)
         if self.watch is not None:
-            stream.seen = self.watch.arrive(len(prompt), max_output)
+            stream.seen = self.watch.arrive(len(prompt), allowance.max_output)
         self._streams[stream.id] = stream
-        self._backlog.join(stream.id, len(prompt), stream.submitted_s)
+        self._backlog.join(stream.id, len(prompt), stream.submitted_s, account)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit(generation)
         return stream
@@ -216,6 +237,7 @@ class EngineThread:
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
             self._engine.cancel(stream.id)
+            self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
             if finish_reason == "stop":
                 self._end(stream)
             self.metrics.requests.labels(finish_reason).inc()
@@ -282,6 +304,7 @@ class EngineThread:
                 metrics.ttft_s.observe(end_s - stream.submitted_s)
             else:
                 metrics.inter_token_s.observe(end_s - stream.last_token_s)
+            stream.output_tokens += 1
             if stream.seen is not None:
                 stream.seen.generated += 1
             stream.last_token_s = end_s
@@ -290,6 +313,7 @@ class EngineThread:
                 del self._streams[token.id]
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
+                metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
                 self._note_deadline(stream, end_s)
                 self._end(stream)
             if stream.held is None:

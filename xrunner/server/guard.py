@@ -90,7 +90,7 @@ class Guard:
                     code="host_not_allowed",
                 )
             origin = headers.get("origin")
-            if origin is not None and not self._hosts.accept_origin(origin):
+            if origin is not None and not self._hosts.accept_origin(origin, scope["scheme"]):
                 return ApiError(403, "pages of other sites may not use this server", code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None

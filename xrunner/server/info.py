@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrunner.server.keys import NO_KEY, Key
+from xrunner.server.quota import Quota
 
 
 @dataclass(slots=True)
@@ -17,6 +18,7 @@ class RequestInfo:
         read_s: the same when its body had; 0: not yet.
         deadline_header: the value of X-Deadline-S.
         key: what its client may do.
+        quota: what its key has left; None: it asks for no tokens.
         log: further fields of its line. Never anything that a prompt could have come into.
     """
 
@@ -26,3 +28,4 @@ class RequestInfo:
     log: dict[str, Any]
     read_s: float = 0.0
     key: Key = NO_KEY
+    quota: Quota | None = None

@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from xgpt.errors import InputError
+from xgpt.schema import Plan
+
+
+class OutputRule(NamedTuple):
+    """How long an output may be.
+
+    Attributes:
+        default: where its request names no maximum; None: a completion's is OpenAI's, a chat's fills the context.
+        most: what a request may name; None: as much as the model's context holds.
+        promised: tokens that K/V memory is set aside for where a request names no maximum; None: for all that may come.
+        may_outgrow: whether an output may run on beyond that.
+    """
+
+    default: int | None = None
+    most: int | None = None
+    promised: int | None = None
+    may_outgrow: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,14 +30,33 @@ class Limits:
     """What comes beyond is refused.
 
     Attributes:
-        max_waiting: outputs that may wait for their first step; then 429.
-        answer_within_s: time from a request to its last token that is promised to who is taken in; who would take
-            longer, by the plan and by the pace of late, gets 429. None: nothing is promised.
+        max_waiting: outputs that may wait for their first step; then 429. An API key may always have its share of them.
+        answer_within_s: time from a request to its last token that is promised to each that is taken in; one that would
+            take longer, by the plan and by the recent pace, gets 429. None: nothing is promised.
+        request_timeout_s: time from a request to its last token; then 504. None: as long as it takes.
+        default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies are answered with 413.
         body_timeout_s: how long a body may take to come in; then 408.
     """
 
     max_waiting: int = 4096
     answer_within_s: float | None = None
+    request_timeout_s: float | None = 600
+    default_max_tokens: int | None = None
+    max_max_tokens: int | None = None
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60
+
+    def __post_init__(self) -> None:
+        """Raises InputError: they contradict each other."""
+        most = self.max_max_tokens
+        if most is not None and (self.default_max_tokens or 0) > most:
+            raise InputError(
+                "--default-max-tokens", self.default_max_tokens, f"it is more than --max-max-tokens {most}; lower it"
+            )
+
+    def output_rule(self, plan: Plan | None) -> OutputRule:
+        """How long outputs may be while this plan runs."""
+        if plan is None:
+            return OutputRule(self.default_max_tokens, self.max_max_tokens)
+        return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from xgpt.schema import Decision
+from xgpt.schema import Account, Decision
 from xgpt.workload import mean
 from xrunner.engine import Engine
 from xrunner.replicas import Replicas
@@ -34,6 +34,9 @@ class Metrics:
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
         self.output_tokens = Counter("xgpt_output_tokens", "Tokens generated.", registry=registry)
+        self._accounts = Counter(
+            "xgpt_key_tokens", "Tokens of each API key's ended requests.", ["key", "kind"], registry=registry
+        )
         self.deadlines = Counter(
             "xgpt_deadlines",
             "Requests with a deadline that ended, by whether they met it.",
@@ -123,6 +126,12 @@ class Metrics:
         self.deadlines.labels("met" if met else "missed").inc()
         if met:
             self.utility.inc(1 / prompt_tokens)
+
+    def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
+        """A request of this account has ended."""
+        if account.name:
+            self._accounts.labels(account.name, "prompt").inc(prompt_tokens)
+            self._accounts.labels(account.name, "output").inc(output_tokens)
 
     async def render(self) -> bytes:
         observation = None if self._watch is None else await self._watch.observation()

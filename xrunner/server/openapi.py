@@ -18,11 +18,18 @@ _REFUSALS = {
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
     "413": "The body is too long.",
-    "429": "Too many requests wait; Retry-After says when to try again.",
+    "429": "Too many requests wait, or the key has had its share of this minute; Retry-After says when to come again.",
     "500": "The engine has failed.",
     "503": "The server is shutting down.",
-    "504": "The answer was not complete at the request's deadline.",
+    "504": "The answer was not complete at the request's deadline, or in the time that the server gives.",
 }
+
+_COMPLETION = "Without max_tokens an output has 16 tokens at most, or as many as --default-max-tokens says."
+_CHAT = (
+    "Without max_tokens an output may fill the context, or as much of it as --default-max-tokens says. K/V memory is "
+    "promised for the plan's quantile of outputs (admission.promise_quantile): one that outgrows it waits where others "
+    "need the memory, and then goes on. Where it cannot (static batches, models with an encoder) it ends there."
+)
 
 
 def describe(model_name: str) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def describe(model_name: str) -> dict[str, Any]:
         "info": {"title": "xgpt", "version": __version__, "description": "A plan behind OpenAI's API."},
         "paths": {
             "/v1/completions": {"post": _generation("Continue prompts.", bodies[0])},
-            "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1])},
+            "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1], _CHAT)},
             "/v1/models": {"get": _reading("The model that is served.", _JSON)},
             "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
             "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
@@ -52,10 +59,11 @@ def describe(model_name: str) -> dict[str, Any]:
     }
 
 
-def _generation(summary: str, body: dict[str, Any]) -> dict[str, Any]:
+def _generation(summary: str, body: dict[str, Any], description: str = _COMPLETION) -> dict[str, Any]:
     refusals = {status: {"description": reason, "content": _JSON} for status, reason in _REFUSALS.items()}
     return {
         "summary": summary,
+        "description": description,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": {"description": "The answer.", "content": _JSON | _EVENTS}} | refusals,
     }

@@ -1,5 +1,8 @@
 """The bodies of /v1/completions and /v1/chat/completions: what is accepted, what errors look like.
 
+A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
+the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
+
 Beside OpenAI's fields a request may carry:
     top_k, min_p: further cuts of the distribution.
     ignore_eos: run on to max_tokens, whatever tokens come.
@@ -15,16 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NoReturn, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, cast
 
 import msgspec
 from msgspec import Meta
 
 from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
-
-DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; a chat's answer may fill the context."""
+from xrunner.server.limits import OutputRule
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -84,6 +85,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """What both kinds of request have in common; a field may be null for its default."""
 
     PROMPT_FIELD: ClassVar[str]
+    DEFAULT_OUTPUT: ClassVar[int | None] = None
+    """Output tokens where no maximum is named; None: all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
     """Fields accepted only at the value that changes nothing, and why."""
 
@@ -129,9 +132,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Most probable tokens to report beside each chosen one; None: nothing."""
         raise NotImplementedError
 
-    def max_output(self, room: int) -> int:
-        """Output tokens at most; `room`: those that would fit."""
-        raise NotImplementedError
+    @property
+    def named_output(self) -> int | None:
+        """Output tokens at most, where the request names a maximum."""
+        return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
         """How tokens are chosen; of the seed, 64 bits count."""
@@ -162,6 +166,8 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """The body of POST /v1/completions."""
 
     PROMPT_FIELD = "prompt"
+    DEFAULT_OUTPUT = 16
+    """As OpenAI has it."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
         "best_of": (1, "it is not implemented; leave it out, or send n for several choices"),
         "echo": (False, "it is not implemented; leave it out"),
@@ -178,9 +184,6 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    def max_output(self, room: int) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self, longest: int) -> list[Prompt]:
         """A string, token ids, or a list of either.
@@ -246,9 +249,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def max_output(self, room: int) -> int:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return room if limit is None else limit
+    @property
+    def named_output(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self) -> None:
         super().check()
@@ -307,7 +310,16 @@ def _parse(body: bytes, decode: Any) -> Any:
     return request
 
 
-def check_tokens(prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int) -> int:
+class Allowance(NamedTuple):
+    """Output tokens of a prompt: at most, and those that K/V memory is set aside for; None: for all."""
+
+    max_output: int
+    promised_output: int | None = None
+
+
+def check_tokens(
+    prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
+) -> Allowance:
     """How many tokens the output of a prompt may have.
 
     Args:
@@ -318,7 +330,8 @@ def check_tokens(prompt: list[int], request: GenerationRequest, spec: ModelSpec,
     """
     field = request.PROMPT_FIELD
     room = spec.max_context - len(prompt)
-    limit = request.max_output(max(1, min(room, capacity - len(prompt))))
+    allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
+    limit = allowance.max_output
     if limit > room:
         refuse(
             field if room < 1 else "max_tokens",
@@ -337,4 +350,18 @@ def check_tokens(prompt: list[int], request: GenerationRequest, spec: ModelSpec,
             refuse(name, f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
     if request.output_length is not None and request.output_length > limit:
         refuse("output_length", f"{request.output_length} is more than max_tokens {limit}")
-    return limit
+    return allowance
+
+
+def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allowance:
+    """`room`: output tokens that would fit."""
+    if (named := request.named_output) is not None:
+        if rule.most is not None and named > rule.most:
+            refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")
+        return Allowance(named)
+    if rule.default is None and request.DEFAULT_OUTPUT is not None:
+        return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))
+    limit = min(rule.default or room, rule.most or room, room)
+    if rule.promised is None or rule.promised >= limit:
+        return Allowance(limit)
+    return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)

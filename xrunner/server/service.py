@@ -21,6 +21,7 @@ from xrunner.server.protocol import (
     parse_completion,
     refuse,
 )
+from xrunner.server.quota import Quotas
 from xrunner.server.text import TextCodec
 from xrunner.server.writers import ChatWriter, CompletionWriter
 
@@ -46,6 +47,7 @@ class Service:
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._limits = limits
+        self._quotas = Quotas()
 
     async def complete(self, http: Request) -> Response:
         request = parse_completion(await self._body(http))
@@ -78,7 +80,9 @@ class Service:
         return self._answer(http, request, tokens, ChatWriter)
 
     async def _body(self, http: Request) -> bytes:
-        """Raises ApiError (413, 408)."""
+        """Raises ApiError (429, 413, 408)."""
+        info: RequestInfo = http.scope["xgpt"]
+        info.quota = self._quotas.begin(info.key)
         parts: list[bytes] = []
         size = 0
         try:
@@ -90,7 +94,6 @@ class Service:
                         raise ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self._limits.body_timeout_s} s") from None
-        info: RequestInfo = http.scope["xgpt"]
         info.read_s = time.perf_counter()
         return b"".join(parts)
 
@@ -127,11 +130,13 @@ class Service:
         writer: type[CompletionWriter | ChatWriter],
     ) -> Answer:
         capacity = self._engine_thread.capacity
+        watch = self._engine_thread.watch
+        rule = self._limits.output_rule(None if watch is None else watch.plan)
         info: RequestInfo = http.scope["xgpt"]
         return Answer(
             self._engine_thread,
             request,
-            [Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity)) for tokens in prompts],
+            [Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule)) for tokens in prompts],
             writer(
                 request.model,
                 int(time.time()),

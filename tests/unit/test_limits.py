@@ -1,0 +1,228 @@
+"""What a key may have: a minute's requests and tokens, its share of the engine and of the waiting room, its time."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fakes import SPEC, FakeExecutor, byte_codec, eventually, fake_app, fake_engine, fake_plan, running
+from xgpt.errors import InputError
+from xgpt.schema import Account, Admission, Histogram, StaticSettings, Workload
+from xrunner.server import ApiKeys, Limits, Watch
+from xrunner.server.backlog import Backlog
+from xrunner.server.keys import Key
+from xrunner.server.limits import OutputRule
+from xrunner.server.protocol import ApiError, check_tokens, parse_chat, parse_completion
+from xrunner.server.quota import Quotas
+
+ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs-", "operators-operators-"
+BODY = {"model": "fake", "prompt": [5, 6, 7], "ignore_eos": True}
+
+
+def post(url: str, key: str = OPS, **fields: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/completions", json=BODY | fields, headers=headers, trust_env=False, timeout=60)
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# How long an output may be ----------------------------------------------------------------------------------
+
+
+CHAT = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}]}'
+COMPLETION = b'{"model": "fake", "prompt": [1]}'
+
+
+@pytest.mark.parametrize(
+    ("rule", "chat", "completion"),
+    [
+        (OutputRule(), (500, None), (16, None)),
+        (OutputRule(promised=40), (500, 40), (16, None)),
+        (OutputRule(promised=40, may_outgrow=False), (40, None), (16, None)),
+        (OutputRule(default=100, promised=40), (100, 40), (100, 40)),
+        (OutputRule(default=30, promised=40), (30, None), (30, None)),
+        (OutputRule(most=8, promised=40), (8, None), (8, None)),
+    ],
+)
+def test_without_max_tokens(rule: OutputRule, chat: tuple[int, int], completion: tuple[int, int]) -> None:
+    for request, expected in ((parse_chat(CHAT), chat), (parse_completion(COMPLETION), completion)):
+        assert check_tokens([1] * 12, request, SPEC, 10_000, rule) == expected
+
+
+def test_more_than_the_server_gives_is_refused() -> None:
+    request = parse_completion(b'{"model": "fake", "prompt": [1], "max_tokens": 9}')
+    with pytest.raises(ApiError, match="more than the 8 that this server gives"):
+        check_tokens([1], request, SPEC, 10_000, OutputRule(most=8))
+    with pytest.raises(InputError, match="--max-max-tokens 8"):
+        Limits(default_max_tokens=9, max_max_tokens=8)
+
+
+def test_the_plan_promises_its_quantile_of_outputs() -> None:
+    lengths = Histogram(lengths=(10, 20, 400), probabilities=(0.5, 0.492, 0.008))
+    plan = fake_plan(workload=Workload(name="w", input=lengths, output=lengths))
+    assert Limits().output_rule(plan) == OutputRule(None, None, 20, True)
+    assert plan.model_copy(update={"admission": Admission(promise_quantile=0.995)}).promised_output == 400
+    static = plan.model_copy(update={"policy": StaticSettings(batch=4)})
+    assert not Limits().output_rule(static).may_outgrow
+
+
+def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() -> None:
+    """Before, eight of them reserved all memory, and the request waited for one of them to fill its context."""
+    engine = fake_engine(FakeExecutor(step_s=0.005), kv_blocks=64, max_batch=16)
+    with running(fake_app(engine, Watch(fake_plan()), tokenizer=byte_codec())) as url, ThreadPoolExecutor(8) as pool:
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{url}/v1/chat/completions", json=chat, trust_env=False, timeout=60)
+
+        chats = [pool.submit(ask) for _ in range(8)]
+        assert eventually(lambda: engine.pool.num_running == 8)
+        time.sleep(1)  # they have outgrown their promise, and hold all there is
+        begin_s = time.monotonic()
+        assert post(url, max_tokens=2).status_code == 200
+        assert time.monotonic() - begin_s < 0.5
+        usages = [future.result().json()["usage"] for future in chats]
+        assert {usage["total_tokens"] for usage in usages} == {SPEC.max_context}  # and still none is cut short
+        assert engine.pool.num_preemptions
+
+
+# A minute's requests and tokens -----------------------------------------------------------------------------
+
+
+def test_a_bucket_holds_a_minute_and_fills_evenly() -> None:
+    now = [0.0]
+    quotas, key = Quotas(lambda: now[0]), Key(Account("a"), requests_per_minute=6, tokens_per_minute=60)
+    for _ in range(6):
+        quotas.begin(key)
+    with pytest.raises(ApiError, match="6 requests a minute of key 'a'") as caught:
+        quotas.begin(key)
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "10")
+    now[0] = 10.0
+    quota = quotas.begin(key)
+    quota.reserve(50)
+    quota.settle(20)
+    with pytest.raises(ApiError, match="60 tokens a minute"):
+        quota.reserve(41)
+    quota.reserve(40)
+    now[0] = 1000.0
+    quota.reserve(1000)  # more than it ever holds: a full one, and a debt
+    with pytest.raises(ApiError) as caught:
+        quota.reserve(1)
+    assert caught.value.headers["retry-after"] == "941"
+
+
+def test_a_reload_changes_what_a_key_may_have_and_forgets_nothing() -> None:
+    quotas = Quotas(lambda: 0.0)
+    for _ in range(3):
+        quotas.begin(Key(Account("a"), requests_per_minute=3))
+    with pytest.raises(ApiError):
+        quotas.begin(Key(Account("a"), requests_per_minute=2))
+    quotas.begin(Key(Account("b"), requests_per_minute=2))
+
+
+def test_limits_of_one_key_leave_the_others_alone() -> None:
+    keys = ApiKeys.parse(f"alice {ALICE} requests_per_minute=2 \nbob {BOB} tokens_per_minute=20\n{OPS}")
+    with running(fake_app(fake_engine(FakeExecutor()), keys=keys)) as url:
+        statuses = [post(url, ALICE, max_tokens=1).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        answer = post(url, ALICE, max_tokens=1)
+        assert refused(answer) == (429, "rate_limit_exceeded")
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        assert post(url, BOB, max_tokens=10).status_code == 200
+        assert refused(post(url, BOB, max_tokens=10)) == (429, "rate_limit_exceeded")
+        assert post(url, BOB, max_tokens=4).status_code == 200
+        assert {post(url, OPS, max_tokens=10).status_code for _ in range(5)} == {200}
+
+
+# Shares -----------------------------------------------------------------------------------------------------
+
+
+def key_tokens(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {OPS}"}, trust_env=False).text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "xgpt_key_tokens_total":
+                found[sample.labels["key"]] = found.get(sample.labels["key"], 0.0) + sample.value
+    return found
+
+
+def test_two_keys_beyond_capacity_are_served_by_their_shares() -> None:
+    """Each keeps 24 requests in flight where 8 run, a's long and b's short; before, the busier key got most."""
+    keys = ApiKeys.parse(f"alice {ALICE} share=3\nbob {BOB}\n{OPS}")
+    engine = fake_engine(FakeExecutor(step_s=0.001), max_batch=8)
+    stop = threading.Event()
+    with running(fake_app(engine, keys=keys)) as url, ThreadPoolExecutor(48) as pool:
+
+        def load(key: str, max_tokens: int) -> None:
+            with httpx.Client(trust_env=False, timeout=60) as client:
+                while not stop.is_set():
+                    answer = client.post(
+                        f"{url}/v1/completions",
+                        json=BODY | {"max_tokens": max_tokens},
+                        headers={"authorization": f"Bearer {key}"},
+                    )
+                    assert answer.status_code == 200
+
+        loads = [pool.submit(load, *one) for one in [(ALICE, 24), (BOB, 12)] * 24]
+        time.sleep(1)
+        before = key_tokens(url)
+        time.sleep(3)
+        after = key_tokens(url)
+        stop.set()
+        for one in loads:
+            one.result()
+    served = {name: after[name] - before[name] for name in ("alice", "bob")}
+    assert served["alice"] / served["bob"] == pytest.approx(3, rel=0.1)
+
+
+def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
+    """Before, one key filled the room, and everybody else got 429."""
+    keys = ApiKeys.parse(f"alice {ALICE}\nbob {BOB}\n{OPS}")
+    engine = fake_engine(FakeExecutor(step_s=0.005), max_batch=1)
+    app = fake_app(engine, keys=keys, limits=Limits(max_waiting=8))
+    with running(app) as url, ThreadPoolExecutor(16) as pool:
+        flood = [pool.submit(post, url, ALICE, max_tokens=30) for _ in range(12)]
+        assert eventually(lambda: sum(one.done() for one in flood) >= 3)
+        assert refused(post(url, ALICE, max_tokens=2)) == (429, "queue_full")
+        begin_s = time.monotonic()
+        assert post(url, BOB, max_tokens=2).status_code == 200
+        assert time.monotonic() - begin_s < 0.6  # behind the one that ran, not behind the eight
+        assert {one.result().status_code for one in flood} == {200, 429}
+
+
+def test_what_an_account_waits_for_is_its_own_and_the_others_share() -> None:
+    plan, flood = fake_plan(), Backlog(10.0)
+    for id_ in range(90):
+        flood.join(id_, 10, 0.0, Account("a"))
+
+    def waits_s(account: Account) -> float:
+        return flood.answer_s(0.0, account, 1, plan, 1.0)
+
+    alone = waits_s(Account("a"))
+    assert waits_s(Account("b")) < alone / 10
+    assert waits_s(Account("b", share=9)) <= waits_s(Account("b")) <= waits_s(Account("b", share=0.1))
+    assert waits_s(Account("b", priority=-1)) == pytest.approx(alone, rel=0.05)
+
+
+# Time -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_deadline_has_the_servers(stream: bool) -> None:
+    app = fake_app(fake_engine(FakeExecutor(step_s=0.01)), limits=Limits(request_timeout_s=0.2))
+    with running(app) as url:
+        begin_s = time.monotonic()
+        answer = post(url, max_tokens=400, stream=stream)
+        assert time.monotonic() - begin_s < 2
+        assert '"code":"timeout"' in answer.text and "0.2 s" in answer.text
+        assert stream or answer.status_code == 504
+        assert refused(post(url, max_tokens=400, deadline_s=0.1)) == (504, "deadline_exceeded")
+        text = httpx.get(f"{url}/metrics", trust_env=False).text
+        assert 'xgpt_requests_total{finish_reason="timeout"} 1.0' in text
+        assert 'xgpt_deadlines_total{outcome="missed"} 1.0' in text  # a client's own alone

@@ -1,0 +1,111 @@
+"""How many requests and tokens a minute each API key has left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from xrunner.server.keys import Key
+from xrunner.server.protocol import ApiError
+
+
+class Quotas:
+    """What is left of every key's minute, by the key's name: it outlives a change of the key's settings.
+
+    Args:
+        clock: seconds that do not go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
+
+    def begin(self, key: Key) -> Quota:
+        """One more request of this key.
+
+        Raises:
+            ApiError: 429, it has had its requests of this minute.
+        """
+        quota = Quota(
+            self._bucket(key, "requests", key.requests_per_minute), self._bucket(key, "tokens", key.tokens_per_minute)
+        )
+        if quota.requests is not None:
+            quota.requests.take(1)
+        return quota
+
+    def _bucket(self, key: Key, kind: str, per_minute: float | None) -> _Bucket | None:
+        if per_minute is None:
+            return None
+        bucket = self._buckets.get((key.name, kind))
+        if bucket is None:
+            bucket = self._buckets[key.name, kind] = _Bucket(key.name, kind, per_minute, self._clock)
+        bucket.per_minute = per_minute
+        return bucket
+
+
+class Quota:
+    """One request's hold on what its key has left."""
+
+    def __init__(self, requests: _Bucket | None = None, tokens: _Bucket | None = None) -> None:
+        self.requests = requests
+        self.tokens = tokens
+        self._reserved = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        """Set tokens aside for prompts and the outputs that are promised.
+
+        Raises:
+            ApiError: 429, the key has had its tokens of this minute.
+        """
+        if self.tokens is not None:
+            self.tokens.take(num_tokens)
+            self._reserved = num_tokens
+
+    def settle(self, num_tokens: int) -> None:
+        """So many tokens it came to in the end."""
+        if self.tokens is not None:
+            self.tokens.give(self._reserved - num_tokens)
+            self._reserved = num_tokens
+
+
+class _Bucket:
+    """A token bucket that holds a minute's worth, and fills evenly.
+
+    What costs more than it ever holds takes a full one, and leaves a debt.
+    """
+
+    def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._level = self._capacity
+        self._what = f"{kind} a minute of key {name!r}"
+        self._clock = clock
+        self._at_s = clock()
+
+    def take(self, cost: float) -> None:
+        """Raises ApiError (429)."""
+        self._fill()
+        missing = min(cost, self._capacity) - self._level
+        if missing > 1e-9:
+            raise ApiError(
+                429,
+                f"more than the {self.per_minute:g} {self._what}; try again later",
+                code="rate_limit_exceeded",
+                retry_after_s=math.ceil(60 * missing / self.per_minute),
+            )
+        self._level -= cost
+
+    def give(self, cost: float) -> None:
+        """Take back what was not used; below zero: what was used beyond."""
+        self._fill()
+        self._level = min(self._level + cost, self._capacity)
+
+    @property
+    def _capacity(self) -> float:
+        """At least one request fits."""
+        return max(1.0, self.per_minute)
+
+    def _fill(self) -> None:
+        now_s = self._clock()
+        filled = self._level + (now_s - self._at_s) * self.per_minute / 60
+        self._level, self._at_s = min(filled, self._capacity), now_s

@@ -1,0 +1,42 @@
+"""The certificate that a server shows."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from xgpt.errors import InputError
+
+CERTIFICATE, KEY = "--ssl-certfile", "--ssl-keyfile"
+
+
+def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
+    """TLS 1.2 or newer with this certificate.
+
+    Args:
+        certificate: a PEM file, the certificates of the authorities between behind it.
+        key: its private key; None: it stands in the same file.
+
+    Raises:
+        InputError: a file cannot be read, is no PEM, is encrypted, or the key is another certificate's.
+    """
+    for field, path in ((CERTIFICATE, certificate), (KEY, key)):
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise InputError(field, str(path), f"it cannot be read: {error.strerror}") from None
+
+    def password() -> str:
+        raise InputError(KEY, str(key or certificate), "it is encrypted, and nobody is there to be asked; decrypt it")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password)
+    except ssl.SSLError as error:
+        shown = f"{certificate} with {key}" if key else str(certificate)
+        what = "the key is another certificate's" if error.reason == "KEY_VALUES_MISMATCH" else "no certificate and key"
+        raise InputError(CERTIFICATE, shown, f"{what} in PEM ({error.reason or error})") from None
+    return context
