@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import ClusterSpec, Constraint, KvPromise, ModelSpec, Plan, Profile, SearchCertificate, Workload
+from xscheduler.arrival_rate import by_rate, neighbours, rate_of
 from xscheduler.frontier import Point, frontier
 from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
@@ -18,7 +19,6 @@ from xscheduler.plan import plan_of
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
-from xscheduler.sustain import best_sustained, max_arrival_rate
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
@@ -71,8 +71,8 @@ class Scheduler:
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
-        self._found: dict[str, Space] = {}
-        """Where each policy's best plan lies."""
+        self._found: dict[tuple[Settings, int, int], Space] = {}
+        """Where plans that were found lie."""
         self._plan_of = partial(plan_of, problem, self.lengths)
         self._screens: dict[Constraint, Screen] = {}
         self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
@@ -171,55 +171,66 @@ class Scheduler:
                 plans[kind] = plan_of(
                     self.problem, self.lengths, found.space, found.values, found.settings, certificate
                 )
-                self._found[kind] = found.space
+                self._found[_key(plans[kind])] = found.space
         if not plans:
             raise self._infeasible(kinds)
         return plans
 
-    def with_max_arrival_rate(self, plan: Plan) -> Plan:
-        """A plan that this scheduler found, with the highest arrival rate at which it keeps its latency bound."""
-        rate = max_arrival_rate(self._found[plan.policy.kind], plan.policy, plan.constraint)
-        return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"max_arrival_rate_per_s": rate})})
+    def by_arrivals(self, kind: str, most: int, at_least: float = 0.0) -> list[tuple[Plan, float]]:
+        """The policy's plans of the highest arrival rates in closed form, each with that rate, the highest first.
 
-    def sustaining(self, kinds: Sequence[str], rate: float) -> dict[str, Plan]:
-        """Each policy's schedule with the most room above an arrival rate at which it keeps the constraint.
-
-        The latency bound holds for the whole time, waiting included.
-
-        Raises:
-            InfeasibleError: none keeps it.
+        Args:
+            most: so many plans, of as many placements.
+            at_least: a rate below which plans are of no use.
         """
-        constraint = self.problem.constraint
-        relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None})
-        plans = {}
-        for kind in kinds:
-            started = time.perf_counter()
-            spaces = self.spaces(kind, relaxed)
-            found = best_sustained(spaces, constraint, rate)
-            if found is None:
-                continue
-            certificate = SearchCertificate(
-                method="grid",
-                evaluations=found.evaluations,
-                space_size=sum(space.num_points for space in spaces),
-                seconds=round(time.perf_counter() - started, 4),
-                gap=None,
-                bound="none: schedules along the frontiers of the most promising placements",
-            )
-            self._found[kind] = found.space
-            plans[kind] = self.with_max_arrival_rate(
-                self._plan_of(found.space, found.values, found.settings, certificate)
-            )
-        if not plans:
-            bound = constraint.latency_bound_s
-            kept = "their memory" if bound is None else f"{bound:g} s with waiting"
-            raise InfeasibleError(
-                f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {self._placements.num_devices} devices of "
-                f"{self.problem.cluster.name} keeps {kept} at {rate:g} requests/s; take more devices or a lower rate",
-                nearest_bound_s=None,
-                binding="arrival_rate_per_s",
-            )
-        return plans
+        started = time.perf_counter()
+        spaces = self.spaces(kind)
+        rated = by_rate(spaces, self.problem.constraint, at_least)
+        certificate = SearchCertificate(
+            method="grid",
+            evaluations=sum(space.evaluations for space in spaces),
+            space_size=sum(space.num_points for space in spaces),
+            seconds=round(time.perf_counter() - started, 4),
+            gap=None,
+            bound="none: the arrival rate of settings along curves, in closed form",
+        )
+        found = []
+        for of in rated[:most]:
+            evaluation = of.space.evaluate(_columns(of.settings))
+            plan = self._plan_of(of.space, evaluation.at(0), of.settings, certificate)
+            self._found[_key(plan)] = of.space
+            found.append((plan, of.rate))
+        return found
+
+    def neighbours(self, plan: Plan) -> list[tuple[Plan, float]]:
+        """Plans that differ from one of `by_arrivals` in one variable by some, each with its rate in closed form."""
+        space, found = self._found[_key(plan)], []
+        for settings in neighbours(space, plan.policy):
+            evaluation = space.evaluate(_columns(settings))
+            if evaluation.fits[0]:
+                other = self._plan_of(space, evaluation.at(0), settings, plan.search)
+                self._found[_key(other)] = space
+                found.append((other, rate_of(space, settings, plan.constraint)))
+        return found
+
+    def predicted_rate(self, plan: Plan) -> float:
+        """The arrival rate that the closed form gives a plan that this scheduler found."""
+        return rate_of(self._found[_key(plan)], plan.policy, plan.constraint)
+
+    def most_stable(self, kind: str) -> float:
+        """Requests a second that no schedule of a policy serves, whatever its latency."""
+        free = {"latency_bound_s": None, "ttft_s": None, "tpot_s": None}
+        spaces = self.spaces(kind, self.problem.constraint.model_copy(update=free))
+        return max((space.bound for space in spaces), default=0.0)
+
+    def under(self, constraint: Constraint) -> Scheduler:
+        """The scheduler of the same problem under other bounds."""
+        return Scheduler(replace(self.problem, constraint=constraint), self.method)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that plans may take."""
+        return self._placements.num_devices
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
         """The plan with the highest throughput among these policies."""
@@ -232,8 +243,7 @@ class Scheduler:
             InfeasibleError: they do not fit in memory.
         """
         space = self.space(settings.kind, placement)
-        columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
-        evaluation = space.evaluate(columns)
+        evaluation = space.evaluate(_columns(settings))
         if not evaluation.fits[0]:
             raise InfeasibleError(
                 f"memory: {evaluation.performance.peak_requests[0]:.0f} requests at once do not fit, "
@@ -367,6 +377,14 @@ class _Predictors:
         if len(costs) == 2:
             return TwoLaneModel(costs[0], costs[1], self._lengths, quantile)
         return OneLaneModel(costs[0], self._lengths, quantile)
+
+
+def _columns(settings: Settings) -> dict[str, np.ndarray]:
+    return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
+
+
+def _key(plan: Plan) -> tuple[Settings, int, int]:
+    return plan.policy, plan.replicas, len(plan.stages)
 
 
 def _check_context(problem: Problem, lengths: Lengths) -> None:

@@ -28,11 +28,9 @@ PRECISION = 0.02
 """Of the rate, relative."""
 EDGE = 0.05
 """By which share bounds are tightened and loosened to show how sensitive the rate is."""
+LEAST_SHARE = 0.05
+"""Of saturation: a plan that breaks its bounds at less has no capacity."""
 SEED = 0
-
-
-class NeverKept(Exception):
-    """The bounds are broken at any rate worth speaking of."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class _Curve:
         while True:
             high = min(rate for rate, excess in self.known.items() if excess > slack)
             low = max((rate for rate, excess in self.known.items() if excess <= slack and rate < high), default=0.0)
-            if high <= (1 + PRECISION) * low or high < 0.01 * self._most:
+            if high <= (1 + PRECISION) * low or high < LEAST_SHARE * self._most:
                 return low
             if first is not None:
                 rate, first = min(max(first, 0.02 * self._most), 0.97 * self._most), None
@@ -157,24 +155,29 @@ class _Curve:
         return rate
 
 
-def capacity(plan: Plan, profile: Profile, predicted: float | None = None) -> Capacity | None:
+def capacity(
+    plan: Plan, profile: Profile, predicted: float | None = None, *, start: float | None = None, edges: bool = True
+) -> Capacity | None:
     """Simulate up to which arrival rate a plan keeps its bounds; None where it has none.
 
     Args:
-        predicted: where the search begins: the closed form's rate.
+        predicted: the closed form's rate.
+        start: where the search begins; None: there.
+        edges: also under bounds that are a little tighter and looser.
     """
     if not plan.constraint.bounds_latency:
         return None
-    trial, slack = Trial(plan, profile), 1 / (1 + plan.constraint.headroom)
-    curve = _Curve(trial, plan.estimate.throughput_rps)
-    rate = curve.highest(slack, predicted or 0.8 * plan.estimate.throughput_rps)
-    tighter, looser = (curve.highest(slack * (1 + edge)) for edge in (-EDGE, EDGE))
+    trial, slack = Trial(plan, profile), _slack(plan)
+    most = plan.estimate.throughput_rps
+    curve = _Curve(trial, most)
+    rate = curve.highest(slack, start or predicted or 0.8 * most)
+    tighter, looser = (curve.highest(slack * (1 + edge)) if edges else None for edge in (-EDGE, EDGE))
     seen = trial.at(rate) if rate else None
     quantile = plan.constraint.quantile
     return Capacity(
         rate_per_s=rate,
-        rate_under_tighter_per_s=min(tighter, rate),
-        rate_under_looser_per_s=max(looser, rate),
+        rate_under_tighter_per_s=None if tighter is None else min(tighter, rate),
+        rate_under_looser_per_s=None if looser is None else max(looser, rate),
         whole_s=0.0 if seen is None else _upper(seen.whole_s, quantile),
         share_kept=0.0 if seen is None else float(np.mean(seen.excess(plan.constraint) <= 1)),
         closed_form_per_s=predicted,
@@ -182,6 +185,17 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None) -> Ca
         warm_up_requests=trial.num_warm_up,
         seed=SEED,
     )
+
+
+def keeps(plan: Plan, profile: Profile, rate: float) -> bool:
+    """Whether a plan keeps its bounds at an arrival rate, by simulation."""
+    slack = _slack(plan)
+    return rate < plan.estimate.throughput_rps and Trial(plan, profile).excess(rate, slack) <= slack
+
+
+def _slack(plan: Plan) -> float:
+    """Share of its bounds that a plan may use."""
+    return 1 / (1 + plan.constraint.headroom)
 
 
 def _upper(values: Array, quantile: float) -> float:

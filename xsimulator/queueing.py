@@ -1,192 +1,193 @@
-"""Latency under load: what a request takes from its arrival on, waiting included, in closed form.
+"""Requests that arrive at a rate, in closed form: how many keep their bounds, waiting included, and up to which rate.
 
 The number of requests inside is taken for a birth-death process: arrivals at rate r, departures at the throughput X(k)
-that the schedule has with batches of k requests, and at X(n) while more than the n that it takes are there:
+that the schedule has with k requests inside, and at X(n) while more than the n that it takes are there:
 
-    log P(k) = sum_{j<=k} log(r / X(j)) / z + constant,   z = (c^2 + 1)/2 up to n + 1,  (c^2 + s^2)/2 beyond,
+    log P(k) = sum_{j<=k} log(r / X(j)) / z + constant,   z = (1 + 1)/2 up to n + 1,  (1 + s^2)/2 beyond,
 
-with c the coefficient of variation of the gaps between arrivals (Poisson: 1) and s that of the time that a place is
-held: 0 where places are free again together, after a phase or a batch. A request that meets k others takes in turn
+with s the coefficient of variation of the time that a place is held: 0 where places are free again together, after a
+phase or a batch. A request that meets k others takes in turn
 
 - the time to the next step that may admit it, uniform over the time between two such steps;
 - where all n places are taken, the wait for one: exponential, for the tail of P is geometric;
 - its time inside, at the pace that the schedule has with k + 1 requests.
 
-Exact for Poisson arrivals and processor sharing up to n (z = 1: the stay's distribution does not matter); elsewhere the
+Exact for Poisson arrivals and processor sharing up to n (the stay's distribution does not matter); beyond, the
 diffusion's variance. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in order of arrival.
+
+The throughput with k inside is that of a smaller batch, saturated: one curve of batches tells of every cap along it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.schema import Constraint
 from xgpt.schema.step_log import StepRecord
 from xsimulator.analytic import Performance
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
-Evaluate = Callable[..., Performance]
-"""(kind, **columns of control variables) -> predictions at saturation, one entry a candidate."""
-
-BATCH_VARIABLE = {
-    "rra": "encode_batch",
-    "orca": "max_batch",
-    "chunked": "max_batch",
-    "static": "batch",
-    "waa": "max_decode_batch",
-}
-"""The control variable that shrinks under light load."""
 
 NUM_LOADS = 16
-"""Batches at which a candidate is evaluated, from one request up to its own."""
+"""Batches at which a curve is evaluated, from one request up to its largest."""
+FEW_STATES = 24
+"""Up to so many requests inside, each number of them is a state; beyond, ever fewer are."""
+NUM_STATES = 72
+RATE_STEPS = 14
+"""Bisections of a rate: to a ten-thousandth of saturation."""
+LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
+"""Shares of all output lengths, each of which stands for its mean."""
 
+INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
+
+MIXED = ("orca", "chunked")
+"""Policies whose every step may admit requests."""
 FREED_TOGETHER = ("rra", "static")
 """Policies whose places are free again together: after a phase, after a batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a vector of candidates does at one arrival rate.
-
-    Attributes:
-        utilisation: arrival rate over throughput at saturation.
-        whole: quantile over requests of the time from arrival to the last token, s; infinite beyond saturation.
-        wait: mean wait for admission, s.
-        ttft: mean time from arrival to the first token, s.
-        tpot: mean gap between tokens, s.
-    """
-
-    utilisation: Array
-    whole: Array
-    wait: Array
-    ttft: Array
-    tpot: Array
-
-
 class Queue:
-    """Candidates of one policy under any load.
+    """Curves of candidates of one policy: along each, the batch grows, and every point of it is a candidate.
 
     Args:
-        evaluate: the closed form.
-        columns: the candidates' control variables, one entry each.
+        found: predictions at saturation. # [curves * loads], the loads of a curve side by side, rising
+        constraint: its bounds, in seconds; its quantile is that of requests that keep them.
     """
 
-    def __init__(self, evaluate: Evaluate, lengths: Lengths, kind: str, **columns: npt.ArrayLike) -> None:
-        values = {name: np.atleast_1d(np.asarray(column, float)) for name, column in columns.items()}
-        batch = values[BATCH_VARIABLE[kind]]
-        # Geometric from 1 to the candidate's own batch. # [candidates, loads]
-        batches = np.maximum(batch, 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS)
-        repeated = {name: np.repeat(column, NUM_LOADS) for name, column in values.items()}
-        repeated[BATCH_VARIABLE[kind]] = batches.ravel()
-        found = evaluate(kind, **repeated)
-        self._decodes: Array = lengths.outputs - 1
-        self._probabilities = lengths.output_probabilities
-        self._ttft, self._tpot, self._gate, throughput = (
-            values.reshape(batches.shape) for values in (found.ttft, found.tpot, found.cycle, found.throughput)
+    def __init__(
+        self, kind: str, found: Performance, lengths: Lengths, constraint: Constraint, num_loads: int = NUM_LOADS
+    ) -> None:
+        self._quantile = constraint.quantile
+        decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
+        inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
+        self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
+        self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
+        """Of requests that stand for all: decode iterations, shares, and prompts beside the mean one."""
+        shape = (-1, num_loads)
+        ttft, tpot, gate, throughput = (
+            of.reshape(shape) for of in (found.ttft, found.tpot, found.cycle, found.throughput)
         )
+        # A step that mixes may admit at any time; other steps admit once a phase, or batch.
+        self._ttft, self._tpot, self._gate = ttft, tpot, tpot if kind in MIXED else gate
         # A schedule never serves less with a larger batch: where the closed form says so, it is by rounding.
-        throughput = np.maximum.accumulate(throughput, axis=1)
-        self.saturation: Array = throughput[:, -1]
-        """Requests a second at most, [candidates]."""
-        stay = self._ttft + self._tpot * float(self._probabilities @ self._decodes)
-        inside = np.maximum.accumulate(np.maximum(throughput * stay, 1.0), axis=1)
-        self._places = np.maximum(np.round(inside[:, -1]), 1).astype(int)
-        self._work, self._share = _states(throughput, inside, self._places)
-        if kind in FREED_TOGETHER:
-            self._stay_variation = np.zeros_like(batch)
-        else:
-            stays = self._ttft[:, -1:] + self._tpot[:, -1:] * self._decodes  # [candidates, lengths]
-            square = stays**2 @ self._probabilities
-            self._stay_variation = np.maximum(square / (stays @ self._probabilities) ** 2 - 1, 0.0)
+        self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
+        """Requests a second at most. # [curves, loads]"""
+        stay = ttft + tpot * lengths.mean_decodes
+        self._inside = np.maximum.accumulate(np.maximum(self.saturation * stay, 1.0), axis=1)
+        self._set_bounds(constraint)
+        self._set_states()
+        self._stay_variation = np.zeros_like(stay)
+        if kind not in FREED_TOGETHER:
+            stays = self._first + tpot[..., None] * self._decodes
+            self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
-    def at(self, rate: npt.ArrayLike, quantile: float, cv: float = 1.0) -> Loaded:
-        """Predict at an arrival rate, one for all candidates or one each.
+    def _set_bounds(self, constraint: Constraint) -> None:
+        """What is left of each bound for waiting, and the share of requests that break one without it."""
+        slack = 1 + constraint.headroom
+        # A long prompt takes longer; the step that it is in takes as long as others at least.
+        beside = np.minimum(self._tpot, self._ttft)[..., None]
+        self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
+        left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)
+        if constraint.latency_bound_s is not None:
+            left = constraint.latency_bound_s / slack - self._first - self._tpot[..., None] * self._decodes
+        if constraint.ttft_s is not None:
+            left = np.minimum(left, constraint.ttft_s / slack - self._first)
+        if constraint.tpot_s is not None:
+            left = np.where((self._tpot > constraint.tpot_s / slack)[..., None], -1.0, left)
+        self._left: Array = left
+        gate = np.maximum(self._gate[..., None], 1e-12)
+        with np.errstate(invalid="ignore"):
+            late = np.where(np.isinf(left), 0.0, np.clip(1 - left / gate, 0.0, 1.0))
+        self._late: Array = late @ self._shares
+        """# [curves, loads]"""
 
-        Args:
-            quantile: over requests, of the whole time.
-            cv: coefficient of variation of the gaps between arrivals.
+    def _set_states(self) -> None:
+        """The numbers of requests inside that are looked at; for each, sum_{j<=k} log X(j) and the share that is late
+        with k + 1 inside.
         """
-        rate = np.broadcast_to(np.asarray(rate, float), self.saturation.shape)
-        utilisation = rate / self.saturation
-        stable = utilisation < 1
-        met, queued, drain = self._met(np.minimum(rate, (1 - 1e-6) * self.saturation), cv)
+        most = max(int(np.ceil(self._inside.max())), 2)
+        few = np.arange(min(FEW_STATES, most))
+        many = np.geomspace(FEW_STATES, max(most, FEW_STATES), NUM_STATES - FEW_STATES)
+        self._states = np.unique(np.minimum(np.concatenate([few, np.round(many)]), most).astype(int))
+        ks = np.arange(1, most + 1)
+        self._work = np.empty((len(self._inside), len(self._states)))
+        self._late_at = np.empty_like(self._work)
+        for i, (inside, throughput) in enumerate(zip(self._inside, self.saturation, strict=True)):
+            rates = np.where(ks < inside[0], throughput[0] * ks / inside[0], np.interp(ks, inside, throughput))
+            total = np.concatenate([[0.0], np.cumsum(np.log(np.maximum(rates, 1e-300)))])
+            self._work[i] = total[self._states]
+            self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
-        stay = self._ttft[..., None] + self._tpot[..., None] * self._decodes  # [candidates, loads, lengths]
-        full, full_gate = stay[:, -1], self._gate[:, -1:]
-        low = np.zeros_like(utilisation)
-        high = stay.max(axis=(1, 2)) + self._gate.max(axis=1) + np.log(1e6) / drain
-        for _ in range(40):
-            middle = (low + high) / 2
-            late = np.clip(1 - (middle[:, None, None] - stay) / self._gate[..., None], 0.0, 1.0)
-            beyond = np.einsum("cl,cls,s->c", met, late, self._probabilities)
-            late = _longer(middle[:, None] - full, full_gate, drain[:, None])
-            beyond = beyond + queued * (late @ self._probabilities)
-            low, high = np.where(beyond > 1 - quantile, middle, low), np.where(beyond > 1 - quantile, high, middle)
-        wait = (met * self._gate).sum(axis=1) / 2 + queued * (full_gate[:, 0] / 2 + 1 / drain)
-        ttft = wait + (met * self._ttft).sum(axis=1) + queued * self._ttft[:, -1]
-        return Loaded(
-            utilisation=utilisation,
-            whole=np.where(stable, high, np.inf),
-            wait=np.where(stable, wait, np.inf),
-            ttft=np.where(stable, ttft, np.inf),
-            tpot=(met * self._tpot).sum(axis=1) + queued * self._tpot[:, -1],
-        )
+    def late(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp], rate: Array) -> Array:
+        """Share of requests that break a bound, of points of the curves at an arrival rate each; 1 beyond saturation.
 
-    def max_rate(self, bound_s: float, quantile: float, cv: float = 1.0) -> Array:
-        """The highest arrival rate at which the quantile of the whole time keeps the bound; 0 where none does."""
-        low, high = np.zeros_like(self.saturation), self.saturation.copy()
-        for _ in range(20):
-            middle = (low + high) / 2
-            keeps = self.at(middle, quantile, cv).whole <= bound_s
-            low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
-        return np.where(low < 1e-4 * self.saturation, 0.0, low)
-
-    def _met(self, rate: Array, cv: float) -> tuple[Array, Array, Array]:
-        """What an arrival meets: P(each load) where there is room, P(none is), and the rate at which such waits end."""
-        others = np.arange(self._work.shape[1])
-        log_p = (others * np.log(rate)[:, None] - self._work) / ((cv**2 + 1) / 2)
-        log_p = np.where(others < self._places[:, None], log_p, -np.inf)
-        log_load = np.log(rate / self.saturation)
-        decay = log_load / np.maximum((cv**2 + self._stay_variation) / 2, 1e-3)
-        last = np.take_along_axis(log_p, self._places[:, None] - 1, axis=1)[:, 0]
-        tail = last + log_load / ((cv**2 + 1) / 2) - np.log(-np.expm1(decay))
+        # [n], [n], [n] -> [n]
+        """
+        saturation, inside = self.saturation[curves, loads], self._inside[curves, loads]
+        stable = rate < saturation
+        rate = np.minimum(rate, (1 - 1e-6) * saturation)
+        log_rate = np.log(rate)[:, None]
+        places = np.maximum(np.round(inside), 1.0)[:, None]
+        states = self._states
+        # Each state stands for those up to the next, as far as there are places.
+        width = np.clip(np.minimum(np.append(states[1:], np.inf), places) - states, 0.0, None)
+        log_p = states * log_rate - self._work[curves]
+        with np.errstate(divide="ignore"):
+            log_p = np.where(width > 0, log_p + np.log(width), -np.inf)
+        log_load = np.log(rate / saturation)
+        decay = log_load / np.maximum((1 + self._stay_variation[curves, loads]) / 2, 1e-3)
+        last = _interpolated(states, places[:, 0] - 1, states * log_rate - self._work[curves])
+        tail = last + log_load - np.log(-np.expm1(decay))
         top = np.maximum(log_p.max(axis=1), tail)
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
         total = p.sum(axis=1) + tail
-        met = np.einsum("ck,ckl->cl", p, self._share) / total[:, None]
-        return met, tail / total, -decay * self.saturation
+        drain = -decay * saturation
+        late = _longer(self._left[curves, loads], self._gate[curves, loads][:, None], drain[:, None]) @ self._shares
+        return np.where(stable, ((p * self._late_at[curves]).sum(axis=1) + tail * late) / total, 1.0)
+
+    def max_rate(self, at_least: float = 0.0) -> Array:
+        """The highest rate at which the quantile of requests keeps the bounds, of every point of every curve; 0 where
+        none does. # [curves, loads]
+
+        Args:
+            at_least: points that saturate below this rate are not looked at, and are 0.
+        """
+        found = np.zeros_like(self.saturation)
+        curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))
+        low, high = np.zeros(len(curves)), self.saturation[curves, loads]
+        for _ in range(RATE_STEPS):
+            middle = (low + high) / 2
+            keeps = self.late(curves, loads, middle) <= 1 - self._quantile
+            low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
+        found[curves, loads] = low
+        return found
 
 
-def _states(throughput: Array, inside: Array, places: npt.NDArray[np.int_]) -> tuple[Array, Array]:
-    """sum_{j<=k} log X(j) for k = 0 .. n-1 requests inside, and how much of each load k + 1 requests are.
+def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
+    """Means of shares of a distribution, from the least on, and these shares."""
+    reached = np.concatenate([[0.0], np.cumsum(probabilities)])
+    inside = np.minimum(reached[1:, None], edges[1:]) - np.maximum(reached[:-1, None], edges[:-1])
+    inside = np.maximum(inside, 0.0)  # [values, shares]
+    shares = inside.sum(axis=0)
+    kept = shares > 0
+    return (values @ inside)[kept] / shares[kept], shares[kept] / shares.sum()
 
-    Args:
-        throughput, inside: at each load, and the mean number of requests inside then, [candidates, loads].
 
-    Returns:
-        [candidates, states] and [candidates, states, loads].
-    """
-    num_candidates, num_loads = throughput.shape
-    states = np.arange(1, places.max() + 1)
-    work = np.empty((num_candidates, len(states)))
-    share = np.zeros((num_candidates, len(states), num_loads))
-    for c in range(num_candidates):
-        x, y = inside[c], throughput[c]
-        rates = np.where(states < x[0], y[0] * states / x[0], np.interp(states, x, y))
-        work[c] = np.concatenate([[0.0], np.cumsum(np.log(rates))[:-1]])
-        above = np.clip(np.searchsorted(x, states), 1, num_loads - 1)
-        part = np.clip((states - x[above - 1]) / np.maximum(x[above] - x[above - 1], 1e-12), 0.0, 1.0)
-        share[c, states - 1, above] = part
-        share[c, states - 1, above - 1] += 1 - part
-    return work, share
+def _interpolated(x: Array, at: Array, values: Array) -> Array:
+    """# x [m], at [n], values [n, m] -> [n]"""
+    index = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
+    share = np.clip((at - x[index]) / (x[index + 1] - x[index]), 0.0, 1.0)
+    rows = np.arange(len(at))
+    return values[rows, index] * (1 - share) + values[rows, index + 1] * share
 
 
 def _longer(x: Array, gate: Array, drain: Array) -> Array:
     """P(uniform wait up to `gate` and an exponential one at rate `drain` take longer than x)."""
+    gate = np.maximum(gate, 1e-12)
     inside, beyond = np.clip(x, 0.0, gate), np.maximum(x - gate, 0.0)
     late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
     return np.where(x < 0, 1.0, late)
@@ -197,30 +198,3 @@ def whole_times(log: Sequence[StepRecord], skip_requests: int = 0) -> Array:
     arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
     times = [record.end_ns - arrived[id_] for record in log for id_ in record.finished]
     return np.asarray(times[skip_requests:], float) / 1e9
-
-
-def verified_max_rate(
-    whole: Callable[[float], float], predicted: float, saturation: float, bound_s: float, precision: float = 0.02
-) -> float:
-    """The highest arrival rate that keeps the bound in simulation, searched for around the predicted one.
-
-    Args:
-        whole: the quantile of the whole time in a simulation at a rate; its requests are the same at every rate.
-        precision: relative, of the rate.
-
-    Returns:
-        0 where the bound is not kept even at a hundredth of the saturation.
-    """
-    low, high = 0.0, saturation
-    rate, step = min(max(predicted, 0.01 * saturation), 0.99 * saturation), 2 * precision
-    while high - low > precision * high and high > 0.01 * saturation:
-        if whole(rate) <= bound_s:
-            low = rate
-            rate = min(rate * (1 + step), (rate + high) / 2)
-        else:
-            high = rate
-            rate = max(rate * (1 - step), (rate + low) / 2)
-        step *= 2
-        if low > 0 and high < saturation:
-            rate = (low + high) / 2
-    return low

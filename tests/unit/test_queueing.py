@@ -1,124 +1,83 @@
-"""Whole times under load: closed form against what is known exactly, and against the simulated engine."""
+"""Requests that arrive at a rate: closed form against what is known exactly, and against the simulated engine."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.contract.scenarios import BLOCK_SIZE, one_lane, problem
-from xgpt.policies import OneLane, Pool, lane_settings
-from xgpt.schema import ChunkedSettings, Histogram, OrcaSettings, RraSettings, StaticSettings, Workload
+from tests.contract.scenarios import problem
+from xgpt.schema import Constraint, Histogram, Workload
 from xgpt.schema.step_log import Arrival, StepRecord
-from xgpt.workload import poisson_arrivals, sample
-from xscheduler.space import Settings
+from xscheduler.schedule import Scheduler
 from xsimulator.analytic import Performance
-from xsimulator.clock import LaneClock
-from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.capacity import capacity
 from xsimulator.lengths import Lengths
-from xsimulator.queueing import NUM_LOADS, Array, Queue, verified_max_rate, whole_times
+from xsimulator.queueing import Queue, whole_times
 
 ONE_LENGTH = Histogram(lengths=(8,), probabilities=(1.0,))
-MODEL = ("opt-125m", "v100x1", "summarization")
 
 
-def one_place(seconds: float) -> Queue:
+def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> Queue:
     """One request at a time, the same time for each, admitted at once."""
-
-    def evaluate(kind: str, **columns: Array) -> Performance:
-        ones = np.ones(NUM_LOADS)
-        rest = dict.fromkeys(Performance.__dataclass_fields__, ones)
-        inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
-        return Performance(**(rest | inside))
-
+    ones = np.ones(2)
+    rest = dict.fromkeys(Performance.__dataclass_fields__, ones)
+    inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
     lengths = Lengths(Workload(name="one", input=ONE_LENGTH, output=ONE_LENGTH))
-    return Queue(evaluate, lengths, "orca", max_batch=1)
+    constraint = Constraint(latency_bound_s=bound_s, quantile=quantile)
+    return Queue("orca", Performance(**(rest | inside)), lengths, constraint, num_loads=2)
+
+
+def late(queue: Queue, rate: float) -> float:
+    return float(queue.late(np.asarray([0]), np.asarray([1]), np.asarray([rate]))[0])
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
-def test_one_place_waits_as_pollaczek_and_khinchine_say(load: float) -> None:
-    """A mean wait of load / (1 - load) / 2 services; the diffusion's error vanishes as load goes to 1."""
-    loaded = one_place(2.0).at(load / 2.0, 0.99)
-    assert loaded.utilisation[0] == pytest.approx(load)
-    assert loaded.wait[0] == pytest.approx(2.0 * load / (1 - load) / 2, rel=1.5 * (1 - load))
+def test_one_place_waits_as_known(load: float) -> None:
+    """A mean wait of load / (1 - load) / 2 services (Pollaczek, Khinchine); the diffusion's error vanishes as the load
+    goes to 1.
+    """
+    seconds = 2.0
+    bounds = np.linspace(seconds, seconds + 8 * seconds / (1 - load), 400)
+    mean = np.trapezoid([late(one_place(seconds, bound), load / seconds) for bound in bounds], bounds)
+    assert mean == pytest.approx(seconds * load / (1 - load) / 2, rel=1.5 * (1 - load))
 
 
-def test_beyond_saturation_nobody_is_served_in_time() -> None:
-    loaded = one_place(2.0).at([0.6], 0.99)
-    assert np.isinf([loaded.whole[0], loaded.wait[0], loaded.ttft[0]]).all()
+def test_beyond_saturation_nothing_is_in_time() -> None:
+    assert late(one_place(2.0, 100.0), 0.6) == 1
+    assert one_place(2.0, 1e6).max_rate()[0, -1] == pytest.approx(0.5, rel=0.01)
+    assert one_place(2.0, 1.9).max_rate().max() == 0
 
 
-def test_bursts_wait_longer_and_spread() -> None:
-    queue = one_place(2.0)
-    waits = [queue.at(0.4, 0.99, cv).whole[0] for cv in (0.5, 1.0, 2.0, 4.0)]
-    assert waits == sorted(waits)
+def test_a_looser_bound_is_kept_at_a_higher_rate() -> None:
+    rates = [float(one_place(2.0, bound).max_rate()[0, -1]) for bound in (2.5, 4.0, 8.0, 16.0, 64.0)]
+    assert rates == sorted(rates) and rates[0] < 0.1 * rates[-1]
 
 
-def settings_queue(settings: Settings) -> Queue:
-    model = one_lane(*MODEL)
-    columns = {variable.name: getattr(settings, variable.name) for variable in settings.variables}
-    return Queue(model.evaluate, model.lengths, settings.kind, **columns)
-
-
-ALL = (
-    RraSettings(encode_batch=8, decode_iterations=8),
-    OrcaSettings(max_batch=24),
-    ChunkedSettings(token_budget=256, max_batch=32),
-    StaticSettings(batch=16),
+@pytest.mark.parametrize("kind", ["rra", "orca", "chunked", "static"])
+@pytest.mark.parametrize(
+    "of", [("opt-13b", "a40x4", "summarization", 8.0), ("llama-3.1-8b", "h200x1", "azure-conv", 8.0)]
 )
+def test_rates_agree_with_the_simulated_engine(of: tuple[str, str, str, float], kind: str) -> None:
+    asked = problem(*of)
+    (plan, predicted), *_ = Scheduler(asked).by_arrivals(kind, 1)
+    found = capacity(plan, asked.profile, predicted, edges=False)
+    assert found is not None
+    assert predicted == pytest.approx(found.rate_per_s, rel=0.25 if kind == "static" else 0.08)
 
 
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.kind)
-def test_whole_times_agree_with_the_simulated_engine(settings: Settings) -> None:
-    model, workload, n = one_lane(*MODEL), problem(*MODEL).workload, 2500
-    queue = settings_queue(settings)
-    estimate = model.estimate(settings)
-    rate = 0.6 * float(queue.saturation[0])
-    rng = np.random.default_rng(5)
-    inputs, outputs = sample(workload, n, rng, stratified=False)
-    arrivals = (1e9 * poisson_arrivals(rate, n, rng)).astype(int)
-    pool = Pool(10**9, BLOCK_SIZE, hold_finished=settings.kind == "static")
-    schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"]), pool)
-    most = model.lengths.max_output
-    columns = zip(inputs.tolist(), outputs.tolist(), arrivals.tolist(), strict=True)
-    requests = [SimulatedRequest(i, a, most, b, t) for i, (a, b, t) in enumerate(columns)]
-    log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
-    simulated = np.quantile(whole_times(log, skip_requests=100), 0.95)
-    assert queue.at(rate, 0.95).whole[0] == pytest.approx(simulated, rel=0.25)
+def test_other_bounds_cost_rate() -> None:
+    """The time to the first token, and that between tokens, are bounds of the same kind."""
+    of = problem("llama-3.1-8b", "h200x1", "azure-conv", 8.0)
 
+    def rate(**bounds: float) -> float:
+        constraint = of.constraint.model_copy(update=bounds)
+        plans = Scheduler(of).under(constraint).by_arrivals("chunked", 1)
+        return plans[0][1] if plans else 0.0
 
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.kind)
-def test_the_highest_rate_is_where_the_bound_is_met(settings: Settings) -> None:
-    queue = settings_queue(settings)
-    saturation = float(queue.saturation[0])
-    bound = float(queue.at(0.7 * saturation, 0.99).whole[0])
-    assert queue.max_rate(bound, 0.99)[0] == pytest.approx(0.7 * saturation, rel=0.02)
-    assert queue.max_rate(1e-6, 0.99)[0] == 0
-    assert queue.max_rate(1e6, 0.99)[0] == pytest.approx(saturation, rel=0.01)
-    assert queue.max_rate(bound, 0.99, cv=3.0)[0] < 0.7 * saturation
-
-
-def test_candidates_do_not_depend_on_their_neighbours() -> None:
-    model = one_lane(*MODEL)
-    together = Queue(model.evaluate, model.lengths, "orca", max_batch=[1, 7, 200])
-    rates = 0.6 * together.saturation
-    alone = [
-        Queue(model.evaluate, model.lengths, "orca", max_batch=b).at(rates[i], 0.9).whole[0]
-        for i, b in enumerate([1, 7, 200])
-    ]
-    assert together.at(rates, 0.9).whole == pytest.approx(alone, rel=1e-9)
-
-
-@pytest.mark.parametrize("predicted", [0.0, 0.1, 3.9, 4.1, 8.0, 50.0])
-def test_verification_finds_the_rate_from_any_prediction(predicted: float) -> None:
-    tried = []
-
-    def whole(rate: float) -> float:
-        tried.append(rate)
-        return 1 / (10 - rate)
-
-    assert verified_max_rate(whole, predicted, 10.0, bound_s=1 / 6) == pytest.approx(4.0, rel=0.03)
-    assert len(tried) < 20
-    assert verified_max_rate(lambda rate: 1.0, predicted, 10.0, bound_s=0.5) == 0
+    free, ttft, tpot = rate(), rate(ttft_s=0.6), rate(tpot_s=0.008)
+    assert 0 < ttft < free
+    assert 0 < tpot < free
+    assert rate(ttft_s=1e-4) == 0
 
 
 def test_whole_times_count_from_arrival() -> None:

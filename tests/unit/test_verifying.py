@@ -9,7 +9,7 @@ from tests.contract.scenarios import problem
 from xgpt.app.planning import Subject, plan_each
 from xgpt.app.simulating import simulate
 from xgpt.app.sizing import cheapest
-from xgpt.app.verifying import settle, with_simulated_rate
+from xgpt.app.verifying import settle
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
@@ -78,17 +78,6 @@ def test_an_arrival_rate_is_kept_in_simulation() -> None:
     rng = np.random.default_rng(1)
     _, log = simulate(found, of.profile, of.workload, 2000, rng, arrival_rate=20.0)
     assert np.quantile(whole_times(log, skip_requests=200), 0.99) <= 1.05 * 8.0
-
-
-def test_the_highest_rate_says_how_far_the_closed_form_was_off() -> None:
-    of = subject("opt-13b", "a40x4", "summarization")
-    predicted = next(iter(plan_each(of, Constraint(latency_bound_s=8.0), "orca").values()))
-    simulated = with_simulated_rate(predicted, of.profile).estimate
-    closed, rate = predicted.estimate.max_arrival_rate_per_s, simulated.max_arrival_rate_per_s
-    assert predicted.estimate.arrival_rate_gap is None
-    assert closed is not None and rate is not None and simulated.arrival_rate_gap is not None
-    assert closed == pytest.approx(rate * (1 + simulated.arrival_rate_gap))
-    assert rate <= simulated.throughput_rps
 
 
 def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:

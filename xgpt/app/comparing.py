@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xgpt.app.arrivals import predicted_rate, rate_of, with_capacity
 from xgpt.errors import InputError
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, KvPromise, Plan
 
@@ -50,7 +51,21 @@ def score_current(subject: Subject, constraint: Constraint, current: Deployment)
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
     )
-    return of.score(settings, placement)
+    plan = of.score(settings, placement)
+    return with_capacity(plan, subject.profile, predicted_rate(plan, subject.profile))
+
+
+def gain_in_words(best: Plan, current: Plan) -> str:
+    """How the best plan compares with what runs now: arrival rates at which both keep the bounds, for each device."""
+    devices = [plan.replicas * sum(stage.tp for stage in plan.stages) for plan in (best, current)]
+    if rate_of(current) <= 0:
+        return "what runs now keeps the bounds at no arrival rate worth speaking of"
+    gain = rate_of(best) / rate_of(current)
+    each = gain * devices[1] / devices[0]
+    return (
+        f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {devices[0]} devices, what runs "
+        f"now up to {rate_of(current):.4g} on {devices[1]}: {gain:.2f} times as many, {each:.2f} times for each device"
+    )
 
 
 def check_current(subject: Subject, current: Deployment) -> None:

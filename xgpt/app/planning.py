@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from xgpt.errors import InputError
+from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, KvPromise, ModelSpec, Plan, Profile, Workload
 
 if TYPE_CHECKING:
@@ -129,26 +129,54 @@ def plan_each(
     Raises:
         InfeasibleError: no policy has one.
     """
+    from functools import partial
+
+    from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
     from xscheduler.space import POLICIES
 
     groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
     if subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
         groups["auto"] = tuple(kind for kind in POLICIES if kind != "static")
-    plans = best_of_each(subject, constraint, groups.get(policy, (policy,)), search, kv, max_devices)
+    kinds = groups.get(policy, (policy,))
+    if constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
+        constraint = constraint.model_copy(update={"objective": "arrivals"})
+    if constraint.maximises_arrivals:
+        of = scheduler(subject, constraint, search, kv, max_devices)
+        return best_by_arrivals(of, kinds, finish=partial(_admitting, order=order))
+    plans = best_of_each(subject, constraint, kinds, search, kv, max_devices)
+    _check_stable(constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}
+
+
+def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
+    """Without bounds, a rate is kept that lies below the throughput."""
+    rate = constraint.arrival_rate_per_s
+    if rate is None:
+        return
+    for kind in [kind for kind, plan in plans.items() if plan.estimate.throughput_rps <= rate]:
+        del plans[kind]
+    if not plans:
+        raise InfeasibleError(
+            f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
+            nearest_bound_s=None,
+            binding="arrival_rate_per_s",
+        )
 
 
 def plan_uniform(
     subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve", max_devices: int | None = None
 ) -> Plan | None:
     """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
+    from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
-    from xgpt.errors import InfeasibleError
 
     kinds = ("chunked", "orca", "static")
     try:
+        if constraint.maximises_arrivals:
+            of = scheduler(subject, constraint, search, kv, max_devices, uniform=True)
+            return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
         plans = best_of_each(subject, constraint, kinds, search, kv, max_devices, uniform=True)
     except InfeasibleError:
         return None

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xgpt.app.arrivals import predicted_rate, with_capacity
 from xgpt.app.planning import scheduler
 from xgpt.app.simulating import simulate
-from xgpt.app.verifying import with_simulated_rate
-from xgpt.app.wording import placement_in_words, proof_in_words, schedule_in_words, settings_text
-from xgpt.schema import Histogram, Plan, Profile
+from xgpt.app.wording import (
+    arrivals_in_words,
+    objective_in_words,
+    placement_in_words,
+    proof_in_words,
+    schedule_in_words,
+    settings_text,
+)
+from xgpt.schema import Constraint, Histogram, Plan, Profile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,8 +41,9 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     from xgpt.io import sha256
     from xgpt.pages import render
 
-    simulable = plan.estimate.arrival_rate_gap is None and plan.admission.order == "fcfs"
-    rated = with_simulated_rate(plan, profile) if simulable else plan
+    rated = plan
+    if plan.estimate.capacity is None:
+        rated = with_capacity(plan, profile, predicted_rate(plan, profile))
     spans: list[StageSpan] = []
     measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
     constraint = plan.constraint
@@ -58,7 +66,8 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         simulation=(
             f"Simulated: {measured.num_requests} requests at saturation, drawn from the plan's workload, on the "
             "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
-            f"{100 * constraint.headroom:.1f}% is kept under the bounds."
+            f"{100 * constraint.headroom:.1f}% is kept under the bounds. Maximised was "
+            f"{objective_in_words(constraint)}; {'; '.join(arrivals_in_words(rated))}."
         ),
         charts=_charts(plan, profile, spans),
         stages=[
@@ -86,13 +95,13 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
 def _cards(plan: Plan) -> list[dict[str, str]]:
     e = plan.estimate
     cards = [
-        ("requests a second", f"{e.throughput_rps:.2f}"),
+        ("requests a second, saturated", f"{e.throughput_rps:.2f}"),
         ("output tokens a second", f"{e.output_tokens_per_s:,.0f}"),
         (f"latency, {_ordinal(plan.constraint.quantile)}", f"{e.latency_s:.2f} s"),
         ("time to first token", f"{e.ttft_s:.2f} s"),
     ]
-    if e.max_arrival_rate_per_s is not None:
-        cards.append(("arrivals a second at most", f"{e.max_arrival_rate_per_s:.2f}"))
+    if e.capacity is not None:
+        cards.insert(0, ("arrivals a second at most", f"{e.capacity.rate_per_s:.2f}"))
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
@@ -102,6 +111,8 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
 
 def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     e, c = plan.estimate, plan.constraint
+    # Bounds on requests that arrive are none on what happens while requests always wait.
+    bounds = Constraint() if c.maximises_arrivals else c
 
     def row(name: str, predicted: float, simulated: float | None, bound: float | None = None) -> dict[str, str]:
         def text(value: float | None) -> str:
@@ -112,15 +123,22 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     rows = [
         row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
         row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
-        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, measured.latency_s, c.latency_bound_s),
-        row("time to first token, s", e.ttft_s, measured.ttft_s, c.ttft_s),
-        row("time per output token, s", e.tpot_s, None, c.tpot_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, measured.latency_s, bounds.latency_bound_s),
+        row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
+        row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
         row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
     ]
-    rate, gap = e.max_arrival_rate_per_s, e.arrival_rate_gap
-    if rate is not None:
-        closed, simulated = (rate, None) if gap is None else (rate * (1 + gap), rate)
-        rows.append(row("highest arrival rate, requests/s", closed, simulated, c.arrival_rate_per_s))
+    found = e.capacity
+    if found is not None:
+        closed = found.rate_per_s if found.closed_form_per_s is None else found.closed_form_per_s
+        rows.insert(0, row("highest arrival rate, requests/s", closed, found.rate_per_s, c.arrival_rate_per_s))
+        whole = row(
+            f"from arrival to the last token, {_ordinal(c.quantile)}, s",
+            found.whole_s,
+            found.whole_s,
+            c.latency_bound_s,
+        )
+        rows.insert(1, whole | {"predicted": "-"})
     return rows
 
 

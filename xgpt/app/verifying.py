@@ -1,8 +1,7 @@
 """What a simulation of single requests says of plans that closed forms found, and plans that keep their bound in it.
 
-Two answers rest on whole distributions of times, which closed forms only come near: the latency that a quantile of all
-requests keeps (sla "request"), and the arrival rate at which a quantile keeps the bound with waiting. Both are searched
-for in closed form and settled by simulation.
+The latency that a quantile of all requests keeps (sla "request") rests on whole distributions of times, which closed
+forms only come near: it is searched for in closed form and settled by simulation. Arrival rates: `xgpt.app.arrivals`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS = 4000
 """Simulated requests whose quantile is read, at saturation."""
-NUM_ARRIVALS = 1500
-"""Simulated requests that arrive at a rate."""
-PRECISION = 0.05
-"""Of the highest arrival rate, relative."""
 MOST_ROUNDS = 4
 """Searches under ever other bounds for the closed form, until the simulation keeps the real one."""
 UNUSED = 0.02
@@ -54,18 +49,6 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
     measured, _ = simulate(plan, profile, workload or plan.workload, NUM_REQUESTS, np.random.default_rng(SEED))
     return upper_quantile(measured.latencies_s, plan.constraint.quantile)
-
-
-def whole_time(plan: Plan, profile: Profile, rate: float) -> float:
-    """The quantile over all requests of the time from arrival to the last token, simulated at a Poisson rate, s."""
-    import numpy as np
-
-    from xgpt.app.simulating import simulate
-    from xsimulator.queueing import whole_times
-
-    rng = np.random.default_rng(SEED)
-    _, log = simulate(plan, profile, plan.workload, NUM_ARRIVALS, rng, arrival_rate=rate)
-    return upper_quantile(whole_times(log, skip_requests=NUM_ARRIVALS // 10), plan.constraint.quantile)
 
 
 def upper_quantile(times: Array, quantile: float) -> float:
@@ -122,27 +105,6 @@ def settle(find: Callable[[float], Plan], seen: Callable[[Plan], float], bound_s
     )
 
 
-def with_simulated_rate(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the highest arrival rate at which it keeps its latency bound in simulation.
-
-    The closed form's rate is where the search begins; how far off it was is kept beside.
-    """
-    from xsimulator.queueing import verified_max_rate
-
-    e, bound_s = plan.estimate, plan.constraint.latency_bound_s
-    predicted = e.max_arrival_rate_per_s
-    if bound_s is None or not predicted:
-        return plan
-    kept_s = bound_s / (1 + plan.constraint.headroom)
-    rate = verified_max_rate(lambda r: whole_time(plan, profile, r), predicted, e.throughput_rps, kept_s, PRECISION)
-    # That it sustains what was asked for has been seen.
-    rate = max(rate, plan.constraint.arrival_rate_per_s or 0.0)
-    gap = predicted / rate - 1 if rate else None
-    return plan.model_copy(
-        update={"estimate": e.model_copy(update={"max_arrival_rate_per_s": rate, "arrival_rate_gap": gap})}
-    )
-
-
 def best_of_each(
     subject: Subject,
     constraint: Constraint,
@@ -153,38 +115,29 @@ def best_of_each(
     *,
     uniform: bool = False,
 ) -> dict[str, Plan]:
-    """Each policy's best plan; under a latency bound, with its highest arrival rate.
-
-    A bound on all requests, or at an arrival rate, is kept in simulation.
+    """Each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
 
     Args:
-        uniform: only replicas of equal stages, to compare throughputs with: no rate of theirs is looked for under
-            "length".
+        uniform: only replicas of equal stages, to compare throughputs with.
 
     Raises:
         InfeasibleError: no policy has one.
     """
     from xgpt.app.planning import scheduler
 
-    rate, bound_s = constraint.arrival_rate_per_s, constraint.latency_bound_s
-    if rate is None and constraint.sla == "length":
-        of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
-        found = of.best_of_each(kinds)
-        if bound_s is None or uniform:
-            return found
-        return {kind: of.with_max_arrival_rate(plan) for kind, plan in found.items()}
+    bound_s = constraint.latency_bound_s
+    if constraint.sla == "length":
+        return scheduler(subject, constraint, search, kv, max_devices, uniform=uniform).best_of_each(kinds)
     slack = 1 + subject.profile.headroom
 
     def find(kind: str, closed_s: float | None) -> Plan:
         under = constraint.model_copy(update={"latency_bound_s": closed_s})
-        of = scheduler(subject, under, search, kv, max_devices, uniform=uniform)
-        plan = (of.best_of_each((kind,)) if rate is None else of.sustaining((kind,), rate))[kind]
+        plan = scheduler(subject, under, search, kv, max_devices, uniform=uniform).best_of_each((kind,))[kind]
         real = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
-        return of.with_max_arrival_rate(plan.model_copy(update={"constraint": real}))
+        return plan.model_copy(update={"constraint": real})
 
     def seen(plan: Plan) -> float:
-        profile = subject.profile
-        return slack * (request_latency(plan, profile) if rate is None else whole_time(plan, profile, rate))
+        return slack * request_latency(plan, subject.profile)
 
     plans: dict[str, Plan] = {}
     failure: InfeasibleError | None = None
@@ -192,17 +145,16 @@ def best_of_each(
         try:
             if bound_s is None:
                 plan = find(kind, None)
-                plans[kind] = plan if rate is not None else _seen(plan, seen(plan) / slack)
+                plans[kind] = _seen(plan, seen(plan) / slack)
                 continue
-            kept = settle(partial(find, kind), seen, bound_s, loosen=rate is None)
+            kept = settle(partial(find, kind), seen, bound_s, loosen=True)
         except InfeasibleError as error:
             failure = error
             continue
-        plans[kind] = kept.plan if rate is not None else _seen(kept.plan, kept.seen_s / slack)
+        plans[kind] = _seen(kept.plan, kept.seen_s / slack)
     if not plans:
         # Of several policies, what the closed form says of all of them together.
-        of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
-        of.best_of_each(kinds) if rate is None else of.sustaining(kinds, rate)
+        scheduler(subject, constraint, search, kv, max_devices, uniform=uniform).best_of_each(kinds)
         assert failure is not None
         raise failure
     return plans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.schema import Plan
+from xgpt.schema import Constraint, Plan
 
 
 def settings_text(plan: Plan) -> str:
@@ -32,19 +32,60 @@ def placement_in_words(plan: Plan) -> str:
     return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
 
 
-def arrivals_in_words(plan: Plan, simulating_s: float = 0.0) -> list[str]:
-    """Up to which arrival rate the plan keeps its bound, where that is known.
+def objective_in_words(constraint: Constraint) -> str:
+    """What was maximised."""
+    if constraint.maximises_arrivals:
+        return "the arrival rate (Poisson) at which the bounds are kept with waiting counted"
+    if constraint.objective == "arrivals":
+        return "throughput: without a bound, any arrival rate below it is kept"
+    return "throughput while requests always wait, latency counted from admission"
 
-    Args:
-        simulating_s: how long it took to simulate that, if it was.
-    """
-    most, gap = plan.estimate.max_arrival_rate_per_s, plan.estimate.arrival_rate_gap
-    if most is None:
+
+def bounds_in_words(constraint: Constraint) -> str:
+    """What a request must keep: "15 s from arrival to the last token"."""
+    names = {
+        "latency_bound_s": "from arrival to the last token",
+        "ttft_s": "to the first token",
+        "tpot_s": "between tokens in the mean",
+    }
+    return ", ".join(f"{bound:g} s {text}" for name, text in names.items() if (bound := getattr(constraint, name)))
+
+
+def arrivals_in_words(plan: Plan) -> list[str]:
+    """Both figures of a plan: what arrives, and what it serves while requests always wait."""
+    e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
+    texts = []
+    if found is not None and not found.rate_per_s:
+        texts.append("arrivals: with waiting counted, the bounds are kept at no rate worth speaking of (simulated)")
+    elif found is not None:
+        texts.append(
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s (Poisson), {100 * found.share_kept:.1f}% of all "
+            f"requests keep {bounds_in_words(constraint)}, waiting included "
+            f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
+            f"simulated: {found.num_requests} requests after {found.warm_up_requests} to warm up, seed {found.seed}"
+        )
+        tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
+        if tighter is not None and looser is not None:
+            texts.append(
+                f"at the edge: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
+            )
+    kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
+    texts.append(
+        f"saturated: {e.throughput_rps:.4g} requests/s while requests always wait; {kept} then takes "
+        f"{e.latency_s:.2f} s from admission"
+    )
+    return texts
+
+
+def headroom_in_words(plan: Plan) -> list[str]:
+    """What is left of the bounds, and why."""
+    headroom, source = plan.constraint.headroom, plan.profile.source
+    if not headroom or not plan.constraint.bounds_latency:
         return []
-    source = "in closed form: `xgpt report` simulates it"
-    if gap is not None:
-        source = f"simulated in {simulating_s:.1f} s; the closed form says {100 * gap:+.1f}%"
-    return [f"arrivals: with waiting counted, the bound is kept up to {most:.3g} requests/s (Poisson), {source}"]
+    return [
+        f"headroom: plans use {100 / (1 + headroom):.0f}% of the bounds, since step times ({source}) may be wrong by "
+        f"{100 * headroom:.0f}%"
+    ]
 
 
 def joint_in_words(plan: Plan) -> list[str]:

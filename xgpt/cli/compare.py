@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
+from xgpt.cli.options import constraint_options, json_option, problem_options, read_constraint, search_options
 
 
 @click.command("compare")
@@ -22,6 +22,7 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, s
 @json_option
 def command(
     latency_bound: float | None,
+    objective: Any,
     quantile: float,
     sla: Any,
     ttft: float | None,
@@ -32,7 +33,7 @@ def command(
     workload: str,
     price: float | None,
     profile_path: str | None,
-    search: str,
+    search: str | None,
     kv: Any,
     current: str | None,
     measure: bool,
@@ -53,16 +54,18 @@ def command(
 
     import numpy as np
 
-    from xgpt.app.comparing import measure_each, relax, score_current
+    from xgpt.app.arrivals import with_capacities
+    from xgpt.app.comparing import gain_in_words, measure_each, relax, score_current
     from xgpt.app.current import read_vllm_command
     from xgpt.app.planning import plan_each, resolve
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import sha256
-    from xgpt.schema import Constraint
 
-    constraint = Constraint(latency_bound_s=latency_bound, quantile=quantile, sla=sla, ttft_s=ttft, tpot_s=tpot)
+    bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
+    constraint = read_constraint(bounds, objective, sla, search)
+    search = search or "branch-and-bound"
     with render.progress_bar() as progress:
         subject = resolve(model, cluster, workload, profile_path, progress, price, dtype)
     if measure and not subject.cluster.is_local:
@@ -70,6 +73,7 @@ def command(
     running = None if current is None else read_vllm_command(current, subject.cluster)
     scored = None if running is None else score_current(subject, constraint, running)
     plans = plan_each(subject, constraint, "auto", search, kv)
+    plans = with_capacities(plans, subject.profile)
     best = next(iter(plans.values()))
     relaxed = relax(subject, constraint, "auto", search, kv)
     reports = {}
@@ -93,8 +97,11 @@ def command(
         return
     render.show(render.plans_table(plans))
     if scored is not None and running is not None:
-        render.show(render.plans_table({"current": scored}, "predicted, what runs now"), *running.notes)
-        render.show(render.gain_text(best, scored))
+        render.show(
+            render.plans_table({"current": scored}, "what runs now, up to its own arrival rate"),
+            *running.notes,
+        )
+        render.show(gain_in_words(best, scored))
     if relaxed:
         render.show(render.relaxed_table(best, relaxed))
     if reports:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from xgpt.schema import Constraint
 
 DTYPES = ["float32", "float16", "bfloat16", "float8"]
 
@@ -75,7 +78,15 @@ def constraint_options(command: F) -> F:
                 type=Seconds(allow_inf=True),
                 required=True,
                 metavar="S|inf",
-                help="From admission to the last token, of a request of the quantile's output length.",
+                help="With --objective arrivals: from arrival to the last token, of the quantile of all requests. With "
+                "saturated: from admission on, as --sla says.",
+            ),
+            click.option(
+                "--objective",
+                type=click.Choice(["arrivals", "saturated"]),
+                help="What is maximised: the highest Poisson arrival rate that keeps the bounds, waiting counted; or "
+                "the throughput while requests always wait, latency counted from admission (the ExeGPT paper's; for "
+                "work that is all at hand).  [default: arrivals; saturated with --sla or --search]",
             ),
             click.option(
                 "--quantile",
@@ -86,9 +97,8 @@ def constraint_options(command: F) -> F:
             click.option(
                 "--sla",
                 type=click.Choice(["length", "request"]),
-                default="length",
-                show_default=True,
-                help="Bound a request of the quantile's length, or the quantile of all requests.",
+                help="With --objective saturated: bound a request of the quantile's length, or the quantile of all "
+                "requests.  [default: length]",
             ),
             click.option("--ttft", type=Seconds(), metavar="S", help="Bound on the time to first token."),
             click.option("--tpot", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
@@ -97,14 +107,38 @@ def constraint_options(command: F) -> F:
     )
 
 
+def read_constraint(
+    bounds: dict[str, Any], objective: Any, sla: Any, search: str | None, arrival_rate: float | None = None
+) -> Constraint:
+    """The constraint that options ask for.
+
+    Args:
+        bounds: the fields of a constraint that are given as they are.
+
+    Raises:
+        InputError: an option of one objective stands beside the other one.
+    """
+    from xgpt.errors import InputError
+    from xgpt.schema import Constraint
+
+    of_saturated = {name: value for name, value in (("--sla", sla), ("--search", search)) if value is not None}
+    of_arrivals = {name: value for name, value in (("--arrival-rate", arrival_rate),) if value is not None}
+    if objective is None:
+        objective = "saturated" if of_saturated and not of_arrivals else "arrivals"
+    for name, value in (of_saturated if objective == "arrivals" else of_arrivals).items():
+        other = "arrivals" if objective == "saturated" else "saturated"
+        beside = "--arrival-rate" if of_arrivals and objective == "arrivals" else f"--objective {objective}"
+        raise InputError(name, value, f"it goes with --objective {other}: beside {beside} leave it out")
+    return Constraint(**bounds, objective=objective, sla=sla or "length", arrival_rate_per_s=arrival_rate)
+
+
 def search_options(command: F) -> F:
     return _add(
         [
             click.option(
                 "--search",
                 type=click.Choice(["branch-and-bound", "exhaustive", "optuna"]),
-                default="branch-and-bound",
-                show_default=True,
+                help="With --objective saturated.  [default: branch-and-bound]",
             ),
             click.option(
                 "--kv",

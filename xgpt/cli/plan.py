@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import constraint_options, json_option, problem_options, search_options
+from xgpt.cli.options import constraint_options, json_option, problem_options, read_constraint, search_options
 
 if TYPE_CHECKING:
     from xgpt.app.planning import Subject
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 @json_option
 def command(
     latency_bound: float | None,
+    objective: Any,
     quantile: float,
     sla: Any,
     ttft: float | None,
@@ -65,7 +66,7 @@ def command(
     price: float | None,
     profile_path: str | None,
     policy: Any,
-    search: str,
+    search: str | None,
     kv: Any,
     arrival_rate: float | None,
     devices: str | None,
@@ -74,7 +75,9 @@ def command(
     output: str,
     as_json: bool,
 ) -> None:
-    """Find the schedule with the highest throughput under a latency bound, and write plan.json.
+    """Find the schedule that serves most under a latency bound, and write plan.json.
+
+    Served most is what --objective says: by default the highest rate at which requests may arrive.
 
     \b
     Examples:
@@ -86,14 +89,16 @@ def command(
     import time
     from pathlib import Path
 
+    from xgpt.app.arrivals import with_capacities
     from xgpt.app.checking import check_planned
     from xgpt.app.planning import plan_each, resolve
     from xgpt.app.simulating import with_joint_lengths
     from xgpt.app.sizing import cheapest, fewest_devices
-    from xgpt.app.verifying import with_simulated_rate
     from xgpt.app.wording import (
         arrivals_in_words,
+        headroom_in_words,
         joint_in_words,
+        objective_in_words,
         placement_in_words,
         proof_in_words,
         schedule_in_words,
@@ -102,22 +107,12 @@ def command(
     from xgpt.errors import InfeasibleError, InputError
     from xgpt.io import dump_json, write_atomic
     from xgpt.resolve import load_trace
-    from xgpt.schema import Constraint
 
-    constraint = Constraint(
-        latency_bound_s=latency_bound,
-        quantile=quantile,
-        sla=sla,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        arrival_rate_per_s=arrival_rate,
-    )
+    bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
+    constraint = read_constraint(bounds, objective, sla, search, arrival_rate)
+    search = search or "branch-and-bound"
     if (devices == "auto" or among is not None) and arrival_rate is None:
         raise InputError("--devices" if among is None else "--among", devices or among, "it goes with --arrival-rate")
-    if arrival_rate is not None and search != "branch-and-bound":
-        raise InputError(
-            "--search", search, "with --arrival-rate schedules along the frontier are judged; leave it out"
-        )
     choices: list[Choice] = []
     with render.progress_bar() as progress:
         if among is None:
@@ -138,12 +133,11 @@ def command(
         max_devices = fewest_devices(subject, constraint, policy, kv)
     else:
         max_devices = _count(devices, subject.cluster.num_devices)
-    plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
-    first, best = next(iter(plans.items()))
     started = time.perf_counter()
-    if order == "fcfs" and arrival_rate is not None:
-        plans[first] = best = with_simulated_rate(best, subject.profile)
-    simulating_s = time.perf_counter() - started
+    plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
+    plans = with_capacities(plans, subject.profile)
+    best = next(iter(plans.values()))
+    planning_s = time.perf_counter() - started
     trace = load_trace(workload)
     if trace is not None:
         best = with_joint_lengths(best, subject.profile, trace)
@@ -157,13 +151,15 @@ def command(
     bound = "no latency bound" if latency_bound is None else f"latency bound {latency_bound:g} s"
     render.show(
         f"{subject.model.name} on {subject.cluster.name} ({subject.cluster.device.name}), workload "
-        f"{subject.workload.name}, {bound}, headroom {100 * best.constraint.headroom:.1f}%",
+        f"{subject.workload.name}, {bound}",
+        f"maximised: {objective_in_words(best.constraint)}; planned in {planning_s:.1f} s",
+        *headroom_in_words(best),
         *([render.choices_table(choices)] if choices else []),
         render.plans_table(plans),
         f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
         *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
         f"proof: {proof_in_words(best)}",
-        *arrivals_in_words(best, simulating_s),
+        *arrivals_in_words(best),
         *joint_in_words(best),
         *_beside_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
@@ -221,6 +217,7 @@ def _beside_uniform(
     best: Plan, subject: Subject, constraint: Constraint, search: str, kv: KvPromise, max_devices: int | None
 ) -> list[str]:
     """What the best uniform plan gives, where the chosen one need not be uniform."""
+    from xgpt.app.arrivals import maximised
     from xgpt.app.planning import plan_uniform
     from xgpt.app.wording import settings_text
 
@@ -229,7 +226,7 @@ def _beside_uniform(
     uniform = plan_uniform(subject, constraint, search, kv, max_devices)
     if uniform is None:
         return ["no uniform plan (equal stages, no rra, no waa) keeps the bound"]
-    gain = best.estimate.throughput_rps / uniform.estimate.throughput_rps - 1
-    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {uniform.estimate.throughput_rps:.3f} req/s"
+    gain = maximised(best) / maximised(uniform) - 1
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
     than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
     return [f"best uniform plan: {what}; the chosen one serves {than}"]

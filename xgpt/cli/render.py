@@ -66,30 +66,50 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def plans_table(plans: dict[str, Plan], title: str = "predicted, each policy at its best under the bound") -> Table:
+def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
+    """Both figures of each plan: the rate at which requests may arrive, and what it serves while they always wait."""
+    from xgpt.app.arrivals import rate_of
     from xgpt.app.wording import settings_text
 
     rows = []
     for kind, plan in plans.items():
         e = plan.estimate
-        gap = "-" if plan.search.gap is None else f"{100 * plan.search.gap:.1f}%"
         rows.append(
             [
                 kind,
                 settings_text(plan),
+                f"{rate_of(plan):.3f}" if e.capacity or not plan.constraint.bounds_latency else "-",
+                "-" if e.capacity is None else f"{e.capacity.whole_s:.2f}",
                 f"{e.throughput_rps:.3f}",
-                f"{e.output_tokens_per_s:.1f}",
                 f"{e.latency_s:.2f}",
+                f"{e.output_tokens_per_s:.1f}",
                 f"{e.ttft_s:.2f}",
                 f"{1000 * e.itl_p99_s:.0f}",
-                gap,
-                "-" if e.max_arrival_rate_per_s is None else f"{e.max_arrival_rate_per_s:.3f}",
+                "-" if plan.search.gap is None else f"{100 * plan.search.gap:.1f}%",
                 "-" if e.cost_per_million_tokens is None else f"{e.cost_per_million_tokens:.3g}",
             ]
         )
-    columns = ["policy", "settings", "req/s", "tok/s", "latency s", "ttft s", "itl p99 ms", "gap"]
-    columns += ["arrivals/s", "cost/Mtok"]
-    known = [i for i in range(len(columns)) if i < 8 or any(row[i] != "-" for row in rows)]
+    columns = [
+        "policy",
+        "settings",
+        "arrivals/s",
+        "whole s",
+        "req/s",
+        "latency s",
+        "tok/s",
+        "ttft s",
+        "itl p99 ms",
+        "gap",
+    ]
+    columns += ["cost/Mtok"]
+    known = [
+        i
+        for i, name in enumerate(columns)
+        if name not in ("whole s", "cost/Mtok") or any(row[i] != "-" for row in rows)
+    ]
+    if title is None:
+        what = next(iter(plans.values())).constraint.maximises_arrivals
+        title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} under the bound"
     return table(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows])
 
 
@@ -110,30 +130,20 @@ def choices_table(choices: Sequence[Choice]) -> Table:
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     """What a looser latency bound buys beside the plan that keeps the one asked for."""
+    from xgpt.app.arrivals import maximised
     from xgpt.app.wording import settings_text
 
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
             f"{plan.policy.kind}: {settings_text(plan)}",
-            f"{plan.estimate.throughput_rps:.3f}",
-            f"{100 * (plan.estimate.throughput_rps / best.estimate.throughput_rps - 1):+.1f}%",
-            f"{plan.estimate.latency_s:.2f}",
+            f"{maximised(plan):.3f}",
+            f"{100 * (maximised(plan) / maximised(best) - 1):+.1f}%",
         ]
         for bound, plan in relaxed.items()
     ]
-    return table("what relaxing the latency bound buys", ["bound", "best", "req/s", "gain", "latency s"], rows)
-
-
-def gain_text(best: Plan, current: Plan) -> str:
-    """How the best plan compares with what runs now."""
-    e, now, bound = best.estimate, current.estimate, current.constraint.latency_bound_s
-    broken = bound is not None and now.latency_s * (1 + current.constraint.headroom) > bound
-    return (
-        f"{best.policy.kind} gives {e.throughput_rps / now.throughput_rps:.2f} times the throughput at "
-        f"{e.latency_s / now.latency_s:.2f} times the latency of what runs now"
-        + (", which breaks the latency bound" if broken else "")
-    )
+    rate = "arrivals/s" if best.constraint.maximises_arrivals else "req/s"
+    return table("what relaxing the latency bound buys", ["bound", "best", rate, "gain"], rows)
 
 
 METRICS = {

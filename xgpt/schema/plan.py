@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -15,6 +15,8 @@ from xgpt.schema.workload import Workload
 
 SLICE_TOKENS = 2048
 """Tokens that go through the layers at once: a larger step runs in slices, so that activations stay bounded."""
+
+UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
@@ -32,8 +34,8 @@ class Constraint(Frozen):
     bound that the planner leaves unused (`Profile.headroom`).
 
     `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
-    keeps the bounds with waiting counted (`Capacity`); "saturated", throughput while requests always wait, with latency
-    counted from admission, as the papers do. Plans of files without it were made for the latter.
+    keeps the bounds with waiting counted (`Capacity`), whatever the sla; "saturated", throughput while requests always
+    wait, with latency counted from admission, as the papers do. Plans of files without it were made for the latter.
     """
 
     objective: Objective = "saturated"
@@ -45,6 +47,11 @@ class Constraint(Frozen):
     tpot_s: PositiveFloat | None = None
     arrival_rate_per_s: PositiveFloat | None = None
     headroom: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def maximises_arrivals(self) -> bool:
+        """Without bounds every rate is kept up to saturation: the two objectives are one."""
+        return self.objective == "arrivals" and self.bounds_latency
 
     @property
     def bounds_latency(self) -> bool:
@@ -120,9 +127,9 @@ class Capacity(Frozen):
     """
 
     rate_per_s: float
-    rate_under_tighter_per_s: float
-    """The same under bounds that are 5% tighter."""
-    rate_under_looser_per_s: float
+    rate_under_tighter_per_s: float | None = None
+    """The same under bounds that are 5% tighter; None: of the chosen plan alone."""
+    rate_under_looser_per_s: float | None = None
     """The same under bounds that are 5% looser."""
     whole_s: float
     """The quantile of the time from arrival to the last token at that rate."""
@@ -156,22 +163,26 @@ class Estimate(Frozen):
     """Share of the devices' time in which their stage has nothing to do."""
     memory_bytes: tuple[int, ...]
     cost_per_million_tokens: float | None = None
-    max_arrival_rate_per_s: float | None = None
-    """The highest Poisson rate at which the quantile of the whole time, waiting included, keeps the latency bound."""
-    arrival_rate_gap: float | None = None
-    """That rate is simulated, and the closed form's lies this share above it; None: it is the closed form's."""
     capacity: Capacity | None = None
     """None: no bound was given (any rate below the throughput is kept), or it has not been simulated."""
     joint_lengths: JointLengths | None = None
     """None: the workload is no trace, or its lengths are all alike."""
     warnings: tuple[str, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unverified_rates(cls, data: Any) -> Any:
+        """Plans of older files name an arrival rate of the closed form, which simulation need not confirm."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name not in UNVERIFIED}
+
 
 class SearchCertificate(Frozen):
     """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`.
 
-    Method "given": somebody's own settings, scored and not searched for. Method "grid": schedules along the frontier,
-    judged under an arrival rate.
+    Method "given": somebody's own settings, scored and not searched for. Method "grid": settings along curves of every
+    placement, by their arrival rate, in closed form and then simulated.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]

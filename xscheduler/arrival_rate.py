@@ -1,0 +1,165 @@
+"""Settings by the arrival rate at which they keep the bounds, waiting counted: in closed form, over all placements.
+
+Every placement is searched along curves: settings that differ in nothing but the batch. One call predicts the curves of
+a placement at saturation, and the queue (xsimulator.queueing) makes of each point the rate that it keeps. What the best
+of them do is for a simulation to say (xsimulator.capacity); no bound on what is left out is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.schema import Constraint
+from xscheduler.space import Ints, Settings, Space
+from xsimulator.queueing import NUM_LOADS, Array, Queue
+
+LOAD = {
+    "rra": "encode_batch",
+    "orca": "max_batch",
+    "chunked": "max_batch",
+    "static": "batch",
+    "waa": "max_decode_batch",
+}
+"""The control variable that grows along a curve."""
+NUM_CURVES = {"rra": 12, "orca": 1, "chunked": 12, "static": 1, "waa": 8}
+"""Values of the other variable at which curves begin."""
+STEP = 1.35
+"""Between a setting and its neighbours."""
+MOST_PLACEMENTS = 48
+"""Placements of a policy that are looked at: those of the highest bounds."""
+
+
+class Rated(NamedTuple):
+    """Settings, and the rate that the closed form gives them, all replicas together."""
+
+    rate: float
+    space: Space
+    settings: Settings
+
+
+def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0.0) -> list[Rated]:
+    """The best settings of each promising placement, the highest arrival rate first.
+
+    Args:
+        spaces: of one policy; their `bound` is what they serve under the constraint.
+        at_least: a rate below which settings are of no use.
+    """
+    found: list[Rated] = []
+    ordered = sorted(spaces, key=lambda space: -space.bound)
+    for space in ordered[:MOST_PLACEMENTS]:
+        if space.bound < at_least:
+            break
+        best = best_of(space, constraint, at_least)
+        if best is not None:
+            found.append(best)
+            at_least = max(at_least, 0.9 * best.rate)
+    found.sort(key=lambda rated: -rated.rate)
+    return found
+
+
+def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rated | None:
+    """The best settings of a placement; None: none that reaches the rate."""
+    outer, best = _outer_values(space, NUM_CURVES[space.kind]), None
+    for round_ in range(2):
+        best = max(
+            filter(None, (best, _best_on(space, constraint, outer, at_least))), default=None, key=lambda r: r.rate
+        )
+        if best is None or round_ or len(outer) == 1:
+            break
+        outer = _finer(space, outer, best.settings)
+    return best
+
+
+def rate_of(space: Space, settings: Settings, constraint: Constraint) -> float:
+    """The rate that the closed form gives one placement's settings, all replicas together."""
+    columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
+    return float(space.placement.replicas * _queue(space, constraint, _curves(columns, space.kind)).max_rate()[0, -1])
+
+
+def neighbours(space: Space, settings: Settings) -> list[Settings]:
+    """Settings that differ in one variable, by a third."""
+    found = []
+    for axis in space.axes:
+        name, value = axis.variable.name, getattr(settings, axis.variable.name)
+        for factor in (STEP, 1 / STEP):
+            index = int(np.clip(np.searchsorted(axis.values, value * factor), 0, len(axis.values) - 1))
+            other = int(axis.values[index])
+            if other != value:
+                found.append(settings.model_copy(update={name: other}))
+    return found
+
+
+def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float) -> Rated | None:
+    largest = {LOAD[space.kind]: _largest(space, outer)}
+    name = _outer_name(space)
+    if name is not None:
+        largest[name] = outer
+    columns = _curves(largest, space.kind)
+    evaluation = space.evaluate(columns)
+    replicas = space.placement.replicas
+    queue = Queue(space.kind, evaluation.performance, space.lengths, constraint)
+    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), queue.max_rate(at_least / replicas), 0.0)
+    index = int(rates.argmax())
+    rate = replicas * float(rates.ravel()[index])
+    return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
+
+
+def _queue(space: Space, constraint: Constraint, columns: dict[str, Ints]) -> Queue:
+    return Queue(space.kind, space.evaluate(columns).performance, space.lengths, constraint)
+
+
+def _curves(largest: dict[str, Ints], kind: str) -> dict[str, Ints]:
+    """The points of curves that end at these settings. # [curves * NUM_LOADS]"""
+    load = LOAD[kind]
+    share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
+    columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}
+    columns[load] = np.maximum(np.round(share * largest[load][:, None]), 1).astype(int).ravel()
+    if kind == "waa":  # under light load an encode batch is what has come since the last one
+        columns["encode_batch"] = np.maximum(np.round(share * largest["encode_batch"][:, None]), 1).astype(int).ravel()
+    return columns
+
+
+def _outer_name(space: Space) -> str | None:
+    names = [axis.variable.name for axis in space.axes if axis.variable.name != LOAD[space.kind]]
+    return names[0] if names else None
+
+
+def _outer_values(space: Space, count: int) -> Ints:
+    """Values of the other variable, even on a logarithmic scale."""
+    name = _outer_name(space)
+    if name is None:
+        return np.zeros(1, int)
+    values = next(axis.values for axis in space.axes if axis.variable.name == name)
+    if space.kind == "waa":
+        values = values[: max(1, len(values) // 2)]  # a cap of fewer than two encode batches makes static batches
+    picked: Ints = np.unique(values[np.round(np.geomspace(1, len(values), count)).astype(int) - 1])
+    return picked
+
+
+def _finer(space: Space, outer: Ints, settings: Settings) -> Ints:
+    """Values of the other variable between the best one's neighbours."""
+    name = _outer_name(space)
+    assert name is not None
+    values = next(axis.values for axis in space.axes if axis.variable.name == name)
+    at = int(np.searchsorted(outer, getattr(settings, name)))
+    low, high = outer[max(at - 1, 0)], outer[min(at + 1, len(outer) - 1)]
+    between = values[(values > low) & (values < high)]
+    if not len(between):
+        return outer[at : at + 1]
+    picked: Ints = between[np.unique(np.round(np.linspace(0, len(between) - 1, 6)).astype(int))]
+    return picked
+
+
+def _largest(space: Space, outer: Ints) -> Ints:
+    """The largest batch that memory holds beside each value of the other variable."""
+    most = max(int(space.capacity), 1)
+    if space.kind != "rra":
+        return np.full(len(outer), most)
+    axis, _, counts = space.lines
+    assert axis is not None
+    lines = np.searchsorted(axis.values, outer)
+    least = space.least_requests
+    return np.maximum(counts[lines] + least - 1, least).astype(int)
