@@ -13,25 +13,28 @@ results/vllm.KIND.jsonl; docs/VLLM.md keeps the last.
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
 import click
+import httpx
 import numpy as np
 
 from xgpt.app.bench import Server, bench_plan
 from xgpt.app.planning import Subject, plan_each, resolve, scheduler
-from xgpt.app.serving_vllm import free_port, running
 from xgpt.app.simulating import simulate
 from xgpt.app.wording import settings_text
-from xgpt.errors import InfeasibleError
+from xgpt.errors import InfeasibleError, MachineError
 from xgpt.io import StepLogWriter, sha256, write_atomic
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
+from xrunner.vllm.process import package_path, preload, python, started
 from xsimulator.placement import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
@@ -134,11 +137,12 @@ def step_times(log: list[StepRecord], cost: LaneCost) -> dict[str, tuple[int, fl
 
 @contextmanager
 def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
-    """vLLM with its own scheduler, which is only watched."""
+    """vLLM's own server with its own scheduler, which is only watched."""
     assert isinstance(plan.policy, ChunkedSettings)
-    port = free_port(HOST)
-    started = launch(plan, plan_path="", host=HOST, port=port)
-    arguments = list(started.arguments)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    prepared = launch(plan, plan_path="")
+    arguments = list(prepared.arguments)
     for flag, value in (
         ("--scheduler-cls", "xrunner.vllm.logged.LoggedScheduler"),
         ("--additional-config", json.dumps({"xgpt": {"step_log": str(step_log)}})),
@@ -146,8 +150,21 @@ def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
         ("--max-num-batched-tokens", str(plan.policy.token_budget)),
     ):
         arguments[arguments.index(flag) + 1] = value
-    with running(replace(started, arguments=tuple(arguments)), HOST, port):
-        yield f"http://{HOST}:{port}"
+    command = [python(), "-m", "vllm.entrypoints.openai.api_server", "--model", prepared.model, *arguments]
+    command += ["--served-model-name", plan.model.name, "--host", HOST, "--port", str(port)]
+    url = f"http://{HOST}:{port}"
+    with package_path() as packages, started(command, packages, prepared.variables | preload(python())) as process:
+        assert process.stdout is not None
+        reader = threading.Thread(target=list, args=(process.stdout,), daemon=True)  # a full pipe would stop it
+        reader.start()
+        while True:
+            if process.poll() is not None:
+                raise MachineError(f"vLLM did not start: exit code {process.returncode}")
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", trust_env=False, timeout=2).is_success:
+                    break
+            time.sleep(0.2)
+        yield url
 
 
 def row(kind: str, plan: Plan, report: BenchReport) -> list[str]:

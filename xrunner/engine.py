@@ -11,8 +11,10 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from xgpt import policies
 from xgpt.errors import MachineError
 from xgpt.policies import Pool, Request, Schedule, Step
+from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import FinishReason, Generation, Token
@@ -99,6 +101,10 @@ class Engine:
         that run have ended; who comes meanwhile waits.
         """
         self._hand_in(schedule)
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Have the plan's schedule applied."""
+        self.apply(policies.build(plan))
 
     def _hand_in(self, what: Generation | int | Schedule) -> None:
         self._inbox.put(what)

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 from xgpt.schema import ANYONE, Account
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+"""error: the engine has lost the request; its token is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from queue import Empty, SimpleQueue
 
+from xgpt import policies
 from xgpt.policies import Pool, Request, Schedule
+from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
@@ -116,6 +118,10 @@ class Replicas:
         """See `Engine.apply`: each goes over by itself. The number of replicas stays."""
         for engine in self._engines:
             engine.apply(schedule.fresh())
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Have the plan's schedule applied."""
+        self.apply(policies.build(plan))
 
     @property
     def is_emptying(self) -> bool:

@@ -38,6 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
     "xrunner": SHELL | {"xgpt.observation", "xgpt.observer", "xgpt.pages", "xgpt.policies", "xrunner"},
     "xrunner.vllm": SHELL | {"xgpt.policies", "xrunner.vllm"},
+    "xrunner.vllm.engine": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
+    "xrunner.vllm.waa": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xprofiler": SHELL | {"xprofiler"},
     "xprofiler.vllm": SHELL | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},

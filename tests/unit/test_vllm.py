@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shlex
+import re
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -17,14 +16,17 @@ import yaml
 from click.testing import CliRunner
 
 from tests.vllm.plans import exportable, plan_with
-from xgpt.app.exporting import export
+from xgpt.app.exporting import Target, export
 from xgpt.cli import cli
 from xgpt.cli.serve import command as serve
 from xgpt.errors import InputError, MachineError
 from xgpt.io import dump_json, sha256
 from xgpt.policies import Request
-from xgpt.resolve import load_cluster
+from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import (
+    Account,
+    Admission,
+    Arrival,
     ChunkedSettings,
     ClusterSpec,
     DeviceKind,
@@ -33,10 +35,23 @@ from xgpt.schema import (
     RraSettings,
     Stage,
     StaticSettings,
+    StepRecord,
     WaaSettings,
 )
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import Accepted, Ended, EngineSide, Refused, ServerSide
+from xrunner.vllm.channel import (
+    Accepted,
+    Cancel,
+    CoreSide,
+    Down,
+    FrontSide,
+    HostSide,
+    Output,
+    Refused,
+    Stepped,
+    Submit,
+    Up,
+)
 from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
 from xrunner.vllm.lane import Room, build_lane, change_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
@@ -73,13 +88,13 @@ def flags(arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def test_flags_say_what_the_plan_says() -> None:
-    started = launch(fitting(RRA), plan_path="plan.json", host="127.0.0.1", port=8001)
+    started = launch(fitting(RRA), plan_path="plan.json")
     given = flags(started.arguments)
     assert started.model == "/weights"
     assert given["--scheduler-cls"] == "xrunner.vllm.scheduler.XgptScheduler"
     assert json.loads(given["--additional-config"]) == {"xgpt": {"plan": "plan.json"}}
     assert given["--block-size"] == "16" and given["--num-gpu-blocks-override"] == "801"
-    assert (given["--dtype"], given["--port"]) == ("float32", "8001")
+    assert given["--dtype"] == "float32"
     assert "--no-enable-prefix-caching" in given and "--no-async-scheduling" in given
 
 
@@ -101,8 +116,9 @@ def test_uneven_stages_become_a_partition_and_uneven_degrees_an_error() -> None:
         (fitting(plan_with(StaticSettings(batch=8))), "frees a slot"),
         (waa(), "a vLLM of its own"),
         (RRA, "plan with --model DIRECTORY"),
+        (fitting(RRA).model_copy(update={"model": load_model("t5-11b")[0]}), "no plan has a place for its encoder"),
     ],
-    ids=["static", "waa", "no weights"],
+    ids=["static", "waa", "no weights", "encoder"],
 )
 def test_what_vllm_cannot_run_is_refused(plan: Plan, says: str) -> None:
     with pytest.raises(InputError, match=says):
@@ -169,27 +185,53 @@ def test_an_empty_lane_changes_in_all_respects() -> None:
     assert lane.pool.kv == "quantile"
 
 
-def test_plans_go_down_the_channel_and_lengths_come_up(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/control"
-    server = ServerSide(address)
-    engine = EngineSide(address, RRA)
+def test_an_order_by_deadlines_has_them_and_its_row() -> None:
+    plan = RRA.model_copy(update={"admission": Admission(order="das", row_tokens=100, patience=None)})
+    lane = build_lane(plan, ROOM)
+    for number, (length, deadline_ns) in enumerate([(60, None), (30, 900), (40, 500)]):
+        lane.submit(Request(number, length, max_output=4, deadline_ns=deadline_ns))
+    assert [request.id for request in lane.pool.waiting.ahead(2)] == [1, 2]
+    assert lane.expire(600) == [2]
+
+
+def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}"
+    front = FrontSide(address, ["both"])
+    core, host = CoreSide(address, follows_plans=True), HostSide(address, "both")
+
+    def told() -> Up:
+        front.wait(5)
+        message = front.receive()
+        assert message is not None
+        return message
+
     try:
-        assert server.receive(5) == (0, Accepted(sha256(RRA)))
-        assert server.num_engines == 1
-        assert list(engine.plans()) == []
-        server.send(CHUNKED)
+        while not front.reaches(["both"], 1):
+            pass
+        front.send_plan(CHUNKED)
         plans: list[Plan] = []
         while not plans:
-            plans += engine.plans()
+            plans += core.plans()
         assert plans == [CHUNKED]
-        engine.refuse(CHUNKED, "no")
-        engine.send(Ended(12, 3))
-        assert server.receive(5) == (0, Refused(sha256(CHUNKED), "no"))
-        assert server.receive(5) == (0, Ended(12, 3))
-        assert server.receive(0) is None
+        core.accept(CHUNKED)
+        assert told() == Accepted(core.core, sha256(CHUNKED))
+        core.refuse(CHUNKED, "no")
+        assert told() == Refused(core.core, sha256(CHUNKED), "no")
+        record = StepRecord(1, 2, ((7, 0, 3),), (), (7,), (Arrival(7, 3, 1, 0, account=Account("a", 2.0, 1)),), ())
+        stepped = Stepped("both", core.core, [Output(7, [5], "length", [(-1.0, [(5, -1.0)])])], [record], 3, 1)
+        core.send(stepped)
+        assert told() == stepped
+        request = Submit(7, (1, 2, 3), 1, sampling={"seed": 2**63 - 1, "temperature": 0.5}, account=Account("a"))
+        front.send("both", request)
+        front.send("both", Cancel(7))
+        requests: list[Down] = []
+        while len(requests) < 2:
+            requests += host.requests()
+        assert requests == [request, Cancel(7)]
+        assert front.receive() is None
     finally:
-        engine.close()
-        server.close()
+        for end in (core, host, front):
+            end.close()
 
 
 def test_vllms_processes_see_our_packages_alone() -> None:
@@ -208,65 +250,146 @@ def test_a_machine_without_vllm_says_where_to_name_it(monkeypatch: pytest.Monkey
 # Export --------------------------------------------------------------------------------------------------------
 
 
-def test_the_exported_script_is_the_command_pinned_to_a_version() -> None:
-    files = export(fitting(RRA), "vllm")
-    assert Plan.model_validate_json(files["plan.json"]) == fitting(RRA)
-    assert f"vllm=={TESTED_VERSION}" in files["requirements.txt"]
-    words = shlex.split(files["serve.sh"].partition("exec ")[2])
-    expected = launch(fitting(RRA), plan_path="plan.json", host="127.0.0.1", port=8000)
-    assert [word for word in words if word != "\n"] == [*expected.command("python3"), "$@"]
+HOSTILE = [
+    "a\nkind: Secret",
+    "a\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: evil}",
+    """quote's "double" `tick`""",
+    "$(touch /tmp/pwned)",
+    "${HOME}; rm -rf /",
+    "a: {b: [c]} # d & *e !f |g >h %i @j",
+    "\x85\u2028next line\ttab \\n",
+    "../../etc/passwd",
+    "ÄÖÜ 漢字",
+    "x" * 300,
+    "--host=0.0.0.0",
+]
+"""Names that would be something else in YAML or in a shell."""
 
 
-def test_the_exported_script_listens_further_only_where_that_is_said(tmp_path: Path) -> None:
-    for name, text in export(fitting(RRA), "vllm").items():
-        (tmp_path / name).write_text(text)
-    fake = tmp_path / "python3"
-    fake.write_text('#!/bin/sh\necho "$@"\n')
-    fake.chmod(0o755)
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    for more in ([], ["--host", "0.0.0.0"]):
-        words = subprocess.check_output(["sh", tmp_path / "serve.sh", *more], env=path, text=True).split()
-        assert words[-4 - len(more) :] == ["--host", "127.0.0.1", "--port", "8000", *more]  # vLLM takes the last
+def hostile(name: str) -> Plan:
+    """A plan in which everything that has a name has this one."""
+    plan = fitting(RRA)
+    update = {
+        "model": plan.model.model_copy(update={"name": name}),
+        "workload": plan.workload.model_copy(update={"name": name}),
+        "cluster": plan.cluster.model_copy(update={"name": name}),
+        "checkpoint": name,
+    }
+    return plan.model_copy(update=update)
 
 
-def test_exported_objects_are_kubernetes_own() -> None:
-    files = export(fitting(RRA).model_copy(update={"replicas": 3}), "k8s")
-    objects = list(yaml.safe_load_all(files["xgpt.yaml"]))
-    for item in objects:
+def objects_of(plan: Plan) -> dict[str, Any]:
+    """The exported Kubernetes objects, validated, by kind."""
+    items = list(yaml.safe_load_all(export(plan, "k8s")["xgpt.yaml"]))
+    for item in items:
         kubernetes_validate.validate(item, "1.31", strict=True)
-    config, deployment, service = objects
-    assert "  plan.json: |\n    {\n" in files["xgpt.yaml"]  # as a reader would have it
-    assert deployment["spec"]["replicas"] == 3
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
-    assert json.loads(config["data"]["plan.json"])["replicas"] == 1
-    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    return {item["kind"]: item for item in items}
 
 
-def test_the_exported_start_of_our_own_engine_is_one_that_it_takes() -> None:
+def run_script(script: str, directory: Path, *more: str, env: dict[str, str] | None = None) -> list[str]:
+    """The words with which an exported script calls xgpt, here a fake."""
+    (directory / "script.sh").write_text(script)
+    fake = directory / "xgpt"
+    fake.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    fake.chmod(0o755)
+    path = {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}", **(env or {})}
+    said = subprocess.check_output(["sh", directory / "script.sh", *more], env=path, text=True)
+    return said.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("more", [(), ("--host", "0.0.0.0", "--api-key-file", "my keys"), ("$(id)", "a b")])
+def test_the_exported_script_serves_in_vllm_behind_our_endpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
+    for plan in (fitting(RRA), waa()):
+        files = export(plan, "vllm")
+        assert Plan.model_validate_json(files["plan.json"]) == plan
+        assert f"vllm=={TESTED_VERSION}" in files["requirements.txt"]
+        words = run_script(files["serve.sh"], tmp_path, *more)
+        assert words == ["serve", "plan.json", "--engine", "vllm", "--port", "8000", *more]
+    assert "nixl" in files["requirements.txt"]
+
+
+def test_the_exported_script_is_not_for_others_without_keys(tmp_path: Path) -> None:
+    plan = exportable(RRA, str(tmp_path))
+    words = run_script(export(plan, "vllm")["serve.sh"], tmp_path, "--host", "0.0.0.0")
+    (tmp_path / "plan.json").write_text(dump_json(plan))
+    refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *words[2:]])
+    assert isinstance(refused.exception, InputError) and "--api-key-file" in str(refused.exception)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("target", ["vllm", "k8s", "torchrun"])
+def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
+    plain, files = export(hostile("opt"), target), export(hostile(name), target)
+    assert files.keys() == plain.keys()
+    assert Plan.model_validate_json(files["plan.json"]) == hostile(name)
+    for script in ("serve.sh", "start.sh", "requirements.txt", "Dockerfile"):
+        assert files.get(script) == plain.get(script)  # nothing of the plan's names comes in
+    if target != "k8s":
+        return
+    found, expected = objects_of(hostile(name)), objects_of(hostile("opt"))
+    assert found.keys() == expected.keys()
+    own = found["Deployment"]["metadata"]["name"]
+    assert re.fullmatch(r"xgpt-[a-z0-9]([a-z0-9-]*[a-z0-9])?", own) and len(f"{own}-model") < 64
+    assert json.loads(found["ConfigMap"]["data"]["plan.json"])["model"]["name"] == name
+    for kind in ("Deployment", "Service", "NetworkPolicy"):
+        assert json.loads(json.dumps(found[kind]).replace(own, "xgpt-opt")) == expected[kind]
+
+
+def test_exported_pods_may_do_nothing_that_serving_does_not_take() -> None:
+    objects = objects_of(fitting(RRA).model_copy(update={"replicas": 3}))
+    spec = objects["Deployment"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["replicas"] == 3
+    held = pod["securityContext"]
+    assert held["runAsNonRoot"] and held["runAsUser"] and held["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not pod["automountServiceAccountToken"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    for bound in ("requests", "limits"):
+        assert container["resources"][bound].keys() == {"cpu", "memory", "nvidia.com/gpu"}
+    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] and volumes["scratch"]["emptyDir"]["sizeLimit"]
+    writable = {mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"shm", "scratch"}
+    policy = objects["NetworkPolicy"]["spec"]
+    assert policy["egress"] == [] and policy["podSelector"] == {"matchLabels": spec["selector"]["matchLabels"]}
+    assert [rule["ports"] for rule in policy["ingress"]] == [[{"protocol": "TCP", "port": "http"}]]
+    service = objects["Service"]["spec"]
+    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_exported_pods_serve_the_plan_with_keys_of_a_secret() -> None:
+    objects = objects_of(fitting(RRA).model_copy(update={"replicas": 3}))
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    assert command[:4] == ["python3", "-m", "xgpt", "serve"]
+    given = serve.make_context("serve", command[4:]).params
+    assert (given["host"], given["engine"]) == ("0.0.0.0", "vllm")
+    assert 0 < given["shutdown_delay_s"] < given["drain_s"]
+    assert pod["terminationGracePeriodSeconds"] > given["shutdown_delay_s"] + given["drain_s"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert "secret" in volumes[mounts[str(Path(given["api_key_file"]).parent)]]
+    assert "configMap" in volumes[mounts[str(Path(given["plan_path"]).parent)]]
+    plan = json.loads(objects["ConfigMap"]["data"]["plan.json"])
+    assert plan["replicas"] == 1 and mounts[plan["checkpoint"]] == "model"
+
+
+def test_the_exported_start_of_our_own_engine_is_one_that_it_takes(tmp_path: Path) -> None:
     two_nodes = load_cluster("a40x16")
     first = Stage(devices=tuple(range(8)), tp=8, decode_layers=(0, 12), kv_blocks=800)
     plan = fitting(RRA).model_copy(update={"cluster": two_nodes, "stages": (first,), "replicas": 2})
     script = export(plan, "torchrun")["start.sh"]
-    words = shlex.split(script.partition("exec xgpt serve")[2].replace("${NODE_RANK:?}", "1").replace("${HEAD:?}", "h"))
+    words = run_script(script, tmp_path, env={"NODE_RANK": "1", "HEAD": "h"})
+    assert words.pop(0) == "serve"
     given = serve.make_context("serve", words).params
     assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "h:29400")
     assert "XGPT_CLUSTER_SECRET" in script
-
-
-def test_waa_is_exported_as_two_lanes_and_their_front() -> None:
-    files = export(waa(), "vllm")
-    assert "nixl" in files["requirements.txt"]
-    for lane, role, devices, port in (("encode", "producer", "0", 5600), ("decode", "consumer", "1", 5601)):
-        script = files[f"{lane}.sh"]
-        assert f"kv_{role}" in script and "--host 127.0.0.1" in script
-        assert f"CUDA_VISIBLE_DEVICES={devices}\n" in script
-        assert f"VLLM_NIXL_SIDE_CHANNEL_PORT={port}\n" in script
-
-
-def test_what_the_front_cannot_drive_is_not_exported() -> None:
-    with pytest.raises(InputError, match="plan for 2 devices"):
-        export(waa().model_copy(update={"replicas": 2}), "vllm")
 
 
 def test_no_requirement_is_a_strangers_package_of_our_name() -> None:
@@ -281,30 +404,6 @@ def test_a_script_for_one_node_takes_no_more_devices_than_it_has() -> None:
     plan = fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 9})
     with pytest.raises(InputError, match="takes 9 devices; the script is for one node, of 8"):
         export(plan, "vllm")
-
-
-@pytest.mark.timeout(60)
-def test_both_lanes_end_with_their_script(tmp_path: Path) -> None:
-    """Three programs take part; each of them, here a fake, shares a lock for as long as it runs."""
-    for name, text in export(waa(), "vllm").items():
-        (tmp_path / name).write_text(text)
-    fake = tmp_path / "python3"
-    fake.write_text(
-        f"#!{sys.executable}\n"
-        "import fcntl, sys, time\n"
-        "fcntl.flock(file := open('lock', 'w'), fcntl.LOCK_SH)\n"
-        "print('here', file=sys.stderr, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    fake.chmod(0o755)
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    with subprocess.Popen(["sh", tmp_path / "serve.sh"], stderr=subprocess.PIPE, env=path) as script:
-        assert script.stderr is not None
-        for _ in range(3):
-            assert script.stderr.readline() == b"here\n"
-        script.terminate()
-        with (tmp_path / "lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_a_plan_that_does_not_fit_is_not_exported() -> None:

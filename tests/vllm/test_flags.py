@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.vllm.plans import here, plan_with, waa_plan
-from xgpt.app.exporting import FILES
+from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
-from xrunner.vllm.command import Launch, launch, launch_lane
+from xrunner.vllm.command import HOST, Launch, launch
+from xrunner.vllm.host import parser
+from xrunner.vllm.waa import launches
 
 
 def engine_arguments(started: Launch) -> AsyncEngineArgs:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", started.model, *started.arguments]))
+    words = started.command("python3", "ipc:///tmp/nowhere")
+    assert words[:3] == ["python3", "-m", HOST]
+    return AsyncEngineArgs.from_cli_args(parser().parse_args(words[3:]))
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,8 @@ def engine_arguments(started: Launch) -> AsyncEngineArgs:
     ids=["rra", "chunked", "orca"],
 )
 def test_single_lane(plan: Plan, checkpoint: Path) -> None:
-    given = engine_arguments(
-        launch(here(plan), plan_path="plan.json", model=str(checkpoint), host="0.0.0.0", port=8000)
-    )
+    given = engine_arguments(launch(exportable(here(plan), str(checkpoint)), plan_path="plan.json"))
+    assert given.model == str(checkpoint)
     assert given.scheduler_cls == "xrunner.vllm.scheduler.XgptScheduler"
     assert given.additional_config == {"xgpt": {"plan": "plan.json"}}
     config = given.create_engine_config()
@@ -40,8 +39,10 @@ def test_single_lane(plan: Plan, checkpoint: Path) -> None:
     assert not config.scheduler_config.async_scheduling
 
 
-@pytest.mark.parametrize("lane", ["encode", "decode"])
-def test_lanes_of_waa(lane: str, checkpoint: Path) -> None:
-    config = engine_arguments(launch_lane(here(waa_plan()), lane, FILES, model=str(checkpoint))).create_engine_config()
-    assert config.kv_transfer_config is not None
-    assert config.kv_transfer_config.is_kv_producer == (lane == "encode")
+@pytest.mark.parametrize("plan", [waa_plan(), here(waa_plan())], ids=["on GPUs", "on CPUs"])
+def test_lanes_of_waa(plan: Plan, checkpoint: Path, tmp_path: Path) -> None:
+    for started in launches(exportable(plan, str(checkpoint)), tmp_path):
+        config = engine_arguments(started).kv_transfer_config
+        assert config is not None
+        assert config.is_kv_producer == (started.lane == "encode")
+        assert config.is_kv_consumer == (started.lane == "decode")

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 
 from tests.vllm.offline import Requests
-from tests.vllm.plans import here, waa_plan
-from xgpt.app.serving_vllm import free_port, running
-from xgpt.client import ClientRequest, replay
-from xgpt.io import read_step_log
-from xgpt.schema import WaaSettings
-from xrunner.vllm.command import CPU_BLOCK_SIZE, NIXL_PORT_VARIABLE, launch_lane
-from xrunner.vllm.front import create_app
+from tests.vllm.plans import exportable, here, waa_plan
+from xgpt.schema import StepRecord, WaaSettings
+from xrunner.generation import Generation
+from xrunner.vllm.command import CPU_BLOCK_SIZE
 from xrunner.vllm.process import PYTHON_VARIABLE
+from xrunner.vllm.waa import NIXL, WaaEngine
 
-HOST = "127.0.0.1"
 PLAN = here(waa_plan())
-
-
-@contextmanager
-def in_thread(app: uvicorn.Config) -> Iterator[None]:
-    server = uvicorn.Server(app)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            pass
-        yield
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def left_to_compute(prompt: int, connector: str) -> int:
@@ -63,7 +38,7 @@ def left_to_compute(prompt: int, connector: str) -> int:
         pytest.param("NixlConnector", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")),
     ],
 )
-def test_tokens_and_hand_over(
+def test_tokens_are_those_of_one_vllm(
     connector: str,
     checkpoint: Path,
     requests: Requests,
@@ -73,40 +48,32 @@ def test_tokens_and_hand_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    transfer: dict[str, Any] = {"kv_connector": connector}
-    if connector == "ExampleConnector":
-        transfer["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
-    urls = {}
-    with ExitStack() as stack:
-        for lane in ("encode", "decode"):
-            port = free_port(HOST)
-            config = {"step_log": str(tmp_path / f"{lane}.jsonl")}
-            started = launch_lane(PLAN, lane, transfer, model=str(checkpoint), host=HOST, port=port, config=config)
-            started = replace(started, variables={**started.variables, NIXL_PORT_VARIABLE: str(free_port(HOST))})
-            stack.enter_context(running(started, HOST, port, tmp_path / f"{lane}.log"))
-            urls[lane] = f"http://{HOST}:{port}"
-        port = free_port(HOST)
-        front = create_app(PLAN, urls["encode"], urls["decode"])
-        stack.enter_context(
-            in_thread(uvicorn.Config(front, host=HOST, port=port, log_level="warning", log_config=None))
-        )
-        url = f"http://{HOST}:{port}"
-        sent = [
-            ClientRequest(prompt, output_length=n, max_tokens=n)
-            for prompt, n in zip(requests.prompts, requests.outputs, strict=True)
-        ]
-        results = asyncio.run(replay(url, sent, concurrency=len(sent), stream=False))
-        assert [result.error for result in results if result.error] == []
-        assert [result.token_ids for result in results] == expected
-        hand_over = httpx.get(f"{url}/hand_over", trust_env=False).json()["seconds"]
+    if connector == "NixlConnector":
+        monkeypatch.setattr("xrunner.vllm.waa.connector_of", lambda plan, directory: NIXL)
+    log: list[StepRecord] = []
+    engine = WaaEngine(exportable(PLAN, str(checkpoint)), on_step=log.append)
+    tokens: list[list[int]] = [[] for _ in expected]
+    try:
+        for id_, (prompt, length) in enumerate(zip(requests.prompts, requests.outputs, strict=True)):
+            engine.submit(Generation(id_, tuple(prompt), length))
+        while engine.pool.running or engine.pool.waiting:
+            for token in engine.step() or []:
+                assert token.finish != "error"
+                tokens[token.id].append(token.token)
+            engine.wait(0.1)
+    finally:
+        engine.close()
+    assert tokens == expected
 
-    encode, decode = (read_step_log(tmp_path / f"{lane}.jsonl") for lane in ("encode", "decode"))
+    encode, decode = ([record for record in log if record.lane == lane] for lane in ("encode", "decode"))
     assert isinstance(PLAN.policy, WaaSettings)
     assert max(len(record.decode) + len(record.encode) for record in decode) <= PLAN.policy.max_decode_batch
     # What the decode lane computes of a prompt is the part of its last block alone.
     computed = [length for record in decode for _, _, length in record.encode]
     assert sorted(computed) == sorted(left_to_compute(len(prompt), connector) for prompt in requests.prompts)
     assert sum(length for record in encode for _, _, length in record.encode) == sum(map(len, requests.prompts))
+    encoded_ns = {id_: record.end_ns for record in encode for id_, _, _ in record.encode}
+    hand_over = [(record.end_ns - encoded_ns[id_]) / 1e9 for record in decode for id_, _, _ in record.encode]
     loads = [(record.end_ns - record.start_ns) / 1e9 for record in decode if record.encode]
     with capsys.disabled():
         print(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from xgpt.app.serving_vllm import check_vllm_runs
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import Plan
+from xgpt.schema import EngineKind, Plan
 
 
 def check_devices(plan: Plan, num_nodes: int = 1) -> None:
@@ -110,15 +111,13 @@ def check_planned(plan: Plan) -> None:
         InputError: its engine cannot run its policy, or the model does not run in its dtype.
     """
     if plan.profile.engine == "vllm":
-        from xrunner.vllm.command import launch
-
-        launch(plan, plan_path="plan.json")
+        check_vllm_runs(plan)
     else:
         check_runs(plan)
 
 
-def check_runs(plan: Plan, num_nodes: int = 1) -> None:
-    """Refuse a plan that the native engine cannot run here, whatever its weights.
+def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
+    """Refuse a plan that an engine cannot run here, whatever its weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -128,7 +127,7 @@ def check_runs(plan: Plan, num_nodes: int = 1) -> None:
     from xgpt.machine import detect
 
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
-    check_engine(plan, "native")
+    check_engine(plan, engine)
     check_devices(plan, num_nodes)
     offered = detect(plan.replicas * plan.devices_per_replica // num_nodes).device.memory_bytes
     needed = max(plan.estimate.memory_bytes)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xgpt.app.serving_vllm import build_vllm_engine, can_change_plan
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import Plan
+from xgpt.schema import EngineKind, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from xrunner.server import ApiKeys, Limits
     from xrunner.worker import Worker
 
+logger = logging.getLogger(__name__)
 
 MIN_SECRET = 16
 """Characters of what machines share."""
@@ -275,6 +277,7 @@ def serve_plan(
     replan: bool = True,
     profile_path: str | None = None,
     nodes: Nodes | None = None,
+    engine: EngineKind = "native",
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -289,10 +292,14 @@ def serve_plan(
     from xrunner import server
 
     keys, tls = exposure.check(), exposure.tls()
-    check_runs(plan, 1 if nodes is None else nodes.count)
+    check_runs(plan, 1 if nodes is None else nodes.count, engine)
     server.log_json(log_level)
+    build = partial(build_engine, nodes=nodes) if engine == "native" else build_vllm_engine
+    if engine == "vllm" and replan and not can_change_plan(plan):
+        logger.warning("re-planning is off: vLLM keeps a plan for several devices as it is")
+        replan = False
     for line in missing(plan, profile_path, replan=replan):
-        logging.getLogger(__name__).warning(line)
+        logger.warning(line)
     planner = find_planner(plan, profile_path) if replan else None
     with ExitStack() as at_end:
         log = None if step_log is None else StepLogWriter(step_log)
@@ -302,10 +309,10 @@ def serve_plan(
             planner.start()  # it loads while the engine does
             at_end.callback(planner.stop)
         thread = server.single_thread()
-        engine = thread.submit(build_engine, plan, log, nodes).result()
-        at_end.callback(lambda: thread.submit(engine.close).result())
+        running = thread.submit(build, plan, log).result()
+        at_end.callback(lambda: thread.submit(running.close).result())
         app = server.create_app(
-            server.EngineThread(engine, thread, server.Watch(plan, planner)),
+            server.EngineThread(running, thread, server.Watch(plan, planner)),
             model_name=plan.model.name,
             spec=plan.model,
             tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),

@@ -127,24 +127,6 @@ def command(
     exposure = Exposure(host, port, key_path, allowed_hosts, certificate, private)
     exposure.check()
     exposure.tls()
-    if engine == "vllm" and (ssl_certfile or shutdown_delay_s):
-        raise InputError("--engine", "vllm", "it has neither --ssl-certfile nor --shutdown-delay yet")
-    if engine == "vllm":
-        from xgpt.app.serving import find_planner
-        from xgpt.app.serving_vllm import check_plan_for_vllm, serve_in_vllm
-        from xrunner.server import log_json
-
-        click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
-        several = plan.replicas * plan.devices_per_replica > 1
-        for line in missing(plan, profile_path, replan=not (no_replan or several)):
-            click.echo(line, err=True)
-        if not dry_run:
-            log_json(log_level)
-            if several and not no_replan:
-                click.echo("re-planning is off: vLLM keeps a plan for several devices as it is", err=True)
-            planner = None if no_replan or several else find_planner(plan, profile_path)
-            serve_in_vllm(plan, host, port, step_log=None if step_log is None else Path(step_log), planner=planner)
-        return
     nodes = Nodes.of(nnodes, node_rank, rendezvous)
     limits = Limits(
         max_waiting=max_waiting,
@@ -153,11 +135,17 @@ def command(
         default_max_tokens=default_max_tokens,
         max_max_tokens=max_max_tokens,
     )
-    if dry_run:
+    if engine == "vllm":
+        from xgpt.app.serving_vllm import check_plan_for_vllm
+
+        if nodes is not None:
+            raise InputError("nnodes", nnodes, "vLLM is started on this machine alone; leave it out, or --engine vllm")
+        click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
+    elif dry_run:
         check_plan(plan, nnodes)
-        click.echo(
-            "\n".join([*missing(plan, profile_path, replan=not no_replan), f"{plan_path} can be served here"]), err=True
-        )
+    if dry_run:
+        lines = [*missing(plan, profile_path, replan=not no_replan), f"{plan_path} can be served here"]
+        click.echo("\n".join(lines), err=True)
         return
     if nodes is not None and nodes.rank:
         join_nodes(plan, nodes)
@@ -173,4 +161,5 @@ def command(
         replan=not no_replan,
         profile_path=profile_path,
         nodes=nodes,
+        engine=engine,
     )

@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 from xgpt.errors import MachineError
 from xgpt.observation import Seen
-from xgpt.policies import Pool
 from xgpt.schema.step_log import ANYONE, Account, StepRecord
-from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams, Token
-from xrunner.replicas import Pools, Replicas
 from xrunner.server.backlog import Backlog
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import Allowance, ApiError
+from xrunner.server.served import ServedEngine, ServedPool
 from xrunner.server.watch import Watch
 
 MAX_RETRY_AFTER_S = 60
@@ -89,7 +87,7 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Engine | Replicas, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None
+        self, engine: ServedEngine, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None
     ) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
@@ -119,7 +117,7 @@ class EngineThread:
         """Begin to step; tokens arrive on the loop that is running now."""
         self._loop = asyncio.get_running_loop()
         if self.watch is not None:
-            self.watch.start(self._engine.apply)
+            self.watch.start(self._engine.go_over_to)
         self._running = self._thread.submit(self._run)
 
     async def stop(self) -> None:
@@ -169,7 +167,7 @@ class EngineThread:
         return self._engine.is_emptying
 
     @property
-    def pool(self) -> Pool | Pools:
+    def pool(self) -> ServedPool:
         return self._engine.pool
 
     def submit(
@@ -249,6 +247,14 @@ class EngineThread:
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
+    def _give_up(self, stream: Stream) -> None:
+        """The engine has lost a request, and no other."""
+        del self._streams[stream.id]
+        self._backlog.leave(stream.id)
+        self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
+        self.metrics.requests.labels("failed").inc()
+        stream.inbox.put_nowait(ApiError(500, "the engine could not go on with this request", code="engine_error"))
+
     def _end(self, stream: Stream) -> None:
         if stream.promise is not None:
             self._backlog.note_answer(*stream.promise, took_s=stream.last_token_s - stream.submitted_s)
@@ -289,6 +295,8 @@ class EngineThread:
     def _deliver(self, start_s: float, end_s: float, tokens: list[Token], records: list[StepRecord]) -> None:
         """Fan a step's tokens out."""
         metrics = self.metrics
+        # A step that others overlapped, or another process executed, began before the engine was last asked for one.
+        start_s = min((record.start_ns / 1e9 for record in records), default=start_s)
         for record in records:
             self._note_starts(record)
             if self.watch is not None and self.watch.wants_step(record):
@@ -298,6 +306,9 @@ class EngineThread:
         for token in tokens:
             stream = self._streams.get(token.id)
             if stream is None:  # cancelled while the step ran
+                continue
+            if token.finish == "error":
+                self._give_up(stream)
                 continue
             if not stream.first_token_s:
                 stream.first_token_s = end_s
@@ -322,10 +333,8 @@ class EngineThread:
             stream.held.append(token)
             if token.finish is not None:
                 stream.inbox.put_nowait(stream.held)
-        # A step that others overlapped was scheduled before the engine was last asked for one.
-        scheduled_s = min((record.start_ns / 1e9 for record in records), default=start_s)
         encoded = (chunk[0] for record in records for chunk in record.encode)
-        self._backlog.begin((*encoded, *(token.id for token in tokens)), scheduled_s, end_s)
+        self._backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         """The requests of a step."""

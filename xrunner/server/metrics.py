@@ -15,8 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from xgpt.schema import Account, Decision
 from xgpt.workload import mean
-from xrunner.engine import Engine
-from xrunner.replicas import Replicas
+from xrunner.server.served import ServedEngine
 from xrunner.server.watch import Watch
 
 NAN = float("nan")
@@ -29,7 +28,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 class Metrics:
     """Changed from the event loop alone; the gauges read the pool when asked."""
 
-    def __init__(self, engine: Engine | Replicas, watch: Watch | None) -> None:
+    def __init__(self, engine: ServedEngine, watch: Watch | None) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
@@ -175,7 +174,7 @@ class Histogram(Collector):
 class _Processes(Collector):
     """What each process of a plan for several devices has sent and computed since it was started."""
 
-    def __init__(self, engine: Engine | Replicas) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

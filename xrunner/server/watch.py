@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from xgpt import policies
 from xgpt.errors import XgptError
 from xgpt.observation import Seen
 from xgpt.observer import Observer, Snapshot
@@ -40,12 +39,12 @@ class Watch:
         """Longest time that a look has held the event loop."""
         self._observer = Observer(plan)
         self._planner = planner
-        self._apply: Callable[[policies.Schedule], None] | None = None
+        self._apply: Callable[[Plan], None] | None = None
         self._judging: asyncio.Task[None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
-    def start(self, apply: Callable[[policies.Schedule], None]) -> None:
-        """`apply`: has the engine go over to another plan's schedule."""
+    def start(self, apply: Callable[[Plan], None]) -> None:
+        """`apply`: has the engine go over to another plan; called in any thread."""
         self._apply = apply
 
     async def stop(self) -> None:
@@ -125,7 +124,8 @@ class Watch:
                 return
             decision, plan = await planner.propose(self.plan, observation)
             if plan is not None:
-                schedule = await asyncio.to_thread(policies.build, plan)
+                assert self._apply is not None
+                await asyncio.to_thread(self._apply, plan)
         except XgptError as error:
             logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
             return
@@ -134,8 +134,6 @@ class Watch:
             logger.error("re-planning failed", extra={"fields": {"reason": repr(error)}})
             return
         if plan is not None:
-            assert self._apply is not None
-            self._apply(schedule)
             self.go_over_to(plan)
         self.history.append(decision)
         self.on_decision(decision)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xgpt.errors import InputError
 from xgpt.machine import num_cores
-from xgpt.schema import ClusterSpec, Plan, Stage, WaaSettings
+from xgpt.schema import ClusterSpec, Lane, Plan, Stage, WaaSettings
 from xrunner.vllm.lane import settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -22,21 +21,27 @@ MAX_RUNNING = 1024
 """Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """Where a lane's NixlConnector tells the other's how to reach its K/V: one of its own for each lane of a host."""
-SERVER = "vllm.entrypoints.openai.api_server"
-"""vLLM's server as a module: the `vllm` command of the package for CPUs looks for that of another, and ends."""
+HOST = "xrunner.vllm.host"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one vLLM's server: for this model, with these arguments, under these variables."""
+    """How to start the vLLM of one lane: for this model, with these arguments, under these variables.
 
+    Attributes:
+        kv_blocks, block_size: the K/V memory that requests share.
+    """
+
+    lane: Lane
     model: str
     arguments: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+    kv_blocks: int = 0
+    block_size: int = 0
 
-    def command(self, python: str) -> list[str]:
-        """The words that start it with the Python that has vLLM."""
-        return [python, "-m", SERVER, "--model", self.model, *self.arguments]
+    def command(self, python: str, address: str) -> list[str]:
+        """The words that start it with the Python that has vLLM, its requests coming from this address."""
+        return [python, "-m", HOST, f"--model={self.model}", *self.arguments, address, self.lane]
 
 
 def block_size_of(cluster: ClusterSpec) -> int:
@@ -87,33 +92,26 @@ def launch(
     plan: Plan,
     *,
     plan_path: str,
-    model: str | None = None,
-    host: str | None = None,
-    port: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> Launch:
     """What starts vLLM with a plan of a single-lane policy.
 
     Args:
         plan_path: where vLLM's scheduler finds plan.json.
-        model: what vLLM loads; the plan's checkpoint by default.
-        config: more for the scheduler, as `step_log` and `control`.
+        config: more for the scheduler, as `front`.
 
     Raises:
         InputError: vLLM cannot run such a plan.
     """
     settings_of(plan)  # refuses what vLLM cannot run
-    return _launch(plan, plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})}, model, host, port)
+    return _launch(plan, "both", plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})})
 
 
 def launch_lane(
     plan: Plan,
-    lane: str,
+    lane: Lane,
     connector: dict[str, Any],
     *,
-    model: str | None = None,
-    host: str | None = None,
-    port: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> Launch:
     """What starts the vLLM of one lane of a WAA plan: vLLM's own scheduler, since the other lane is not in its way.
@@ -128,26 +126,25 @@ def launch_lane(
         raise InputError("plan.policy", plan.policy.kind, "only waa has lanes of their own")
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
-    started = _launch(plan, stages, "xrunner.vllm.logged.LoggedScheduler", config or {}, model, host, port)
+    started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})
     extra = ("--kv-transfer-config", json.dumps({**connector, "kv_role": role}), "--disable-hybrid-kv-cache-manager")
     own = {}
     if plan.cluster.device.type == "gpu":  # by itself each lane would take the first ones
         own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
-    return Launch(started.model, started.arguments + extra, started.variables | own)
+    return replace(started, arguments=started.arguments + extra, variables=started.variables | own)
 
 
 def _launch(
     plan: Plan,
+    lane: Lane,
     stages: tuple[Stage, ...],
     scheduler: str,
     config: dict[str, Any],
-    model: str | None,
-    host: str | None,
-    port: int | None,
 ) -> Launch:
-    weights = model or plan.checkpoint
-    if weights is None:
+    if plan.checkpoint is None:
         raise InputError("plan.checkpoint", None, "vLLM takes weights from a directory; plan with --model DIRECTORY")
+    if plan.model.is_encoder_decoder:
+        raise InputError("plan.model", plan.model.name, "in vLLM no plan has a place for its encoder")
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
         raise InputError("plan.stages.tp", sorted(degrees), "vLLM has one tensor-parallel degree for all stages")
@@ -163,7 +160,6 @@ def _launch(
     step = step_tokens(plan)
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
     arguments = [
-        *("--served-model-name", spec.name),
         *("--dtype", plan.dtype),
         *("--max-model-len", str(min(spec.max_context, blocks * block_size))),
         *("--block-size", str(block_size)),
@@ -175,6 +171,8 @@ def _launch(
         *("--data-parallel-size", str(plan.replicas)),
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
+        "--skip-tokenizer-init",  # text is the endpoint's
+        "--disable-log-stats",
         *("--generation-config", "vllm"),
         *("--scheduler-cls", scheduler),
         *("--additional-config", json.dumps({"xgpt": config})),
@@ -183,14 +181,7 @@ def _launch(
         # vLLM asks whether so much memory is free, and by itself would take nine tenths of the machine's.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
-    # The model may be at `model` elsewhere alone; what it consists of, the checkpoint here says.
-    if (directory := Path(plan.checkpoint or weights)).is_dir() and not any(directory.glob("tokenizer*")):
-        arguments.append("--skip-tokenizer-init")
-    if host is not None:
-        arguments += ["--host", host]
-    if port is not None:
-        arguments += ["--port", str(port)]
-    return Launch(weights, tuple(arguments), environment)
+    return Launch(lane, plan.checkpoint, tuple(arguments), environment, blocks, block_size)
 
 
 def step_tokens(plan: Plan) -> int:

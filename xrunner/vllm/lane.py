@@ -55,7 +55,16 @@ def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
     if room.num_blocks < blocks:
         raise InputError("plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} of {room.block_size} tokens")
     most = min(room.max_running, plan.admission.max_running or room.max_running)
-    pool = Pool(blocks, room.block_size, kv=plan.admission.kv, max_running=most, order=plan.admission.order)
+    admission = plan.admission
+    pool = Pool(
+        blocks,
+        room.block_size,
+        kv=admission.kv,
+        max_running=most,
+        order=admission.order,
+        row_tokens=admission.row_tokens,
+        patience_ns=plan.patience_ns,
+    )
     return OneLane(settings_of(plan), pool)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with its steps on record, in the terms of our step log."""
+"""vLLM's own scheduler with its steps on record, in the terms of our step log, and told to `xgpt serve`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from xgpt.io import StepLogWriter
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.schema.step_log import ANYONE, Account, Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION, installed_version
+from xrunner.vllm.channel import CoreSide, Output, Stepped
 
 logger = logging.getLogger("vllm.xgpt")
 
@@ -24,8 +25,9 @@ logger = logging.getLogger("vllm.xgpt")
 class LoggedScheduler(Scheduler):
     """Schedules as vLLM does; `additional_config={"xgpt": {"step_log": FILE}}` has it write down what it executed.
 
-    The log counts requests from 0 in the order of their arrival. A prompt whose first tokens' K/V came from elsewhere
-    begins, in the log, where the computing began.
+    With `front`, the address of an `xgpt serve` and the lane that this is, each step and its tokens are told there.
+    A request has the number that `xgpt serve` has given it, else they are counted from 0 as they come. A prompt whose
+    first tokens' K/V came from elsewhere begins, in the log, where the computing began.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +37,14 @@ class LoggedScheduler(Scheduler):
         self.config: dict[str, Any] = dict(self.vllm_config.additional_config.get("xgpt", {}))
         log = self.config.get("step_log")
         self._log = None if log is None else StepLogWriter(Path(log))
+        self._front: CoreSide | None = None
+        if "front" in self.config:
+            self._front = CoreSide(self.config["front"], follows_plans="plan" in self.config)
+        self._settled: list[StepRecord] = []
+        """Steps that are still to be told of."""
         self._number: dict[str, int] = {}
         """Our number of each request that vLLM has not ended."""
-        self._num_seen = self._num_scheduled = self._num_settled = 0
+        self._num_seen = self._num_scheduled = self._num_settled = self._now_ns = 0
         self._encoding: set[str] = set()
         """Requests whose prompt has begun and not yet ended."""
         self._under_way: deque[StepRecord] = deque()
@@ -49,15 +56,14 @@ class LoggedScheduler(Scheduler):
         known = request.request_id in self.requests
         super().add_request(request)
         if not known:
-            number = self._number[request.request_id] = self._num_seen
+            number = self._number[request.request_id] = extra_of(request).get("id", self._num_seen)
             self._num_seen += 1
-            now_ns = time.perf_counter_ns()
-            self._arrivals.append(Arrival(number, request.num_prompt_tokens, request.max_tokens, now_ns))
+            self._arrivals.append(arrival_of(number, request))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        start_ns = time.perf_counter_ns()
+        self._now_ns = time.perf_counter_ns()
         output = self._schedule(throttle_prefills)
-        self._under_way.append(self._begun(start_ns, output))
+        self._under_way.append(self._begun(self._now_ns, output))
         return output
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
@@ -67,21 +73,47 @@ class LoggedScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        told = [] if self._front is None else self._outputs(outputs)
         # Whoever was aborted meanwhile has no number any more, and is on record as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
             self._forget(id_)
         self._settle(self._under_way.popleft()._replace(end_ns=time.perf_counter_ns(), finished=finished))
+        self._tell(told)
         return outputs
+
+    def _outputs(self, outputs: dict[int, Any]) -> list[Output]:
+        """What the step has added to each request that is still wanted."""
+        return [
+            Output(
+                self._number[out.request_id],
+                list(out.new_token_ids),
+                None if out.finish_reason is None else str(out.finish_reason),
+                None if out.new_logprobs is None else _logprobs(out.new_logprobs),
+                out.kv_transfer_params,
+            )
+            for of_client in outputs.values()
+            for out in of_client.outputs
+            if out.request_id in self._number
+        ]
+
+    def _tell(self, outputs: list[Output]) -> None:
+        if self._front is not None and (outputs or self._settled):
+            lane = self.config["lane"]
+            self._front.send(Stepped(lane, self._front.core, outputs, self._settled, *self._room_taken()))
+            self._settled = []
+
+    def _room_taken(self) -> tuple[int, int]:
+        """K/V blocks set aside, and requests that have lost theirs."""
+        return 0, 0
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Benchmarks only: end a request after `vllm_xargs={"output_length": N}` tokens, unknown to the schedule."""
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-        extra = request.sampling_params.extra_args if request.sampling_params else None
-        if not stopped and extra and 0 < extra.get("output_length", 0) <= request.num_output_tokens:
+        if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
             stopped = True
         return tokens, stopped
@@ -96,6 +128,8 @@ class LoggedScheduler(Scheduler):
     def shutdown(self) -> None:
         if self._log is not None:
             self._log.close()
+        if self._front is not None:
+            self._front.close()
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
@@ -133,6 +167,8 @@ class LoggedScheduler(Scheduler):
         """What was scheduled has been executed; it may have been nothing."""
         if step.encode or step.decode:
             self._num_settled += 1
+            if self._front is not None:
+                self._settled.append(step._replace(lane=self.config["lane"]))
             if self._log is not None:
                 self._log(step)
                 # At each step, which takes a thousand times as long: vLLM may be killed before it shuts us down.
@@ -161,6 +197,26 @@ class PiecesScheduler(LoggedScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        extra = request.sampling_params.extra_args if request.sampling_params else None
         most = self.scheduler_config.max_num_batched_tokens
-        self.max_num_scheduled_tokens = min(most, (extra or {}).get("step_tokens", most))
+        self.max_num_scheduled_tokens = min(most, extra_of(request).get("step_tokens", most))
+
+
+def extra_of(request: Request) -> dict[str, Any]:
+    """What a request brings for its scheduler."""
+    return (request.sampling_params.extra_args if request.sampling_params else None) or {}
+
+
+def arrival_of(number: int, request: Request) -> Arrival:
+    """A request as it is taken in now. Deadlines are of `time.perf_counter_ns`, the clock that all processes share."""
+    extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
+    account = Account(*extra["account"]) if "account" in extra else ANYONE
+    deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")
+    return Arrival(number, *size, time.perf_counter_ns(), deadline_ns, promised, account)
+
+
+def _logprobs(given: Any) -> list[tuple[float, list[tuple[int, float]]]]:
+    """vLLM's table of a request: a row for each token, the token itself before the most probable ones."""
+    told = []
+    for tokens, values in zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True):
+        told.append((values[0], list(zip(tokens[1:], values[1:], strict=True))))
+    return told

@@ -54,11 +54,11 @@ def package_path() -> Iterator[Path]:
 def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     """What vLLM's processes run under: ours, the variables given, and on CPUs the OpenMP that vLLM was built for.
 
-    A variable that the user has set stays.
+    A variable that the user has set stays. vLLM reports its use to nobody unless that is asked for.
     """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
-    return {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {"VLLM_NO_USAGE_STATS": "1", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager

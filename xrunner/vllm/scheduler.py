@@ -18,7 +18,7 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from xgpt import policies
 from xgpt.errors import InputError
@@ -26,12 +26,8 @@ from xgpt.io import load_json
 from xgpt.policies import Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
-from xrunner.vllm.channel import Arrived, Ended, EngineSide, Gone, Running
 from xrunner.vllm.lane import Room, build_lane, change_lane
-from xrunner.vllm.logged import LoggedScheduler, logger
-
-TELL_EVERY = 64
-"""Steps after which it is told what has come of those that run."""
+from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +51,9 @@ class _Execution:
 
 
 class XgptScheduler(LoggedScheduler):
-    """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "control": ADDRESS}}`.
+    """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "front": ADDRESS, "lane": "both"}}`.
 
-    With `control`, what requests came to is told there, and new plans are taken from there (see `channel`).
+    With `front`, new plans are taken from there, too (see `channel`).
     """
 
     # vLLM's own.
@@ -80,12 +76,13 @@ class XgptScheduler(LoggedScheduler):
         """Requests that the rule has not been told of yet."""
         self._name: dict[int, str] = {}
         """vLLM's name of each request that has a number."""
+        self._expired: set[int] = set()
+        """Requests whose deadline passed before they began, of this step."""
         self._num_begun = 0
         self._open: _Execution | None = None
         """The execution of which something is missing."""
         self._pieces: deque[_Execution | None] = deque()
         """Which execution each step of vLLM's under way belongs to; None: to none."""
-        self._control = EngineSide(self.config["control"], plan) if "control" in self.config else None
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -99,6 +96,9 @@ class XgptScheduler(LoggedScheduler):
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         self._take_plan()
         self._tell_the_rule()
+        self._expired = set(self._lane.expire(self._now_ns))
+        if self._expired:  # `xgpt serve` answers them at their deadline, and takes them back from vLLM
+            self.finish_requests([self._name[number] for number in self._expired], RequestStatus.FINISHED_ABORTED)
         if self._pause_state == PauseState.UNPAUSED and self._open is None:
             step = self._lane.next_step("both")
             self._open = None if step is None else self._begin(step)
@@ -159,10 +159,7 @@ class XgptScheduler(LoggedScheduler):
             if number is None:
                 continue  # aborted before it was ready
             if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(request):
-                if self._control is not None:
-                    self._control.send(Arrived(number, request.num_prompt_tokens, request.max_tokens))
-                known = policies.Request(number, request.num_prompt_tokens, request.max_tokens, time.perf_counter_ns())
-                self._lane.submit(known)
+                self._lane.submit(policies.Request(*arrival_of(number, request)))
             else:
                 still_untold.append(request)
         self._untold = still_untold
@@ -188,18 +185,13 @@ class XgptScheduler(LoggedScheduler):
         self._lane.settle(execution.step, record.finished)
         for request in ended:
             del self._name[request.id]
-        if self._control is not None:
-            for request in ended:
-                self._control.send(Ended(request.id, request.generated))
-            if self._num_settled % TELL_EVERY == 0:
-                self._control.send(Running({r.id: r.generated for r in self._lane.pool.running.values()}))
 
     def _cancel(self, number: int) -> None:
-        super()._cancel(number)
         del self._name[number]
+        if number in self._expired:  # the schedule has let it go, as a replay of the log will
+            return
+        super()._cancel(number)
         self._lane.cancel(number)
-        if self._control is not None:
-            self._control.send(Gone(number))
         if (execution := self._open) is not None and number in execution.missing:
             del execution.missing[number]
             if not execution.missing:
@@ -209,14 +201,17 @@ class XgptScheduler(LoggedScheduler):
     # Plans at run time ---------------------------------------------------------------------------------------
 
     def _take_plan(self) -> None:
-        if self._control is not None:
-            for plan in self._control.plans():
+        if self._front is not None:
+            for plan in self._front.plans():
                 try:
                     self._lane = change_lane(self._lane, plan, self._room)
                 except InputError as error:
-                    self._control.refuse(plan, str(error))
+                    self._front.refuse(plan, str(error))
                 else:
-                    self._control.accept(plan)
+                    self._front.accept(plan)
+
+    def _room_taken(self) -> tuple[int, int]:
+        return self._lane.pool.reserved_blocks, self._lane.pool.num_preemptions
 
     def _refuse_what_breaks_the_rule(self) -> None:
         """Options of vLLM's under which a step is not what the rule decided.

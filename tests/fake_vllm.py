@@ -1,0 +1,152 @@
+"""In place of a Python that has vLLM: takes requests on the same channel, and answers them without a model.
+
+A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.expected_tokens`). A decode lane answers
+so only those whose K/V it is told to be where the encode lane has left it. A prompt that begins with `FAILS` fails in
+the lane that it comes to first, one that begins with `DIES` ends the process. FAKE_VLLM_STEP_S: seconds of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from tests.fakes import VOCAB_SIZE
+from xgpt.errors import InputError
+from xgpt.io import load_json
+from xgpt.policies import LaneSettings, OneLane, Pool, Request, Step
+from xgpt.schema import Plan
+from xgpt.schema.step_log import Arrival, StepRecord
+from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.channel import Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
+from xrunner.vllm.lane import Room, build_lane, change_lane
+
+FAILS, DIES = 13, 17
+ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+
+
+def program(directory: Path) -> Path:
+    """An executable to be named in XGPT_VLLM_PYTHON."""
+    path = directory / "python"
+    root = Path(__file__).resolve().parents[1]
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{root}" exec "{sys.executable}" -m tests.fake_vllm "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+class FakeVllm:
+    """A host and its engine core in one process."""
+
+    def __init__(self, address: str, lane: str, config: dict[str, str]) -> None:
+        plan = load_json(Path(config["plan"]), Plan, "plan") if "plan" in config else None
+        self.lane = lane
+        self.core, self.host = CoreSide(address, follows_plans=plan is not None), HostSide(address, lane)  # type: ignore[arg-type]
+        settings = LaneSettings(mix=True, max_batch=64)
+        self.schedule = build_lane(plan, ROOM) if plan else OneLane(settings, Pool(1000, block_size=16))
+        self.requests: dict[int, Submit] = {}
+        self.arrivals: list[Arrival] = []
+        self.made: dict[int, int] = {}
+        self.step_s = float(os.environ.get("FAKE_VLLM_STEP_S", "0.001"))
+
+    def run(self) -> None:
+        self.host.send(Ready(self.lane))  # type: ignore[arg-type]
+        while True:
+            self.take_in()
+            step = self.schedule.next_step("both")
+            if step is None:
+                time.sleep(0.001)
+            else:
+                self.execute(step)
+
+    def take_in(self) -> None:
+        for message in self.host.requests():
+            match message:
+                case Submit():
+                    self.submit(message)
+                case Cancel():
+                    self.requests.pop(message.id, None)
+                    self.schedule.cancel(message.id)
+        for plan in self.core.plans():
+            assert isinstance(self.schedule, OneLane)
+            try:
+                self.schedule = change_lane(self.schedule, plan, ROOM)
+            except InputError as error:
+                self.core.refuse(plan, str(error))
+            else:
+                self.core.accept(plan)
+        for id_ in self.schedule.expire(time.perf_counter_ns()):
+            del self.requests[id_]
+
+    def submit(self, request: Submit) -> None:
+        if request.prompt[0] == DIES:
+            sys.exit("RuntimeError: the device has gone")
+        self.requests[request.id] = request
+        self.made[request.id] = sum(request.prompt)
+        if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:
+            self.made[request.id] = -1
+        sizes = len(request.prompt), request.max_output
+        arrival = Arrival(
+            request.id,
+            *sizes,
+            time.perf_counter_ns(),
+            request.deadline_ns,
+            request.promised_output,
+            request.account,
+        )
+        self.arrivals.append(arrival)
+        self.schedule.submit(Request(*arrival))
+
+    def execute(self, step: Step) -> None:
+        start_ns = time.perf_counter_ns()
+        time.sleep(self.step_s)
+        outputs = [self.output(id_) for id_ in self.schedule.sampled(step) if id_ in self.requests]
+        ended = tuple(output.id for output in outputs if output.finish)
+        record = StepRecord(
+            start_ns,
+            time.perf_counter_ns(),
+            step.encode,
+            step.decode,
+            ended,
+            tuple(self.arrivals),
+            (),
+            step.preempted,
+            lane=self.lane,  # type: ignore[arg-type]
+        )
+        self.arrivals.clear()
+        self.schedule.settle(step, ended)
+        for id_ in ended:
+            self.requests.pop(id_)
+        taken = self.schedule.pool.reserved_blocks, self.schedule.pool.num_preemptions
+        self.core.send(Stepped(self.lane, self.core.core, outputs, [record], *taken))  # type: ignore[arg-type]
+
+    def output(self, id_: int) -> Output:
+        request, token = self.requests[id_], self.made[id_] % VOCAB_SIZE
+        self.made[id_] += 1
+        count = 1 + self.schedule.pool.running[id_].generated
+        finish = None
+        if request.prompt[0] == FAILS:
+            finish = "error"
+        elif token in request.stop_token_ids or count == request.output_length:
+            finish = "stop"
+        elif count == request.max_output:
+            finish = "length"
+        transfer = {"remote_block_ids": list(request.prompt)} if self.lane == "encode" else None
+        return Output(id_, [token], finish, None, transfer)
+
+
+def main() -> None:
+    if sys.argv[1] == "-c":  # which version is it
+        print(TESTED_VERSION)
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", dest="module")
+    parser.add_argument("--additional-config", type=json.loads)
+    given, others = parser.parse_known_args()
+    FakeVllm(*others[-2:], given.additional_config["xgpt"]).run()
+
+
+if __name__ == "__main__":
+    main()

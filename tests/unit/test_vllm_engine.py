@@ -1,0 +1,212 @@
+"""vLLM as the endpoint's engine, on one lane and on WAA's two, with a fake in place of vLLM's processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fake_vllm
+from tests.fakes import expected_tokens
+from tests.vllm.plans import exportable, here, plan_with, waa_plan
+from xgpt.errors import InputError, MachineError
+from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
+from xgpt.schema.step_log import StepRecord
+from xrunner.generation import Generation, Token
+from xrunner.vllm.engine import VllmEngine
+from xrunner.vllm.process import PYTHON_VARIABLE
+from xrunner.vllm.waa import WaaEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+ORCA = exportable(here(plan_with(OrcaSettings(max_batch=8))), "/weights")
+WAA = exportable(here(waa_plan()), "/weights")
+PROMPTS = [(number,) * 8 for number in range(20, 40)]
+
+Engine = VllmEngine | WaaEngine
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the engine of a plan, and ends it with the test."""
+    monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm.program(tmp_path)))
+    started: list[Engine] = []
+
+    def engine_of(plan: Plan, **options: Any) -> Engine:
+        made = (WaaEngine if plan.policy.kind == "waa" else VllmEngine)(plan, **options)
+        started.append(made)
+        return made
+
+    yield engine_of
+    for engine in started:
+        engine.close()
+
+
+def submit(engine: Engine, prompts: list[tuple[int, ...]], max_output: int = 6, **fields: Any) -> None:
+    for id_, prompt in enumerate(prompts):
+        engine.submit(Generation(id_, prompt, max_output, **fields))
+
+
+def run(engine: Engine, num_requests: int, within_s: float = 30.0) -> dict[int, list[Token]]:
+    """What comes until so many have ended."""
+    got: dict[int, list[Token]] = {}
+    until_s = time.monotonic() + within_s
+    while sum(tokens[-1].finish is not None for tokens in got.values()) < num_requests:
+        assert time.monotonic() < until_s, got
+        for token in engine.step() or []:
+            got.setdefault(token.id, []).append(token)
+        engine.wait(0.01)
+    return got
+
+
+def ids(tokens: list[Token]) -> list[int]:
+    return [token.token for token in tokens]
+
+
+@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: Start) -> None:
+    engine = start(plan)
+    submit(engine, PROMPTS)
+    got = run(engine, len(PROMPTS))
+    assert [ids(got[id_]) for id_ in range(len(PROMPTS))] == [expected_tokens(prompt, 6) for prompt in PROMPTS]
+    pool = engine.pool
+    assert (len(pool.waiting), pool.num_running, pool.reserved_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> None:
+    engine = start(plan)
+    prompts = [*PROMPTS[:5], (fake_vllm.FAILS, 1, 2), *PROMPTS[5:10]]
+    submit(engine, prompts)
+    got = run(engine, len(prompts))
+    assert {id_ for id_, tokens in got.items() if tokens[-1].finish == "error"} == {5}
+    assert all(ids(got[id_]) == expected_tokens(prompts[id_], 6) for id_ in got if id_ != 5)
+    assert engine.pool.num_running == engine.pool.reserved_blocks == 0
+
+
+@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> None:
+    engine = start(plan)
+    submit(engine, PROMPTS, max_output=100)
+    while len(engine.pool.running) < 4:
+        engine.step()
+    for id_ in range(len(PROMPTS)):
+        engine.cancel(id_)
+    for id_ in range(100, 110):
+        engine.submit(Generation(id_, (5, 6), 3))
+    got = run(engine, 10)
+    assert all(ids(got[id_]) == expected_tokens((5, 6), 3) for id_ in range(100, 110))
+
+
+@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+def test_a_vllm_that_ends_is_the_end(plan: Plan, start: Start) -> None:
+    engine = start(plan)
+    submit(engine, [(fake_vllm.DIES, 1)])
+    with pytest.raises(MachineError, match="the device has gone"):
+        run(engine, 1)
+
+
+def test_a_vllm_that_does_not_start_says_why(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'RuntimeError: no device is here'\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(broken))
+    with pytest.raises(MachineError, match="no device is here"):
+        start(ORCA)
+
+
+def test_steps_are_told_as_they_were_executed(start: Start) -> None:
+    log: list[StepRecord] = []
+    engine = start(ORCA, on_step=log.append)
+    submit(engine, PROMPTS)
+    run(engine, len(PROMPTS))
+    assert sorted(arrival.id for record in log for arrival in record.arrivals) == list(range(len(PROMPTS)))
+    assert sorted(id_ for record in log for id_ in record.finished) == list(range(len(PROMPTS)))
+    assert all(record.start_ns <= record.end_ns <= time.perf_counter_ns() for record in log)
+
+
+def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
+    log: list[StepRecord] = []
+    engine = start(WAA, on_step=log.append)
+    submit(engine, PROMPTS)
+    run(engine, len(PROMPTS))
+    assert sorted(arrival.id for record in log for arrival in record.arrivals) == list(range(len(PROMPTS)))
+    assert sorted(id_ for record in log for id_ in record.finished) == list(range(len(PROMPTS)))
+    assert {record.lane for record in log} == {"encode", "decode"}
+    encoded = [chunk[0] for record in log if record.lane == "encode" for chunk in record.encode]
+    assert sorted(encoded) == list(range(len(PROMPTS)))
+
+
+def test_deadlines_reach_the_rule(start: Start) -> None:
+    """By edf a later request with an earlier deadline begins first, and one that is too late never begins."""
+    admission = ORCA.admission.model_copy(update={"order": "edf"})
+    one_at_a_time = OrcaSettings(max_batch=1)
+    log: list[StepRecord] = []
+    engine = start(ORCA.model_copy(update={"admission": admission, "policy": one_at_a_time}), on_step=log.append)
+    engine.submit(Generation(0, (5,), 300))
+    while not engine.pool.running:
+        engine.step()
+    now_ns = time.perf_counter_ns()
+    engine.submit(Generation(1, (6,), 1, deadline_ns=now_ns + 50 * 10**9))
+    engine.submit(Generation(2, (7,), 1, deadline_ns=now_ns + 40 * 10**9))
+    engine.submit(Generation(3, (8,), 1, deadline_ns=now_ns + 10**7))
+    got = run(engine, 3)
+    begun = [chunk[0] for record in log for chunk in record.encode]
+    assert begun.index(2) < begun.index(1) and 3 not in begun and 3 not in got
+
+
+def test_a_plan_changes_between_two_steps(start: Start) -> None:
+    engine = start(ORCA)
+    assert isinstance(engine, VllmEngine)
+    submit(engine, PROMPTS, max_output=100)
+    log: list[StepRecord] = []
+    engine.listen(log.append)
+    engine.step()
+    engine.go_over_to(ORCA.model_copy(update={"policy": ChunkedSettings(token_budget=16, max_batch=4)}))
+    got = run(engine, len(PROMPTS))
+    assert all(len(tokens) == 100 for tokens in got.values())
+    assert len(log[-1].decode) <= 4
+
+
+def test_a_plan_of_another_memory_waits_until_nobody_runs(start: Start) -> None:
+    engine = start(ORCA)
+    assert isinstance(engine, VllmEngine)
+    submit(engine, PROMPTS[:8], max_output=50)
+    while len(engine.pool.running) < 8:
+        engine.step()
+    quantile = ORCA.admission.model_copy(update={"kv": "quantile", "max_running": 4})
+    engine.go_over_to(ORCA.model_copy(update={"admission": quantile}))
+    while not engine.is_emptying:
+        assert engine.step() is not None or not engine.wait(0.01)
+    for id_ in range(100, 104):
+        engine.submit(Generation(id_, (5, 6), 3))
+    engine.cancel(103)
+    assert not any(id_ in engine.pool.waiting for id_ in range(100, 104))
+    got = run(engine, 11)
+    assert not engine.is_emptying
+    assert [len(got[id_]) for id_ in range(100, 103)] == [3, 3, 3] and 103 not in got
+
+
+def test_what_vllm_cannot_run_is_refused_before_it_is_asked(start: Start) -> None:
+    engine = start(ORCA)
+    with pytest.raises(InputError, match="frees a slot"):
+        engine.go_over_to(ORCA.model_copy(update={"policy": StaticSettings(batch=4)}))
+    for plan, says in (
+        (WAA.model_copy(update={"replicas": 2}), "plan for 2 devices"),
+        (WAA.model_copy(update={"admission": WAA.admission.model_copy(update={"kv": "quantile"})}), "by reserve"),
+    ):
+        with pytest.raises(InputError, match=says):
+            start(plan)
+
+
+def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> None:
+    """200 blocks of 16 tokens hold it in the decode lane alone."""
+    stages = tuple(stage.model_copy(update={"kv_blocks": 4 if stage.lane == "encode" else 800}) for stage in WAA.stages)
+    engine = start(WAA.model_copy(update={"stages": stages}))
+    submit(engine, [(5,) * 100, (6,) * 20])
+    got = run(engine, 2)
+    assert got[0][-1].finish == "error" and ids(got[1]) == expected_tokens((6,) * 20, 6)

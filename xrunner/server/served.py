@@ -1,0 +1,69 @@
+"""What the endpoint asks of an engine: ours on one or several replicas, or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sized
+from typing import Protocol
+
+from xgpt.schema import Plan
+from xgpt.schema.step_log import StepRecord
+from xrunner.executor import Use
+from xrunner.generation import Generation, Token
+
+
+class ServedPool(Protocol):
+    """The requests that an engine has, and their K/V memory; read from any thread.
+
+    Attributes:
+        kv_blocks: those that one request can have, of `block_size` tokens each.
+        running: ids of the requests inside.
+    """
+
+    @property
+    def kv_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def running(self) -> Container[int]: ...
+    @property
+    def waiting(self) -> Sized: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def reserved_blocks(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+class ServedEngine(Protocol):
+    """See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread, all else to any."""
+
+    @property
+    def pool(self) -> ServedPool: ...
+    @property
+    def is_emptying(self) -> bool:
+        """Whether nobody enters until another plan has been deployed."""
+
+    def listen(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Have further steps reported, in the thread that calls `step`."""
+
+    def submit(self, generation: Generation) -> None:
+        """Hand in a request."""
+
+    def cancel(self, id_: int) -> None:
+        """Take a request out; one that has ended already is ignored."""
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Follow another plan as soon as can be. Raises InputError where the engine cannot run it."""
+
+    def step(self) -> list[Token] | None:
+        """The tokens of the next step to end, or None where nothing could run. Raises MachineError."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something is to be done, or the time is over."""
+
+    def uses(self) -> list[Use]:
+        """Of the processes that run it, if others than this one do."""
+
+    def close(self) -> None:
+        """Give up the workers."""

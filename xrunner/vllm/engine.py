@@ -1,0 +1,245 @@
+"""vLLM as the engine of our endpoint: requests in, the tokens of its steps out, as `xrunner.engine.Engine` has it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from xgpt.io import dump_json
+from xgpt.schema import Plan
+from xgpt.schema.step_log import StepRecord
+from xrunner.executor import Use
+from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
+from xrunner.vllm.channel import Accepted, Failed, Output, Refused, Stepped, Submit
+from xrunner.vllm.command import Launch, launch
+from xrunner.vllm.instance import Instances
+from xrunner.vllm.lane import settings_of
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[StepRecord], None]
+
+
+class Inside:
+    """The requests that vLLM has, as far as its steps have told: what an endpoint asks a pool.
+
+    Args:
+        kv_blocks: those that one request can have.
+    """
+
+    def __init__(self, kv_blocks: int, block_size: int) -> None:
+        self.kv_blocks = kv_blocks
+        self.block_size = block_size
+        self.waiting: dict[int, None] = {}
+        self.running: dict[int, None] = {}
+        self._taken: dict[int, tuple[int, int]] = {}
+        """Blocks set aside and preemptions, by engine core."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def reserved_blocks(self) -> int:
+        """As of the last step; an idle engine tells nothing, and holds none."""
+        return sum(blocks for blocks, _ in list(self._taken.values())) if self.running else 0
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(count for _, count in list(self._taken.values()))
+
+    def take(self, core: int, reserved_blocks: int, num_preemptions: int) -> None:
+        """So stands the schedule of an engine core."""
+        self._taken[core] = reserved_blocks, num_preemptions
+
+    def note(self, stepped: Stepped) -> None:
+        """A step has been executed."""
+        self.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions)
+        for record in stepped.records:
+            for id_ in record.preempted:
+                if id_ in self.running:
+                    del self.running[id_]
+                    self.waiting[id_] = None
+            for id_, _, _ in record.encode:
+                self.begin(id_)
+        for output in stepped.outputs:
+            self.begin(output.id)
+
+    def begin(self, id_: int) -> None:
+        """A step has taken up a request that waited."""
+        if id_ in self.waiting:
+            del self.waiting[id_]
+            self.running[id_] = None
+
+    def leave(self, id_: int) -> bool:
+        """A request has ended, or is taken out; whether it was there."""
+        was_waiting, was_running = id_ in self.waiting, id_ in self.running
+        self.waiting.pop(id_, None)
+        self.running.pop(id_, None)
+        return was_waiting or was_running
+
+
+class VllmEngine:
+    """A plan of a single lane in vLLM, whose scheduler follows it (`scheduler`).
+
+    `submit`, `cancel` and `go_over_to` may be called from any thread; everything else belongs to the one thread that
+    calls `step`.
+
+    Raises:
+        InputError: vLLM cannot run the plan.
+        MachineError: vLLM is not here, or does not start.
+    """
+
+    def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
+        self._listeners = [] if on_step is None else [on_step]
+        self._lock = threading.Lock()
+        self._asked = plan
+        self._next: Plan | None = None
+        """What vLLM's scheduler can go over to only when nobody runs: who comes until then is parked."""
+        self._parked: dict[int, Submit] = {}
+
+        def launches(directory: Path) -> list[Launch]:
+            path = directory / "plan.json"
+            path.write_text(dump_json(plan), encoding="utf-8")
+            return [launch(plan, plan_path=str(path), config={"front": f"ipc://{directory}", "lane": "both"})]
+
+        self._vllm = Instances(launches, num_cores=plan.replicas)
+        (started,) = self._vllm.launches
+        self.pool = Inside(started.kv_blocks, started.block_size)
+
+    def listen(self, on_step: OnStep) -> None:
+        self._listeners.append(on_step)
+
+    @property
+    def is_emptying(self) -> bool:
+        return self._next is not None
+
+    def submit(self, generation: Generation) -> None:
+        request = request_of(generation)
+        with self._lock:
+            if self._next is None:
+                self._hand_over(request)
+            else:
+                self._parked[request.id] = request
+
+    def cancel(self, id_: int) -> None:
+        with self._lock:
+            if self._parked.pop(id_, None) is None and self.pool.leave(id_):
+                self._vllm.cancel("both", id_)
+                self._go_on_if_empty()
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Have steps follow another plan on the same stages: the next one, or once all that run have ended.
+
+        Raises:
+            InputError: vLLM cannot run it.
+        """
+        settings_of(plan)
+        with self._lock:
+            self._vllm.change_plan(plan)
+            self._asked = plan
+
+    def wait(self, timeout_s: float) -> None:
+        self._vllm.wait(timeout_s)
+
+    def step(self) -> list[Token] | None:
+        """The tokens of the next step to end, or None where none has ended.
+
+        Raises:
+            MachineError: vLLM has ended.
+        """
+        match self._vllm.receive():
+            case Stepped() as stepped:
+                return self._settle(stepped)
+            case Failed() as failed:
+                logger.error("vLLM has given up request %d: %s", failed.id, failed.reason)
+                with self._lock:
+                    self.pool.leave(failed.id)
+                    self._go_on_if_empty()
+                return [Token(failed.id, 0, "error")]
+            case Accepted() as accepted:
+                logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
+            case Refused() as refused:
+                logger.info("vLLM's plan waits until nobody runs", extra={"fields": {"reason": refused.reason}})
+                with self._lock:
+                    self._next = self._asked
+                    self._go_on_if_empty()
+        return None
+
+    def uses(self) -> list[Use]:
+        return []
+
+    def close(self) -> None:
+        self._vllm.close()
+
+    def _settle(self, stepped: Stepped) -> list[Token]:
+        with self._lock:
+            self.pool.note(stepped)
+            tokens = [token for output in stepped.outputs for token in tokens_of(output)]
+            for token in tokens:
+                if token.finish is not None:
+                    self.pool.leave(token.id)
+            self._go_on_if_empty()
+        for record in stepped.records:
+            for listener in self._listeners:
+                listener(record)
+        return tokens
+
+    def _hand_over(self, request: Submit) -> None:
+        self.pool.waiting[request.id] = None
+        self._vllm.submit("both", request)
+
+    def _go_on_if_empty(self) -> None:
+        """Where a plan waits and nobody is inside: send it once more, and behind it those who came meanwhile."""
+        if self._next is None or self.pool.waiting or self.pool.running:
+            return
+        self._vllm.change_plan(self._next)
+        self._next = None
+        parked, self._parked = self._parked, {}
+        for request in parked.values():
+            self._hand_over(request)
+
+
+def request_of(generation: Generation) -> Submit:
+    """A request as a host takes it."""
+    return Submit(
+        generation.id,
+        generation.prompt,
+        generation.max_output,
+        tuple(sorted(generation.stop_token_ids)),
+        _sampling(generation.sampling),
+        generation.output_length,
+        generation.deadline_ns,
+        generation.promised_output,
+        generation.account,
+    )
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, float]:
+    """In vLLM's names. Greedy is as greedy whatever else is said, so no generator is kept for it."""
+    given: dict[str, float] = {"temperature": sampling.temperature}
+    if sampling.temperature:
+        given |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        given["seed"] = sampling.seed % 2**63
+    given |= {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    if sampling.logprobs is not None:
+        given["logprobs"] = sampling.logprobs
+    return given
+
+
+def tokens_of(output: Output) -> list[Token]:
+    """What a step has added to a request, token by token; the last says how it ended."""
+    finish: FinishReason | None = None
+    if output.finish is not None:
+        finish = "stop" if output.finish == "stop" else "length" if output.finish == "length" else "error"
+        if finish == "error" or not output.tokens:
+            return [Token(output.id, 0, "error")]
+    tokens = [Token(output.id, token, None) for token in output.tokens]
+    if output.logprobs is not None:
+        told = [Logprobs(chosen, tuple(top)) for chosen, top in output.logprobs]
+        tokens = [token._replace(logprobs=each) for token, each in zip(tokens, told, strict=True)]
+    if tokens:
+        tokens[-1] = tokens[-1]._replace(finish=finish)
+    return tokens

@@ -1,0 +1,126 @@
+"""vLLM's engine without a server: `python -m xrunner.vllm.host ADDRESS LANE vLLM's flags ...`.
+
+Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
+engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from xrunner.vllm.channel import Cancel, Down, Failed, HostSide, Ready, Submit
+
+if TYPE_CHECKING:
+    from xgpt.schema import Lane
+
+HEALTH_S = 1.0
+"""Between two looks at whether the engine lives."""
+
+
+class Host:
+    """One vLLM, and the requests that it has."""
+
+    def __init__(self, engine: AsyncLLM, front: HostSide) -> None:
+        self._engine = engine
+        self._front = front
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._has_come = asyncio.Event()
+
+    async def run(self, lane: Lane) -> None:
+        """Until vLLM's engine has died.
+
+        Raises:
+            EngineDeadError: it has.
+        """
+        asyncio.get_running_loop().add_reader(self._front.fd, self._has_come.set)
+        self._front.send(Ready(lane))
+        while True:
+            await self._engine.check_health()
+            self._has_come.clear()
+            for message in self._front.requests():  # all: the descriptor tells of new ones alone
+                self._take(message)
+            try:
+                await asyncio.wait_for(self._has_come.wait(), HEALTH_S)
+            except TimeoutError:
+                continue
+
+    def _take(self, message: Down) -> None:
+        match message:
+            case Submit():
+                task = self._tasks[message.id] = asyncio.create_task(self._generate(message))
+                task.add_done_callback(lambda _: self._tasks.pop(message.id))
+            case Cancel() if message.id in self._tasks:
+                self._tasks[message.id].cancel()  # vLLM aborts the request
+
+    async def _generate(self, request: Submit) -> None:
+        try:
+            prompt = tokens_input(list(request.prompt))
+            async for _ in self._engine.generate(prompt, sampling_params(request), str(request.id)):
+                pass
+        except EngineDeadError:
+            return  # `run` tells
+        except Exception as error:
+            self._front.send(Failed(request.id, f"{type(error).__name__}: {error}"))
+
+
+def sampling_params(request: Submit) -> SamplingParams:
+    """A request in vLLM's words: what ends it stands in its stop tokens, the rest is for the scheduler."""
+    own = {
+        "id": request.id,
+        "deadline_ns": request.deadline_ns,
+        "promised_output": request.promised_output,
+        "account": list(request.account),
+        "output_length": request.output_length,
+        "kv_transfer_params": request.transfer,
+    }
+    return SamplingParams(
+        max_tokens=request.max_output,
+        ignore_eos=True,
+        stop_token_ids=list(request.stop_token_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={name: value for name, value in own.items() if value is not None},
+        **request.sampling,
+    )
+
+
+async def serve(address: str, lane: Lane, arguments: AsyncEngineArgs) -> None:
+    """Start vLLM, and give it what comes."""
+    front = HostSide(address, lane)
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        await Host(engine, front).run(lane)
+    finally:
+        engine.shutdown()
+        front.close()
+
+
+def parser() -> FlexibleArgumentParser:
+    """vLLM's own flags, and what is ours."""
+    made = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    made.add_argument("address")
+    made.add_argument("lane", choices=("both", "encode", "decode"))
+    return made
+
+
+def main() -> None:
+    """Serve until vLLM has died, or `leash` ends us."""
+    given = parser().parse_args()
+    try:
+        asyncio.run(serve(given.address, given.lane, AsyncEngineArgs.from_cli_args(given)))
+    except EngineDeadError as error:
+        sys.exit(f"EngineDeadError: {error}")
+
+
+if __name__ == "__main__":
+    main()

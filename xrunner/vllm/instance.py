@@ -1,0 +1,122 @@
+"""The vLLMs behind an endpoint: started, watched and ended together, with the channel to them."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import Popen
+
+from xgpt.errors import MachineError
+from xgpt.schema import Lane, Plan
+from xrunner.vllm.channel import Accepted, Cancel, Failed, FrontSide, Ready, Refused, Stepped, Submit
+from xrunner.vllm.command import Launch
+from xrunner.vllm.process import last_error, package_path, preload, python, started
+
+POLL_S = 0.2
+"""Between two looks, while they start, at whether all live."""
+TAIL = 200
+"""Lines of what a vLLM says that are kept, to tell why it ended."""
+
+
+class Instances:
+    """One vLLM a lane, from when all take requests until `close`.
+
+    Args:
+        launches: how to start them, given the directory of this run, which nobody else can enter.
+        num_cores: engine cores that follow a plan.
+
+    Raises:
+        MachineError: one ends before it takes requests.
+    """
+
+    def __init__(self, launches: Callable[[Path], Sequence[Launch]], num_cores: int = 0) -> None:
+        self._at_end = ExitStack()
+        self._readers: list[_Reader] = []
+        try:
+            self._start(launches, num_cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, launches: Callable[[Path], Sequence[Launch]], num_cores: int) -> None:
+        self.directory = directory = Path(self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-")))
+        packages = self._at_end.enter_context(package_path())
+        address = f"ipc://{directory}"
+        self.launches = tuple(launches(directory))
+        self._channel = FrontSide(address, [launch.lane for launch in self.launches])
+        self._at_end.callback(self._channel.close)
+        vllm_python = python()
+        # What vLLM's processes tell each other is not for others on this machine, either.
+        own = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
+        for launch in self.launches:
+            variables = own | launch.variables | preload(vllm_python)
+            command = launch.command(vllm_python, address)
+            self._readers.append(_Reader(self._at_end.enter_context(started(command, packages, variables))))
+        missing = {launch.lane for launch in self.launches}
+        while missing or not self._channel.reaches([launch.lane for launch in self.launches], num_cores):
+            match self.receive():
+                case Ready() as ready:
+                    missing.discard(ready.lane)
+                case _:
+                    self.wait(POLL_S if missing else 0.01)
+
+    def submit(self, lane: Lane, request: Submit) -> None:
+        self._channel.send(lane, request)
+
+    def cancel(self, lane: Lane, id_: int) -> None:
+        self._channel.send(lane, Cancel(id_))
+
+    def change_plan(self, plan: Plan) -> None:
+        self._channel.send_plan(plan)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has come, or when the time is over."""
+        self._channel.wait(timeout_s)
+
+    def receive(self) -> Stepped | Failed | Accepted | Refused | Ready | None:
+        """The next that has come; None: nothing has.
+
+        Raises:
+            MachineError: a vLLM has ended.
+        """
+        message = self._channel.receive()
+        if message is None:
+            for reader in self._readers:
+                if reader.process.poll() is not None:
+                    says = f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
+                    raise MachineError(says)
+        return message
+
+    def close(self) -> None:
+        """End all; nothing of them is left."""
+        self._at_end.close()
+
+
+class _Reader:
+    """Reads what a vLLM says: errors go on to our own standard error, the last lines are kept."""
+
+    def __init__(self, process: Popen[str]) -> None:
+        self.process = process
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def last_error(self) -> str:
+        """Why it has ended."""
+        self._thread.join(POLL_S)  # its last lines may still be on their way
+        return last_error(list(self._tail))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._tail.append(line)
+                # What it says once it is to end, its engine gone under it, is no news.
+                is_to_end = self.process.stdin is None or self.process.stdin.closed
+                if not is_to_end and any(level in line for level in ("ERROR", "CRITICAL")):
+                    print(line.rstrip(), file=sys.stderr, flush=True)
