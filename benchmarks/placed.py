@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -200,21 +202,21 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
             process.stderr.close()
 
 
-def listening(session: int) -> set[str]:
-    """Inodes of the sockets on which the processes of a server's session listen for connections."""
+def listening(session: int) -> dict[str, tuple[str, int]]:
+    """Sockets on which the processes of a server's session listen for connections: address and port by inode."""
     held = set()
     for process in _session(session):
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     held.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
-    return held & _listening_here()
+    return {inode: where for inode, where in _listening_here().items() if inode in held}
 
 
-def left_over(session: int, sockets: set[str]) -> list[str]:
+def left_over(session: int, sockets: Collection[str]) -> list[str]:
     """Processes, zombies included, and of these listening sockets those that a server's session has left behind."""
     processes = [f"process {process.name}" for process in _session(session)]
-    return processes + [f"socket {inode}" for inode in sockets & _listening_here()]
+    return processes + [f"socket {inode}" for inode in _listening_here().keys() & set(sockets)]
 
 
 def _session(session: int) -> list[Path]:
@@ -228,7 +230,14 @@ def _session(session: int) -> list[Path]:
     return found
 
 
-def _listening_here() -> set[str]:
-    """Inodes of all TCP sockets of this machine that listen."""
+def _listening_here() -> dict[str, tuple[str, int]]:
+    """All TCP sockets of this machine that listen: address and port by inode."""
     lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    return {fields[9] for fields in lines[1:] if fields[3] == TCP_LISTEN}
+    return {fields[9]: _address(fields[1]) for fields in lines if len(fields) > 9 and fields[3] == TCP_LISTEN}
+
+
+def _address(written: str) -> tuple[str, int]:
+    """Address and port as /proc/net writes them: words in the machine's byte order, in hexadecimal."""
+    words, _, port = written.partition(":")
+    packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed), int(port, 16)

@@ -47,13 +47,16 @@ class Keys:
         """Do as asked, and answer everybody who then can be."""
         if call.epoch != self.epoch:
             return
-        self._waiting.append((caller, call))
+        if call.waits:
+            self._waiting.append((caller, call))
+        else:
+            self.answer(caller, m.StoreAnswer(call.number, self._do(call)))
         still = []
         for waiting, asked in self._waiting:
-            if asked.waits and not all(key in self._values for key in asked.keys):
+            if all(key in self._values for key in asked.keys):
+                self.answer(waiting, m.StoreAnswer(asked.number, self._do(asked)))
+            else:
                 still.append((waiting, asked))
-                continue
-            self.answer(waiting, m.StoreAnswer(asked.number, self._do(asked)))
         self._waiting = still
 
     def _do(self, call: m.StoreCall) -> list[bytes | None]:
@@ -75,7 +78,7 @@ class Keys:
 
 
 class EngineStore(dist.Store):
-    """The workers' side: a store of torch.distributed. May be used by several threads at once.
+    """The workers' side: a store of torch.distributed. May be used by several threads at once, with a socket each.
 
     What wraps it in C++ does not keep it alive; the caller must.
     """
@@ -83,6 +86,7 @@ class EngineStore(dist.Store):
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:
         super().__init__()
         self._where = secret, host, engine, epoch
+        self._sockets = Sockets(secret, host)
         self._of_thread = threading.local()
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -115,6 +119,10 @@ class EngineStore(dist.Store):
     def clone(self) -> EngineStore:
         return EngineStore(*self._where)
 
+    def close(self) -> None:
+        """No thread may use it any more."""
+        self._sockets.close()
+
     def _call(
         self,
         verb: m.StoreVerb,
@@ -129,9 +137,9 @@ class EngineStore(dist.Store):
         Raises:
             MachineError: there is no answer in time.
         """
-        mine, (secret, host, engine, epoch) = self._of_thread, self._where
+        mine, (*_, engine, epoch) = self._of_thread, self._where
         if not hasattr(mine, "socket"):
-            mine.socket, mine.number = Sockets(secret, host).connect(zmq.DEALER, engine), 0
+            mine.socket, mine.number = self._sockets.connect(zmq.DEALER, engine), 0
         mine.number += 1
         mine.socket.send(m.encode(m.StoreCall(epoch, mine.number, verb, keys, list(values), waits)))
         timeout_s = timeout_s or (WAIT_S if waits else ANSWER_S)

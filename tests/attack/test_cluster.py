@@ -1,0 +1,204 @@
+"""Attacks on plans for several processes: their ports, their control messages, requests that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from benchmarks.placed import PLANS, listening
+from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
+from tests.attack.target import Target, attacked
+from xrunner.cluster import messages as m
+
+SEVERAL = ("tp", "waa", "replicas")
+
+OVERWRITE_STORE = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+
+def overwrite(port):
+    try:
+        store = dist.TCPStore(sys.argv[1], port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        store.set("stranger", "was here")
+        print(f"port {port}: {store.num_keys()} keys, and one of mine", flush=True)
+    except Exception:
+        pass
+
+threads = [threading.Thread(target=overwrite, args=(port,), daemon=True) for port in map(int, sys.argv[2:])]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 6
+for thread in threads:
+    thread.join(max(0, end - time.monotonic()))
+os._exit(0)
+"""
+"""What let a stranger list and set keys, and run code of his: torch's own client at every open port."""
+
+
+@pytest.fixture(scope="module", params=SEVERAL)
+def target(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    flavour: str = request.param
+    with attacked(flavour, checkpoint, tmp_path_factory.mktemp(flavour)) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each attack leaves the server as it was."""
+    if "target" not in request.fixturenames:
+        yield
+        return
+    target: Target = request.getfixturevalue("target")
+    before = target.probe()
+    yield
+    assert target.probe() == before
+    assert target.ask("GET", "/health")[0] == 200
+
+
+def inner_ports(target: Target) -> list[int]:
+    """All on which processes of the server listen, the endpoint's left out."""
+    found = listening(target.served.process.pid).values()
+    return sorted(port for _, port in found if port != target.address[1])
+
+
+@pytest.mark.long
+def test_no_port_is_open_beyond_loopback(target: Target) -> None:
+    assert {address for address, _ in listening(target.served.process.pid).values()} == {"127.0.0.1"}
+
+
+@pytest.mark.long
+def test_a_stranger_finds_no_store(target: Target) -> None:
+    ports = [str(port) for port in inner_ports(target)]
+    with target.felt() as felt:
+        done = subprocess.run(
+            [sys.executable, "-c", OVERWRITE_STORE, "127.0.0.1", *ports],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},
+        )
+    assert done.stdout == ""
+    assert felt.failures == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: bool) -> None:
+    """Without keys, and with keys of his own."""
+    context = zmq.Context()
+    try:
+        strangers = []
+        for port in inner_ports(target):
+            stranger = context.socket(zmq.DEALER)
+            if curve:
+                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                stranger.curve_serverkey, _ = zmq.curve_keypair()
+            stranger.connect(f"tcp://127.0.0.1:{port}")
+            for message in (
+                m.Join(1, 1),
+                m.Hello(0, 1, os.getpid(), "tcp://127.0.0.1:1"),
+                m.StoreCall(1, 1, "set", ["default_pg/0//0//cuda//rank_0"], [b"\x80\x04"], False),
+                m.Gone(1, 0),
+            ):
+                stranger.send(m.encode(message))
+            strangers.append(stranger)
+        poller = zmq.Poller()
+        for stranger in strangers:
+            poller.register(stranger, zmq.POLLIN)
+        assert poller.poll(1500) == []
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.long
+def test_noise_at_inner_ports_harms_nobody(target: Target) -> None:
+    """Gloo's ports included, which take no credentials: what they are told once all pairs are joined is of no use."""
+    with target.felt() as felt, ExitStack() as opened:
+        for port in inner_ports(target):
+            for noise in (
+                b"",
+                b"\0" * 8,
+                secrets.token_bytes(64),
+                b"GET / HTTP/1.1\r\n\r\n",
+                secrets.token_bytes(1 << 16),
+            ):
+                connection = opened.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+                connection.settimeout(1)
+                with contextlib.suppress(OSError):  # it has hung up
+                    connection.sendall(noise)
+    assert felt.failures == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "max_tokens": 4},
+        {"n": 128, "max_tokens": 1, "seed": 2**63 - 1},
+        {"seed": -(2**63), "temperature": 2},
+        {"top_k": 10**20},
+        {"top_k": 2**31 - 1},
+        {"max_tokens": 10**30},
+        {"output_length": 2**64},
+        {"stop_token_ids": [2**64]},
+        {"prompt": [2**64]},
+        {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1e-300},
+        {"deadline_s": 1e-300},
+        {"frequency_penalty": 2, "presence_penalty": -2, "logprobs": 20},
+    ],
+    ids=str,
+)
+def test_numbers_at_the_edge(target: Target, fields: dict[str, object]) -> None:
+    status, answer = target.complete(**{"prompt": [5, 6, 7], "max_tokens": 4} | fields)
+    assert status in (200, 400, 504), answer
+
+
+@pytest.mark.long
+def test_a_launcher_that_is_killed_loses_no_request(checkpoint: Path, tmp_path: Path) -> None:
+    with attacked("tp", checkpoint, tmp_path) as target:
+        before = target.probe()
+        with target.felt() as felt:
+            worker = target.served.pids[0]
+            launcher = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(launcher, signal.SIGKILL)
+            assert target.probe() == before
+        assert felt.failures == []
+        assert len(target.served.starts) == 2
+
+
+def own_namespaces() -> bool:
+    return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("ss") is not None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not own_namespaces(), reason="network namespaces take root, `ip` and `ss`")
+def test_two_machines_listen_on_their_link_alone(tmp_path: Path) -> None:
+    """And a stranger on the second machine finds no store on the first; both have the same host name."""
+    with two_hosts(), serving(PLANS["TP 2"](), tmp_path) as (url, servers):
+        port = url.rpartition(":")[2]
+        for number, own in enumerate(ADDRESSES):
+            lines = subprocess.check_output(["ip", "netns", "exec", *on_host(number, ["ss", "-ltnH"])[3:]], text=True)
+            found = {line.split()[3].rpartition(":")[::2] for line in lines.splitlines()}
+            assert {address for address, _ in found} <= {own, "127.0.0.1"}
+            ports = [there for address, there in found if address == own and there != port]
+            assert ports
+            stranger = [sys.executable, "-c", OVERWRITE_STORE, own, *ports]
+            assert subprocess.check_output(on_host(1, stranger), text=True, stderr=subprocess.DEVNULL) == ""
+            assert (str(RENDEZVOUS_PORT) in ports) == (number == 0)
+        assert [server.poll() for server in servers] == [None, None]
+    assert [server.returncode for server in servers] == [0, 0]
