@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
     from xrunner.server import ApiKeys, Limits
+    from xrunner.server.traces import Tracer
     from xrunner.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -278,6 +279,7 @@ def serve_plan(
     profile_path: str | None = None,
     nodes: Nodes | None = None,
     engine: EngineKind = "native",
+    otlp_endpoint: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -286,6 +288,7 @@ def serve_plan(
         nodes: None: this machine is the only one.
         replan: go over to other plans when lengths change.
         profile_path: the profile that the plan was made from; None: the cached one.
+        otlp_endpoint: see `open_tracer`.
     """
     from xgpt.app.checking import check_runs, missing
     from xgpt.io import StepLogWriter
@@ -301,7 +304,10 @@ def serve_plan(
     for line in missing(plan, profile_path, replan=replan):
         logger.warning(line)
     planner = find_planner(plan, profile_path) if replan else None
+    tracer = open_tracer(otlp_endpoint)
     with ExitStack() as at_end:
+        if tracer is not None:
+            at_end.callback(tracer.close)
         log = None if step_log is None else StepLogWriter(step_log)
         if log is not None:
             at_end.callback(log.close)
@@ -320,6 +326,7 @@ def serve_plan(
             limits=limits,
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
+            tracer=tracer,
         )
         server.serve(
             app,
@@ -329,6 +336,32 @@ def serve_plan(
             shutdown_delay_s=shutdown_delay_s,
             tls=tls,
         )
+
+
+def open_tracer(endpoint: str | None) -> Tracer | None:
+    """Where traces go: to an OTLP endpoint, or where OpenTelemetry's environment variables say; None: nowhere.
+
+    Raises:
+        InputError: the endpoint is none, or OpenTelemetry is not installed.
+    """
+    import os
+
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if endpoint is None and (
+        os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, variables))
+    ):
+        return None
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise InputError("--otlp-endpoint", endpoint, "give a URL, as in http://localhost:4318")
+    try:
+        from xrunner.server.traces import Tracer
+    except ImportError as error:
+        if endpoint is None:
+            # Whoever runs the cluster sets the variables for every program on it.
+            logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
+            return None
+        raise InputError("--otlp-endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt[otel]'") from None
+    return Tracer.to(endpoint)
 
 
 def find_planner(plan: Plan, profile_path: str | None) -> BackgroundPlanner | None:

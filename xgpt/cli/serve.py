@@ -72,6 +72,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
+@click.option("--otlp-endpoint", metavar="URL", help="Send traces there; the standard OTEL_... variables count, too.")
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
     plan_path: str,
@@ -97,6 +98,7 @@ def command(
     node_rank: int,
     rendezvous: str | None,
     dry_run: bool,
+    otlp_endpoint: str | None,
     step_log: str | None,
 ) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
@@ -162,4 +164,5 @@ def command(
         profile_path=profile_path,
         nodes=nodes,
         engine=engine,
+        otlp_endpoint=otlp_endpoint,
     )

@@ -13,6 +13,7 @@ from xrunner.server.keys import ApiKeys
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask for; it says nothing about anybody's requests."""
 
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/metrics"})
 """What tells of everybody's requests."""
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -106,6 +107,7 @@ class Answer(Response):
         log["prompt_tokens"] = self._num_prompt_tokens
         log["output_tokens"] = self._num_output_tokens
         log["finish_reasons"] = sorted({choice.finish or left for choice in self._choices.values()})
+        self._info.phases = tuple(self._phases())
         if self._choices and not self._num_running:
             log |= {name: round(seconds, 6) for name, seconds in self._timings().items()}
 
@@ -258,6 +260,15 @@ class Answer(Response):
                 oldest_s = min(oldest_s, stream.unwritten_s)
                 stream.unwritten_s = 0.0
         return min(oldest_s, time.perf_counter())
+
+    def _phases(self) -> Iterator[tuple[str, float, float]]:
+        """From when the first choice began to wait, to be encoded and to be decoded to when the last had done so."""
+        now_s = time.perf_counter()
+        times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self._streams.values()]
+        edges = list(zip(*times, strict=True))  # 0: not yet
+        for name, begins, ends in zip(("waiting", "encoding", "decoding"), edges, edges[1:], strict=False):
+            if begun := [begin for begin in begins if begin]:
+                yield name, min(begun), max(end or now_s for end in ends)
 
     def _timings(self) -> dict[str, float]:
         """Of the slowest choice; all of them have ended."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from inspect import isawaitable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -31,6 +31,9 @@ from xrunner.server.protocol import ApiError
 from xrunner.server.service import Service
 from xrunner.server.text import TextCodec
 
+if TYPE_CHECKING:
+    from xrunner.server.traces import Tracer
+
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
     """Read the key file again on SIGHUP, where the app has a process of its own."""
@@ -48,6 +51,7 @@ def create_app(
     limits: Limits | None = None,
     keys: ApiKeys | None = None,
     hosts: AllowedHosts | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """The endpoint; the engine's thread runs from the app's startup to its shutdown.
 
@@ -57,6 +61,7 @@ def create_app(
         eos_token_ids: tokens that end an output.
         keys: None: nobody needs one.
         hosts: names under which this server may be asked for; None: any.
+        tracer: what is told of requests that have ended; None: nothing.
     """
     service = Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids), limits or Limits())
     created = int(time.time())
@@ -80,7 +85,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.engine_thread = engine_thread
     app.state.is_leaving = False
-    app.add_middleware(Guard, keys=keys, hosts=hosts)
+    app.add_middleware(Guard, keys=keys, hosts=hosts, tracer=tracer)
 
     async def refused(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):

@@ -7,15 +7,19 @@ import re
 import time
 import uuid
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xrunner.server.access import ADMIN_PATHS, OPEN_PATHS, AllowedHosts
+from xrunner.server.access import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
 from xrunner.server.answer import error_response
 from xrunner.server.info import RequestInfo
 from xrunner.server.keys import ApiKeys
 from xrunner.server.protocol import ApiError
+
+if TYPE_CHECKING:
+    from xrunner.server.traces import Tracer
 
 logger = logging.getLogger("xrunner.server.access")
 
@@ -39,12 +43,16 @@ class Guard:
     Args:
         keys: None: nobody needs one.
         hosts: None: any host name will do (tests, and servers behind something that checks).
+        tracer: None: requests leave no traces.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys | None, hosts: AllowedHosts | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: ApiKeys | None, hosts: AllowedHosts | None, tracer: Tracer | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
         self._hosts = hosts
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,6 +85,8 @@ class Guard:
             if not status:
                 await error_response(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
         finally:
+            if self._tracer is not None and scope["path"] in GENERATION_PATHS:
+                self._tracer.note(scope["method"], scope["path"], headers, status, info)
             self._log(scope, status, info)
 
     def _refusal(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:

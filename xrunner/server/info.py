@@ -19,6 +19,7 @@ class RequestInfo:
         deadline_header: the value of X-Deadline-S.
         key: what its client may do.
         quota: what its key has left; None: it asks for no tokens.
+        phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
         log: further fields of its line. Never anything that a prompt could have come into.
     """
 
@@ -27,5 +28,6 @@ class RequestInfo:
     deadline_header: str | None
     log: dict[str, Any]
     read_s: float = 0.0
+    phases: tuple[tuple[str, float, float], ...] = ()
     key: Key = NO_KEY
     quota: Quota | None = None

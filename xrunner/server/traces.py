@@ -1,0 +1,78 @@
+"""OpenTelemetry: a span for each request for tokens, and in it its waiting, encoding and decoding.
+
+Imported only where traces are asked for; needs the extra `otel`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+
+from xgpt import __version__
+from xrunner.server.info import RequestInfo
+
+ATTRIBUTES = {
+    "key": "xgpt.key",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "finish_reasons": "gen_ai.response.finish_reasons",
+}
+"""Of a request's line of log, in the names of OpenTelemetry's conventions where it has some."""
+
+
+class Tracer:
+    """Tells a provider of requests once they have ended. Their times are those of `time.perf_counter`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("xgpt", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+
+    @classmethod
+    def to(cls, endpoint: str | None) -> Tracer:
+        """Traces to an OTLP collector over HTTP; None: where the standard environment variables say."""
+        # The defaults of Resource.create look for the process's command line: it may hold what is nobody's business.
+        resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
+        provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
+        to = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
+        provider.add_span_processor(BatchSpanProcessor(to))
+        return cls(provider)
+
+    def note(self, method: str, path: str, headers: Headers, status: int, info: RequestInfo) -> None:
+        """A request has ended with this status (0: its client had gone before there was one); adds the trace's id to
+        its line of log."""
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        attributes: dict[str, Any] = {"http.request.method": method, "url.path": path, "xgpt.request_id": info.id}
+        if status:
+            attributes["http.response.status_code"] = status
+        attributes |= {name: info.log[field] for field, name in ATTRIBUTES.items() if field in info.log}
+        span = self._tracer.start_span(
+            f"{method} {path}",
+            self._propagator.extract(carrier),
+            trace.SpanKind.SERVER,
+            attributes,
+            start_time=self._ns(info.received_s),
+        )
+        if status >= 500:
+            span.set_status(trace.StatusCode.ERROR)
+        inside = trace.set_span_in_context(span)
+        for name, start_s, end_s in info.phases:
+            self._tracer.start_span(name, inside, start_time=self._ns(start_s)).end(self._ns(end_s))
+        span.end(self._ns(time.perf_counter()))
+        info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+    def _ns(self, at_s: float) -> int:
+        return self._epoch_ns + round(at_s * 1e9)
