@@ -187,12 +187,11 @@ def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
     engine = fake_engine(FakeExecutor(step_s=0.005), max_batch=1)
     app = fake_app(engine, keys=keys, limits=Limits(max_waiting=8))
     with running(app) as url, ThreadPoolExecutor(16) as pool:
-        flood = [pool.submit(post, url, ALICE, max_tokens=30) for _ in range(12)]
+        flood = [pool.submit(post, url, ALICE, max_tokens=100) for _ in range(12)]
         assert eventually(lambda: sum(one.done() for one in flood) >= 3)
         assert refused(post(url, ALICE, max_tokens=2)) == (429, "queue_full")
-        begin_s = time.monotonic()
         assert post(url, BOB, max_tokens=2).status_code == 200
-        assert time.monotonic() - begin_s < 0.6  # behind the one that ran, not behind the eight
+        assert sum(not one.done() for one in flood) >= 5  # behind the one that ran, not behind the eight
         assert {one.result().status_code for one in flood} == {200, 429}
 
 
