@@ -28,6 +28,8 @@ PRECISION = 0.02
 """Of the rate, relative."""
 EDGE = 0.05
 """By which share bounds are tightened and loosened to show how sensitive the rate is."""
+KNOWN_BEYOND = 1.06
+"""Runs are given up once the quantile cannot keep so many times the bounds: how far beyond says where to look next."""
 LEAST_SHARE = 0.05
 """Of saturation: a plan that breaks its bounds at less has no capacity."""
 SEED = 0
@@ -96,11 +98,6 @@ class Trial:
         gaps = (end - first) / np.maximum(outputs - 1, 1)
         return Seen((end - arrived) / 1e9, (first - arrived) / 1e9, gaps / 1e9)
 
-    def excess(self, rate: float, slack: float) -> float:
-        """The quantile of `Seen.excess` at a rate; infinite where that is over `slack`."""
-        seen = self.at(rate, slack)
-        return inf if seen is None else _upper(seen.excess(self.constraint), self.constraint.quantile)
-
     def _run(self, stream: Stream) -> Run:
         plan, schedule = self.plan, policies.build(self.plan)
         if plan.admission.order != "fcfs" or plan.admission.kv != "reserve":
@@ -112,85 +109,106 @@ class Trial:
         return OneLaneRun(schedule.settings, self.lanes["both"], kv, stream)
 
 
-class _Curve:
-    """The excess at rates that have been tried, and those that are still to be."""
+class CapacitySearch:
+    """Looks for the highest arrival rate at which a plan keeps its bounds; what has been simulated is remembered.
 
-    def __init__(self, trial: Trial, most: float) -> None:
-        self._trial, self._most = trial, most
-        self.known: dict[float, float] = {most: inf}
+    Args:
+        predicted: the closed form's rate, where the search begins.
+    """
 
-    def highest(self, slack: float, first: float | None = None) -> float:
-        """The highest rate tried whose excess is within `slack`, with one too high at most PRECISION above; 0: none.
+    def __init__(self, plan: Plan, profile: Profile, predicted: float | None = None) -> None:
+        self.plan = plan
+        self._predicted = predicted
+        self._trial, self._slack = Trial(plan, profile), _slack(plan)
+        self._most = plan.estimate.throughput_rps
+        self._excess: dict[float, float] = {self._most: inf}
+        self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
+        """Of rates that are kept: the quantile of the whole time, and the share of requests within the bounds."""
+
+    @property
+    def rate(self) -> float:
+        """The rate; 0: below a twentieth of saturation, or none."""
+        return self._highest(self._slack, PRECISION)
+
+    def keeps(self, rate: float) -> bool:
+        """Whether the bounds are kept at a rate."""
+        return rate < self._most and self._excess_at(rate, self._slack) <= self._slack
+
+    def found(self, *, edges: bool = True) -> Capacity:
+        """What has been found.
 
         Args:
-            first: a rate to begin with.
+            edges: also under bounds that are a little tighter and looser.
         """
-        step = 2 * PRECISION
-        while True:
-            high = min(rate for rate, excess in self.known.items() if excess > slack)
-            low = max((rate for rate, excess in self.known.items() if excess <= slack and rate < high), default=0.0)
-            if high <= (1 + PRECISION) * low or high < LEAST_SHARE * self._most:
-                return low
-            if first is not None:
-                rate, first = min(max(first, 0.02 * self._most), 0.97 * self._most), None
-            else:
-                rate = self._between(low, high, slack, step)
-                step *= 2
-            if rate not in self.known:
-                self.known[rate] = self._trial.excess(rate, (1 + 2 * EDGE) * slack)
+        rate = self.rate
+        whole_s, share_kept = self._seen[rate]
+        tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))
+        return Capacity(
+            rate_per_s=rate,
+            rate_under_tighter_per_s=None if tighter is None else min(tighter, rate),
+            rate_under_looser_per_s=None if looser is None else max(looser, rate),
+            whole_s=whole_s,
+            share_kept=share_kept,
+            closed_form_per_s=self._predicted,
+            num_requests=self._trial.num_requests,
+            warm_up_requests=self._trial.num_warm_up,
+            seed=SEED,
+        )
 
-    def _between(self, low: float, high: float, slack: float, step: float) -> float:
+    def _excess_at(self, rate: float, slack: float) -> float:
+        """The quantile of `Seen.excess` at a rate; infinite where that is over `slack`."""
+        known = self._excess.get(rate)
+        if known is None:
+            constraint, seen = self.plan.constraint, self._trial.at(rate, slack)
+            known = inf
+            if seen is not None:
+                excess = seen.excess(constraint)
+                known = _upper(excess, constraint.quantile)
+                self._seen[rate] = _upper(seen.whole_s, constraint.quantile), float(np.mean(excess <= 1))
+            self._excess[rate] = known
+        return known
+
+    def _highest(self, slack: float, precision: float) -> float:
+        """The highest rate tried whose excess is within `slack`, with one too high at most `precision` above."""
+        num_tried, step, first = 0, 2 * precision, self._predicted or 0.8 * self._most
+        while True:
+            high = min(rate for rate, excess in self._excess.items() if excess > slack)
+            low = max((rate for rate, excess in self._excess.items() if excess <= slack and rate < high), default=0.0)
+            if high <= (1 + precision) * low or high < LEAST_SHARE * self._most:
+                return low
+            if len(self._excess) == 1:
+                rate = min(max(first, LEAST_SHARE * self._most), 0.97 * self._most)
+            else:
+                rate = self._between(low, high, slack, step, precision, bisect=num_tried % 3 == 2)
+                step *= 2
+            num_tried += 1
+            self._excess_at(rate, KNOWN_BEYOND * slack)
+
+    def _between(self, low: float, high: float, slack: float, step: float, precision: float, *, bisect: bool) -> float:
+        """The next rate to try."""
         if not low:
-            return high / (1 + step) if step < 1 else high / 2
-        if not np.isfinite(self.known[high]):
-            return min(low * (1 + step), (low + high) / 2)
-        # Both ends are known: where the line between them meets the slack, and by nearly the precision beyond it.
-        at_low, at_high = self.known[low], self.known[high]
+            return max(high / (1 + step), high / 2)
+        if high == self._most or not np.isfinite(self._excess[high]) or bisect:
+            return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
+        # Both ends are known: where the line between them meets the slack, or as far beyond an end as settles it.
+        at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
-        margin = 0.9 * PRECISION * low
+        margin = 0.95 * precision * low
         if rate - low < margin:
             return low + min(margin, (high - low) / 2)
-        if high - rate < margin:
-            return high - min(margin, (high - low) / 2)
-        return rate
+        return high - min(margin, (high - low) / 2) if high - rate < margin else rate
 
 
-def capacity(
-    plan: Plan, profile: Profile, predicted: float | None = None, *, start: float | None = None, edges: bool = True
-) -> Capacity | None:
+def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
     """Simulate up to which arrival rate a plan keeps its bounds; None where it has none.
 
     Args:
         predicted: the closed form's rate.
-        start: where the search begins; None: there.
         edges: also under bounds that are a little tighter and looser.
     """
     if not plan.constraint.bounds_latency:
         return None
-    trial, slack = Trial(plan, profile), _slack(plan)
-    most = plan.estimate.throughput_rps
-    curve = _Curve(trial, most)
-    rate = curve.highest(slack, start or predicted or 0.8 * most)
-    tighter, looser = (curve.highest(slack * (1 + edge)) if edges else None for edge in (-EDGE, EDGE))
-    seen = trial.at(rate) if rate else None
-    quantile = plan.constraint.quantile
-    return Capacity(
-        rate_per_s=rate,
-        rate_under_tighter_per_s=None if tighter is None else min(tighter, rate),
-        rate_under_looser_per_s=None if looser is None else max(looser, rate),
-        whole_s=0.0 if seen is None else _upper(seen.whole_s, quantile),
-        share_kept=0.0 if seen is None else float(np.mean(seen.excess(plan.constraint) <= 1)),
-        closed_form_per_s=predicted,
-        num_requests=trial.num_requests,
-        warm_up_requests=trial.num_warm_up,
-        seed=SEED,
-    )
-
-
-def keeps(plan: Plan, profile: Profile, rate: float) -> bool:
-    """Whether a plan keeps its bounds at an arrival rate, by simulation."""
-    slack = _slack(plan)
-    return rate < plan.estimate.throughput_rps and Trial(plan, profile).excess(rate, slack) <= slack
+    return CapacitySearch(plan, profile, predicted).found(edges=edges)
 
 
 def _slack(plan: Plan) -> float:

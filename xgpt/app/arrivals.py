@@ -6,16 +6,17 @@ import time
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Plan, Profile
+from xgpt.schema import Capacity, Plan, Profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from xscheduler.schedule import Scheduler
+    from xsimulator.capacity import CapacitySearch
 
 MOST_TRIED = 4
 """Plans of a policy that are simulated at most, the best in closed form first."""
-DOUBT = 0.1
+DOUBT = 0.06
 """A plan whose rate in closed form is this share below the best simulated one is not simulated."""
 LOOSER = 1.04
 """By which factor a bound that is never kept is loosened until it is."""
@@ -62,7 +63,7 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
-    """The plan with its simulated capacity; as it is where it has no bounds. What is known of it already is kept.
+    """The plan with its simulated capacity; as it is where it has no bounds.
 
     Args:
         predicted: the closed form's rate.
@@ -70,11 +71,7 @@ def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, 
     """
     from xsimulator.capacity import capacity
 
-    known = plan.estimate.capacity
-    if known is not None and predicted is None:
-        predicted = known.closed_form_per_s
-    found = capacity(plan, profile, predicted, start=None if known is None else known.rate_per_s, edges=edges)
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})
+    return _with(plan, capacity(plan, profile, predicted, edges=edges))
 
 
 def best_by_arrivals(
@@ -93,65 +90,74 @@ def best_by_arrivals(
     Raises:
         InfeasibleError: no plan keeps the bounds at any rate, or at the rate that is asked for.
     """
-    profile, constraint = of.problem.profile, of.problem.constraint
     started = time.perf_counter()
     candidates = {kind: of.by_arrivals(kind, MOST_TRIED) for kind in kinds}
     ranked = sorted((kind for kind in candidates if candidates[kind]), key=lambda kind: -candidates[kind][0][1])
-    searching_s = (time.perf_counter() - started) / max(len(ranked), 1)
-    found: dict[str, Plan] = {}
-    best: Plan | None = None
+    seconds = {kind: (time.perf_counter() - started) / len(ranked) for kind in ranked}
+    found: dict[str, CapacitySearch] = {}
+    best: CapacitySearch | None = None
     for kind in ranked:
         started = time.perf_counter()
-        rival = best if only_best else None
-        plan = _best_of([(finish(plan), rate) for plan, rate in candidates[kind]], profile, rival)
-        if plan is not None and rate_of(plan) > 0:
-            found[kind] = _certified(plan, of.most_stable(kind), searching_s + time.perf_counter() - started)
-            best = max(filter(None, (best, found[kind])), key=rate_of)
+        # A policy that is far behind gets a figure, and no contest within it.
+        hopeless = best is not None and candidates[kind][0][1] < best.rate / 2
+        plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
+        search = _best_of(plans, of.problem.profile, best if only_best else None)
+        if search is not None and search.rate > 0:
+            found[kind] = search
+            best = search if best is None or search.rate > best.rate else best
+        seconds[kind] += time.perf_counter() - started
     if best is None:
         raise _never_kept(of, tuple(candidates))
-    kind = best.policy.kind
-    found[kind] = _certified(_refined(of, best, profile), of.most_stable(kind), best.search.seconds)
-    asked = constraint.arrival_rate_per_s
-    if asked is not None and rate_of(found[kind]) < asked:
-        raise InfeasibleError(
-            f"arrival_rate_per_s: no schedule of {', '.join(candidates)} on {of.num_devices} devices of "
-            f"{of.problem.cluster.name} keeps the bounds with waiting at {asked:g} requests/s; the best one keeps them "
-            f"up to {rate_of(found[kind]):.4g}: take more devices or a lower rate",
-            nearest_bound_s=None,
-            binding="arrival_rate_per_s",
-        )
-    if only_best:
-        return {kind: found[kind]}
-    plans = sorted(found.items(), key=lambda item: -rate_of(item[1]))
-    return {kind: plan for kind, plan in plans if asked is None or rate_of(plan) >= asked}
+    started, kind = time.perf_counter(), best.plan.policy.kind
+    found[kind] = best = _best_neighbour(of, best)
+    capacities = {name: search.found(edges=search is best) for name, search in found.items()}
+    seconds[kind] += time.perf_counter() - started
+    asked = of.problem.constraint.arrival_rate_per_s
+    if asked is not None and best.rate < asked:
+        raise _rate_not_kept(of, tuple(candidates), best.rate)
+    plans_found = {
+        name: _certified(_with(found[name].plan, capacity), of.most_stable(name), seconds[name])
+        for name, capacity in sorted(capacities.items(), key=lambda item: -item[1].rate_per_s)
+        if (asked is None or capacity.rate_per_s >= asked) and (name == kind or not only_best)
+    }
+    return plans_found
 
 
-def _best_of(candidates: list[tuple[Plan, float]], profile: Profile, rival: Plan | None) -> Plan | None:
-    """The plan of the highest simulated rate among some, the best in closed form first; one that cannot beat the best
-    before it is not simulated further than that.
-    """
+def _best_of(
+    candidates: list[tuple[Plan, float]], profile: Profile, rival: CapacitySearch | None
+) -> CapacitySearch | None:
+    """The plan of the highest simulated rate among some, the best in closed form first; None: not above the rival's."""
+    from xsimulator.capacity import PRECISION, CapacitySearch
+
     best = rival
     for plan, predicted in candidates:
-        if best is not None and predicted < (1 - DOUBT) * rate_of(best):
+        if best is not None and predicted < (1 - DOUBT) * best.rate:
             break
-        if best is None or _beats(plan, best, profile):
-            best = with_capacity(plan, profile, predicted, edges=False)
+        search = CapacitySearch(plan, profile, predicted)
+        if best is None or search.keeps((1 + PRECISION) * best.rate):
+            best = search
     return None if best is rival else best
 
 
-def _beats(plan: Plan, best: Plan, profile: Profile) -> bool:
-    from xsimulator.capacity import PRECISION, keeps
+def _best_neighbour(of: Scheduler, best: CapacitySearch) -> CapacitySearch:
+    """The best plan, or one whose settings are near to its own and which keeps a higher rate."""
+    like = {"admission": best.plan.admission, "search": best.plan.search}
+    near = [(other.model_copy(update=like), predicted) for other, predicted in of.neighbours(best.plan)]
+    return _best_of(sorted(near, key=lambda item: -item[1]), of.problem.profile, best) or best
 
-    return keeps(plan, profile, (1 + PRECISION) * rate_of(best))
+
+def _with(plan: Plan, capacity: Capacity | None) -> Plan:
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": capacity})})
 
 
-def _refined(of: Scheduler, best: Plan, profile: Profile) -> Plan:
-    """The best plan, or a neighbour of its settings that keeps a higher rate; with its capacity about the bound."""
-    for other, predicted in of.neighbours(best):
-        like = other.model_copy(update={"admission": best.admission, "search": best.search})
-        if _beats(like, best, profile):
-            best = with_capacity(like, profile, predicted, edges=False)
-    return with_capacity(best, profile)
+def _rate_not_kept(of: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
+    return InfeasibleError(
+        f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {of.num_devices} devices of "
+        f"{of.problem.cluster.name} keeps the bounds with waiting at {of.problem.constraint.arrival_rate_per_s:g} "
+        f"requests/s; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        nearest_bound_s=None,
+        binding="arrival_rate_per_s",
+    )
 
 
 def _certified(plan: Plan, most: float, seconds: float) -> Plan:
