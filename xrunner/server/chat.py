@@ -15,9 +15,6 @@ from xgpt.errors import InputError
 
 Message = dict[str, Any]
 
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
-"""What a template may raise over messages that it was not written for."""
-
 
 class ChatTemplate:
     """A compiled template, in a sandbox: it comes with the checkpoint, so it is not to be trusted.
@@ -58,7 +55,7 @@ class ChatTemplate:
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)
-        except RENDER_ERRORS as error:
+        except Exception as error:  # whatever: it was not written for such messages
             raise ValueError(str(error) or type(error).__name__) from None
 
 

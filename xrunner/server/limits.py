@@ -36,6 +36,8 @@ class Limits:
         request_timeout_s: time from a request to its last token; then 504. None: as long as it takes.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies are answered with 413.
+        all_bodies_bytes: what bodies on their way in may take together, what each has up to 64 KiB left out; of it an
+            account has half at most; then 503.
         body_timeout_s: how long a body may take to come in; then 408.
     """
 
@@ -44,7 +46,8 @@ class Limits:
     request_timeout_s: float | None = 600
     default_max_tokens: int | None = None
     max_max_tokens: int | None = None
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 16 << 20
+    all_bodies_bytes: int = 256 << 20
     body_timeout_s: float = 60
 
     def __post_init__(self) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from xgpt.schema import ModelSpec
 from xrunner.server.answer import Answer, Prompt
+from xrunner.server.bodies import Bodies
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.info import RequestInfo
 from xrunner.server.limits import Limits
 from xrunner.server.protocol import (
     ApiError,
+    ChatRequest,
+    CompletionRequest,
     GenerationRequest,
     check_tokens,
     parse_chat,
@@ -23,10 +27,13 @@ from xrunner.server.protocol import (
 )
 from xrunner.server.quota import Quotas
 from xrunner.server.text import TextCodec
+from xrunner.server.tokenising import Tokenising, TooLong
 from xrunner.server.writers import ChatWriter, CompletionWriter
 
 MAX_OUTPUTS = 1024
 """Prompts times choices of one request, at most."""
+MAX_VARIABLES_BYTES = 64 << 10
+"""Of chat_template_kwargs, as JSON."""
 
 
 class Service:
@@ -48,54 +55,65 @@ class Service:
         self._eos_token_ids = eos_token_ids
         self._limits = limits
         self._quotas = Quotas()
+        self._bodies = Bodies(limits)
+        self._tokenising = None if codec is None else Tokenising(codec, spec.max_context)
 
     async def complete(self, http: Request) -> Response:
-        request = parse_completion(await self._body(http))
+        self._begin(http)
+        async with self._bodies.read(http) as body:
+            return await self._complete(http, parse_completion(body))
+
+    async def chat(self, http: Request) -> Response:
+        self._begin(http)
+        async with self._bodies.read(http) as body:
+            return await self._chat(http, parse_chat(body))
+
+    def _begin(self, http: Request) -> None:
+        """Raises ApiError (429)."""
+        info: RequestInfo = http.scope["xgpt"]
+        info.quota = self._quotas.begin(info.key)
+
+    async def _complete(self, http: Request, request: CompletionRequest) -> Response:
         self._check(request)
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
             refuse("prompt", f"{len(prompts)} prompts, {request.num_choices} choices each: {limit} are accepted")
-        tokens = [await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_length(len(prompt), "prompt")
+        tokens = [
+            await self._encode(http, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
         return self._answer(http, request, tokens, CompletionWriter)
 
-    async def chat(self, http: Request) -> Response:
-        request = parse_chat(await self._body(http))
+    async def _chat(self, http: Request, request: ChatRequest) -> Response:
         self._check(request)
-        if self._codec is None or self._codec.chat_template is None:
+        if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
             raise ApiError(
                 400, f"{self._model_name} has no chat template; use /v1/completions", code="no_chat_template"
             )
-        render = self._codec.chat_template.render
+        if len(request.messages) > self._spec.max_context:
+            refuse("messages", f"{len(request.messages)} are more than the model's context of {self._spec.max_context}")
+        messages = [message.for_template() for message in request.messages]
+        characters = sum(sum(map(len, message.values())) for message in messages)
+        self._check_length(characters, "messages")
+        variables = request.chat_template_kwargs
+        if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
+            refuse("chat_template_kwargs", f"they are longer than {MAX_VARIABLES_BYTES} bytes")
+        render = partial(
+            self._codec.chat_template.render,
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=variables,
+        )
+        info: RequestInfo = http.scope["xgpt"]
         try:
-            text = await asyncio.to_thread(
-                render,
-                [message.for_template() for message in request.messages],
-                add_generation_prompt=request.add_generation_prompt is not False,
-                variables=request.chat_template_kwargs,
-            )
+            text = await self._tokenising.render(info.key.name, characters, render)
         except ValueError as error:
             refuse("messages", f"the chat template refuses them: {error}")
-        tokens = [await self._encode(text, "messages", add_special_tokens=False)]
+        tokens = [await self._encode(http, text, "messages", add_special_tokens=False)]
         return self._answer(http, request, tokens, ChatWriter)
-
-    async def _body(self, http: Request) -> bytes:
-        """Raises ApiError (429, 413, 408)."""
-        info: RequestInfo = http.scope["xgpt"]
-        info.quota = self._quotas.begin(info.key)
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                async for part in http.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > self._limits.max_body_bytes:
-                        raise ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self._limits.body_timeout_s} s") from None
-        info.read_s = time.perf_counter()
-        return b"".join(parts)
 
     def _check(self, request: GenerationRequest) -> None:
         if request.model != self._model_name:
@@ -108,18 +126,26 @@ class Service:
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
 
-    async def _encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _check_length(self, characters: int, field: str) -> None:
+        """Refuse a text that is not worth the time and memory of taking it apart."""
         if self._codec is None:
             refuse(field, "this model has no tokenizer; send token ids")
-        longest = self._spec.max_context * self._codec.longest_token
-        if len(text) > longest:
-            # Not worth the time and memory of taking it apart.
-            refuse(
-                field,
-                f"{len(text)} characters are more than any {self._spec.max_context} tokens, the model's context, hold",
-                "context_length_exceeded",
-            )
-        tokens = await asyncio.to_thread(self._codec.encode, text, add_special_tokens=add_special_tokens)
+        context = self._spec.max_context
+        if characters > context * self._codec.longest_token:
+            reason = f"{characters} characters are more than any {context} tokens, the model's context, hold"
+            refuse(field, reason, "context_length_exceeded")
+
+    async def _encode(self, http: Request, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._check_length(len(text), field)
+        assert self._tokenising is not None
+        info: RequestInfo = http.scope["xgpt"]
+        try:
+            tokens = await self._tokenising.encode(info.key.name, text, add_special_tokens=add_special_tokens)
+        except TooLong as error:
+            if info.quota is not None:
+                info.quota.settle(error.at_least)
+            reason = f"{error.at_least} or more tokens are more than the model's context of {self._spec.max_context}"
+            refuse(field, reason, "context_length_exceeded")
         return tokens or refuse(field, "it has no tokens")
 
     def _answer(

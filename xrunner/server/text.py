@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,8 +34,9 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A rendered chat has its special tokens already."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """A rendered chat has its special tokens already. Other threads run meanwhile."""
+        # What encodes a single text keeps Python's lock all the while.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
         """Whether a decoder sees the token: it is neither special nor outside the tokenizer's vocabulary."""
@@ -54,6 +56,8 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
+    # In threads of its own it would be past whoever says which text has its turn, and at which priority.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint))
 
 

@@ -1,0 +1,63 @@
+"""What one client can make the event loop do in one go: seconds of its thread, whatever else the machine does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.attack.test_http import elsewhere, request, send_unfinished, statuses
+from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
+from xrunner.server import ChatTemplate, TextCodec
+
+LONGEST_S = 0.05
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """A server in this process, of which no turn may have been longer."""
+    longest: list[tuple[float, str]] = [(0.0, "")]
+    run = asyncio.events.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        begin_s = time.thread_time()
+        run(handle)
+        longest.append((time.thread_time() - begin_s, repr(handle)[:200]))
+        longest.sort(reverse=True)
+        del longest[3:]
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["y" * 300])  # so that a text of 300 times the context is not refused by its length alone
+    codec = TextCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, {"eos_token": "</s>"}))
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.002)), tokenizer=codec)) as url:
+        monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+        yield "127.0.0.1", int(url.rpartition(":")[2])
+        monkeypatch.undo()
+    assert longest[0][0] < LONGEST_S, longest
+
+
+def fake(**fields: Any) -> bytes:
+    return request({"model": "fake", "ignore_eos": True, **fields})
+
+
+CHAT = "/v1/chat/completions"
+TOO_MUCH = {
+    "prompts": [fake(prompt="the quick brown fox " * 7500)] * 60,
+    "a long body": [fake(prompt="x" * 15_000_000)] * 4,
+    "many ids": [fake(prompt=[1] * 260_000)] * 4,
+    "deep JSON": [request(b'{"prompt":' + b"[" * 1_000_000)] * 4,
+    "messages": [request({"model": "fake", "messages": [{"role": "user", "content": "x"}] * 100_000}, path=CHAT)] * 4,
+    "headers": [request(b"", extra="a:\r\n" * 60_000)] * 20,
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_is_refused_costs_little(name: str, address: tuple[str, int]) -> None:
+    assert set(elsewhere(statuses, address, TOO_MUCH[name])) <= {400, 413}
+
+
+def test_unfinished_bodies(address: tuple[str, int]) -> None:
+    elsewhere(send_unfinished, address, 30)

@@ -1,0 +1,126 @@
+"""Prompts to token ids beside the event loop, by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from xrunner.server.text import TextCodec
+
+NUM_THREADS = 2
+NICENESS = 10
+"""The engine's threads go first where cores are few."""
+SECONDS_A_CHARACTER = 5e-6
+"""Several times what it takes: a text's turn comes after all that came so much earlier, so that short texts pass long
+ones, but not for ever."""
+FIRST_LOOK = 8
+"""Characters a token at which a text is looked at first: more are rare."""
+
+T = TypeVar("T")
+
+
+class TooLong(Exception):
+    """A text has more tokens than the model's context; `at_least` says how many were counted."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(at_least)
+        self.at_least = at_least
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    due_s: float
+    number: int
+    work: Callable[[], Any] = field(compare=False)
+    characters: int = field(compare=False)
+    done: asyncio.Future[Any] = field(compare=False)
+
+
+class Tokenising:
+    """Encodes and renders in threads of its own. All methods belong to the event loop's thread.
+
+    Accounts take turns by the characters that each has had while any waits; within one, short texts go first.
+    """
+
+    def __init__(self, codec: TextCodec, max_context: int) -> None:
+        self._codec = codec
+        self._max_context = max_context
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenising", initializer=_step_back)
+        self._numbers = itertools.count()
+        self._waiting: dict[str, list[_Job]] = {}
+        self._served: dict[str, int] = {}
+        """Characters that each account has had, from that of the others which had least when it came."""
+        self._num_running = 0
+
+    async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises TooLong."""
+        encode = partial(self._encode, text, add_special_tokens)
+        return await self._by_turns(account, len(text), encode)
+
+    async def render(self, account: str, characters: int, work: Callable[[], T]) -> T:
+        """What `work` makes of so many characters."""
+        return await self._by_turns(account, characters, work)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """In a thread. A text that is much too long is noticed by its beginning, however long the rest is."""
+        length = FIRST_LOOK * self._max_context
+        while length < len(text):
+            # Where the beginning is cut some tokens may differ, but not as many as the context holds.
+            found = len(self._codec.encode(text[:length], add_special_tokens=add_special_tokens))
+            if found > 2 * self._max_context:
+                raise TooLong(found - self._max_context)
+            length *= 2
+        tokens = self._codec.encode(text, add_special_tokens=add_special_tokens)
+        if len(tokens) > self._max_context:
+            raise TooLong(len(tokens))
+        return tokens
+
+    async def _by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        due_s = loop.time() + characters * SECONDS_A_CHARACTER
+        if account not in self._waiting:
+            self._waiting[account] = []
+            least = min((self._served[name] for name in self._waiting if name in self._served), default=0)
+            self._served[account] = max(least, self._served.get(account, 0))
+        heapq.heappush(self._waiting[account], _Job(due_s, next(self._numbers), work, characters, done))
+        self._start()
+        return await done
+
+    def _start(self) -> None:
+        while self._waiting and self._num_running < NUM_THREADS:
+            account = min(self._waiting, key=self._served.__getitem__)
+            job = heapq.heappop(self._waiting[account])
+            if not self._waiting[account]:
+                del self._waiting[account]
+            if job.done.cancelled():  # the client has gone
+                continue
+            self._served[account] += job.characters + 1
+            self._num_running += 1
+            running = asyncio.wrap_future(self._threads.submit(job.work))
+            running.add_done_callback(partial(self._end, job))
+        if not self._waiting:
+            self._served.clear()
+
+    def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
+        self._num_running -= 1
+        if not job.done.done():
+            if (error := running.exception()) is not None:
+                job.done.set_exception(error)
+            else:
+                job.done.set_result(running.result())
+        self._start()
+
+
+def _step_back() -> None:
+    if sys.platform == "linux":  # elsewhere it would be the whole process that steps back
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
