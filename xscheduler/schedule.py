@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,7 +74,6 @@ class Scheduler:
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         self._found: dict[tuple[Settings, int, int], Space] = {}
         """Where plans that were found lie."""
-        self._plan_of = partial(plan_of, problem, self.lengths)
         self._screens: dict[Constraint, Screen] = {}
         self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
 
@@ -197,7 +197,7 @@ class Scheduler:
         found = []
         for of in rated[:most]:
             evaluation = of.space.evaluate(_columns(of.settings))
-            plan = self._plan_of(of.space, evaluation.at(0), of.settings, certificate)
+            plan = plan_of(self.problem, self.lengths, of.space, evaluation.at(0), of.settings, certificate)
             self._found[_key(plan)] = of.space
             found.append((plan, of.rate))
         return found
@@ -208,7 +208,7 @@ class Scheduler:
         for settings in neighbours(space, plan.policy):
             evaluation = space.evaluate(_columns(settings))
             if evaluation.fits[0]:
-                other = self._plan_of(space, evaluation.at(0), settings, plan.search)
+                other = plan_of(self.problem, self.lengths, space, evaluation.at(0), settings, plan.search)
                 self._found[_key(other)] = space
                 found.append((other, rate_of(space, settings, plan.constraint)))
         return found
@@ -224,8 +224,13 @@ class Scheduler:
         return max((space.bound for space in spaces), default=0.0)
 
     def under(self, constraint: Constraint) -> Scheduler:
-        """The scheduler of the same problem under other bounds."""
-        return Scheduler(replace(self.problem, constraint=constraint), self.method)
+        """The scheduler of the same problem under other bounds. Predictors do not depend on them: it shares them."""
+        own, problem = self.problem.constraint, replace(self.problem, constraint=constraint)
+        if (constraint.quantile, constraint.sla) != (own.quantile, own.sla):
+            return Scheduler(problem, self.method)
+        other = copy(self)
+        other.problem, other._found = problem, {}
+        return other
 
     @property
     def num_devices(self) -> int:
@@ -254,7 +259,7 @@ class Scheduler:
         given = SearchCertificate(
             method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
         )
-        return self._plan_of(space, evaluation.at(0), settings, given)
+        return plan_of(self.problem, self.lengths, space, evaluation.at(0), settings, given)
 
     def space(self, kind: str, placement: Placement) -> Space:
         """One placement's space.
@@ -329,7 +334,7 @@ class Scheduler:
         binding = broken[0] if broken else "latency_bound_s"
         return InfeasibleError(
             f"{binding}: no schedule of {', '.join(kinds)} keeps {bounds[binding]:g} s on {self.problem.cluster.name}; "
-            f"the nearest bound that one keeps is {_round_up(nearest[binding])} s",
+            f"the nearest bound that one keeps is {round_up(nearest[binding])} s",
             nearest_bound_s=nearest["latency_bound_s"],
             binding=binding,
         )
@@ -401,6 +406,6 @@ def _check_context(problem: Problem, lengths: Lengths) -> None:
         )
 
 
-def _round_up(seconds: float) -> str:
+def round_up(seconds: float) -> str:
     """Four significant digits, never below the value: a bound that is printed can be asked for."""
     return f"{float(f'{seconds * 1.0005:.4g}'):g}"

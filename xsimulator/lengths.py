@@ -12,6 +12,7 @@ from xgpt.schema import Workload
 from xgpt.workload import quantile
 
 Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int_]
 
 
 class Lengths:
@@ -62,6 +63,18 @@ class Lengths:
             return self.mean_input
         times = np.arange(1, len(self.survival) + 1)
         return self.mean_input + float(times @ self.survival) / self.mean_decodes
+
+    def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+        """Output tokens that requests met in decode have generated, and those that they have left, at least one.
+
+        A request that decodes longer is met more often, and at any of its decode iterations alike. # [requests] each
+        """
+        shares = self.output_probabilities * (self.outputs - 1)
+        if not shares.any():
+            return np.zeros(num_requests, int), np.ones(num_requests, int)
+        outputs = rng.choice(self.outputs.astype(int), num_requests, p=shares / shares.sum())
+        generated = rng.integers(1, outputs)
+        return generated, outputs - generated
 
     def decodes_at(self, q: float) -> int:
         """D of a request whose output has the quantile's length."""

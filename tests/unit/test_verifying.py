@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.planning import PolicyChoice, Subject, plan_each
 from xgpt.app.simulating import simulate
 from xgpt.app.sizing import cheapest
-from xgpt.app.verifying import settle
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
-from xscheduler.schedule import Scheduler
 from xsimulator.queueing import whole_times
 
 
@@ -23,31 +21,74 @@ def subject(model: str, cluster: str, workload: str, price: float | None = None)
     return Subject(of.model, None, devices, of.workload, of.profile)
 
 
-def plan(bound_s: float) -> Plan:
-    """Throughput follows the bound."""
-    found = Scheduler(problem("llama-3.1-8b", "h200x1", "orca", 4.0)).best(("orca",))
-    policy = found.policy.model_copy(update={"max_batch": round(1000 * bound_s)})
-    estimate = found.estimate.model_copy(update={"throughput_rps": bound_s, "latency_s": bound_s})
-    return found.model_copy(update={"policy": policy, "estimate": estimate})
+BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0)
 
 
-def test_a_bound_that_simulation_breaks_is_tightened_until_it_is_kept() -> None:
-    settled = settle(plan, lambda found: 1.2 * found.estimate.latency_s, 6.0, loosen=True)
-    assert 0.98 * 6.0 <= settled.seen_s <= 6.0
-    assert settled.seen_s == pytest.approx(1.2 * settled.plan.estimate.latency_s)
+@pytest.fixture(scope="module")
+def by_bound() -> dict[float, Plan | InfeasibleError]:
+    """chunked under each of the bounds, for the quantile of all requests."""
+    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    found: dict[float, Plan | InfeasibleError] = {}
+    for bound_s in BOUNDS:
+        try:
+            found[bound_s] = plan_each(of, Constraint(latency_bound_s=bound_s, sla="request"), "chunked")["chunked"]
+        except InfeasibleError as error:
+            found[bound_s] = error
+    return found
 
 
-@pytest.mark.parametrize("loosen", [False, True])
-def test_what_simulation_leaves_unused_is_taken_where_asked(loosen: bool) -> None:
-    settled = settle(plan, lambda found: 0.8 * found.estimate.latency_s, 6.0, loosen=loosen)
-    assert settled.seen_s == pytest.approx(6.0 if loosen else 4.8)
+def test_a_looser_bound_on_all_requests_is_kept_wherever_a_tighter_one_is_and_serves_no_less(
+    by_bound: dict[float, Plan | InfeasibleError],
+) -> None:
+    best_rps = 0.0
+    for bound_s, plan in by_bound.items():
+        if isinstance(plan, InfeasibleError):
+            assert not best_rps and bound_s < 6
+            continue
+        assert plan.estimate.latency_s <= bound_s
+        assert plan.estimate.throughput_rps >= best_rps
+        best_rps = plan.estimate.throughput_rps
 
 
-def test_a_bound_that_is_always_broken_is_infeasible() -> None:
-    with pytest.raises(InfeasibleError, match="in simulation") as failure:
-        settle(plan, lambda found: 7.0 + found.estimate.latency_s, 6.0, loosen=True)
-    assert failure.value.nearest_bound_s is not None
-    assert failure.value.nearest_bound_s > 6.0
+def test_a_plan_for_all_requests_claims_no_proof_and_says_what_was_simulated(
+    by_bound: dict[float, Plan | InfeasibleError],
+) -> None:
+    plan = by_bound[15.0]
+    assert isinstance(plan, Plan)
+    assert plan.search.gap is None and "simulated" in plan.search.bound
+    assert plan.search.simulations >= 2 and plan.search.seconds > 0.1
+    assert plan.search.evaluations <= plan.search.space_size
+    assert plan.estimate.latency_error is not None and plan.estimate.latency_error < 0.01
+
+
+def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float, Plan | InfeasibleError]) -> None:
+    why = by_bound[2.0]
+    assert isinstance(why, InfeasibleError)
+    nearest_s = float(str(why).rsplit(" is ", 1)[1].removesuffix(" s"))
+    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    found = plan_each(of, Constraint(latency_bound_s=nearest_s, sla="request"), "chunked")["chunked"]
+    assert found.estimate.latency_s <= nearest_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound_s"), [("rra", 9.0), ("chunked", 8.0), ("orca", 8.0), ("static", 9.0), ("waa", 5.0)]
+)
+def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyChoice, bound_s: float) -> None:
+    """Lengths mixed over few admissions, beside many requests with lengths of their own."""
+    of = subject("opt-13b", "a40x4", "summarization")
+    found = plan_each(of, Constraint(latency_bound_s=bound_s, sla="request"), kind)[kind]
+    measured, _ = simulate(found, of.profile, of.workload, 8000, np.random.default_rng(3))
+    assert found.estimate.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
+    assert measured.share_within(bound_s) >= 0.99
+
+
+def test_policies_that_cannot_win_are_told_as_well() -> None:
+    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    plans = plan_each(of, Constraint(latency_bound_s=15.0, sla="request"))
+    assert set(plans) == {"rra", "chunked", "orca", "static"}
+    best = next(iter(plans.values()))
+    assert best.search.simulations
+    assert all(plan.estimate.throughput_rps <= best.estimate.throughput_rps for plan in plans.values())
 
 
 def test_all_requests_keep_the_bound_that_a_length_would_break() -> None:

@@ -120,11 +120,13 @@ def plan_each(
     kv: KvPromise = "reserve",
     order: AdmissionOrder = "fcfs",
     max_devices: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Plan]:
     """Each policy's best plan, the best of all first.
 
     Args:
         order: who of those who wait enters next.
+        progress: told of what takes its time.
 
     Raises:
         InfeasibleError: no policy has one.
@@ -144,7 +146,7 @@ def plan_each(
     if constraint.maximises_arrivals:
         of = scheduler(subject, constraint, search, kv, max_devices)
         return best_by_arrivals(of, kinds, finish=partial(_admitting, order=order))
-    plans = best_of_each(subject, constraint, kinds, search, kv, max_devices)
+    plans = best_of_each(subject, constraint, kinds, search, kv, max_devices, progress=progress)
     _check_stable(constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}

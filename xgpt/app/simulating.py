@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from xsimulator.clock import OnSpan
     from xsimulator.events import StepClock
     from xsimulator.measure import Measured
+    from xsimulator.request_law import RequestLaw
 
 
 def warm_up_requests(plan: Plan) -> int:
@@ -81,6 +82,39 @@ def simulate(
     return measured, log
 
 
+def request_latencies(
+    plan: Plan, profile: Profile, workload: Workload, num_requests: int, rng: np.random.Generator
+) -> RequestLaw:
+    """The law of the latencies of all requests at saturation, from admission to the last token.
+
+    Where requests enter one by one, the first ones enter in the middle of their outputs, as those that a running engine
+    is met with: a batch that began all at once would end nearly so for many lifetimes.
+
+    Raises:
+        InputError: a request of the workload can never fit into the plan's K/V memory.
+    """
+    import numpy as np
+
+    from xgpt.workload import sample
+    from xsimulator.lengths import Lengths
+    from xsimulator.request_law import request_law
+
+    check_fits(plan, workload)
+    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
+    total = skipped + num_requests + outstanding_requests(plan)
+    inputs, outputs = sample(workload, total, rng)
+    lengths = Lengths(workload)
+    longest = np.full(total, lengths.max_output)
+    if plan.policy.kind in ("orca", "chunked", "waa"):
+        first = min(round(plan.estimate.decode_batch), total)
+        generated, left = lengths.in_the_middle(first, rng)
+        inputs[:first] += generated
+        outputs[:first], longest[:first] = left, longest[:first] - generated
+    log = _run(plan, profile, inputs, outputs, np.zeros(total), longest)
+    emits = plan.policy.kind != "waa" or not plan.model.is_encoder_decoder
+    return request_law(log, lengths, skipped, num_requests, encode_emits=emits)
+
+
 def replay_trace(
     plan: Plan,
     profile: Profile,
@@ -142,15 +176,18 @@ def _run(
     inputs: Ints,
     outputs: Ints,
     arrivals_s: Floats,
-    max_output: int,
+    max_output: int | Ints,
     on_span: OnSpan | None = None,
 ) -> list[StepRecord]:
+    import numpy as np
+
     from xgpt import policies
     from xsimulator.events import SimulatedEngine, SimulatedRequest
 
     schedule = policies.build(plan)
-    columns = zip(inputs.tolist(), outputs.tolist(), (1e9 * arrivals_s).astype(int).tolist(), strict=True)
-    requests = [SimulatedRequest(i, n, max_output, out, at) for i, (n, out, at) in enumerate(columns)]
+    most = np.broadcast_to(max_output, len(inputs))
+    columns = zip(*(of.tolist() for of in (inputs, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True)
+    requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
     return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
 
 

@@ -1,108 +1,86 @@
-"""What a simulation of single requests says of plans that closed forms found, and plans that keep their bound in it.
+"""Plans whose bound is for all requests (sla "request"): found in closed form, settled by simulation.
 
-The latency that a quantile of all requests keeps (sla "request") rests on whole distributions of times, which closed
-forms only come near: it is searched for in closed form and settled by simulation. Arrival rates: `xgpt.app.arrivals`.
+What a quantile of all requests keeps rests on whole distributions of times. Closed forms predict it; how far they are
+off differs from plan to plan, so that the plans of the highest throughput are simulated, one after the other, until one
+keeps the bound. Which plans those are does not depend on the bound: a policy's plans stand on a ladder, each the best
+that keeps the rung's latency in closed form. What is looked for is the highest rung whose plan keeps the bound in
+simulation, always by the same halvings of the same ladder. A looser bound passes every test that a tighter one passes,
+so it leads as high at least: no bound that can be kept is called infeasible, and throughput does not fall.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
+from math import floor, log
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, KvPromise, Observation, Plan, Profile, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from xgpt.app.planning import Subject
+    from xgpt.app.planning import Progress, Subject
     from xscheduler.regret import Terms, Verdict
-    from xsimulator.curves import Array
+    from xscheduler.schedule import Scheduler
+    from xsimulator.request_law import RequestLaw
 
-NUM_REQUESTS = 4000
-"""Simulated requests whose quantile is read, at saturation."""
+NUM_REQUESTS = 500
+"""Simulated admissions, each of which stands for requests of every length."""
+MOST_REQUESTS = 8000
+GOOD_ERROR = 0.01
+"""Relative standard error of a simulated latency, above which more admissions are simulated."""
+SPARED_TAIL = 0.1
+"""Of the share of requests that may break the bound, what a plan leaves unused: where a request of one token more meets
+another encode phase, latency jumps, and a share that is just kept is soon broken."""
+RUNG = 1.01
+"""Ratio of the closed form's latencies on neighbouring rungs."""
+BLOCK = 8
+"""Rungs that are passed over at once."""
+LOWEST = -2000
+"""A rung without a plan: two nanoseconds."""
+REACH = 1.15
+"""By which factor the closed form may overestimate latencies: higher rungs are not looked at."""
 MOST_ROUNDS = 4
-"""Searches under ever other bounds for the closed form, until the simulation keeps the real one."""
+"""Searches under ever tighter bounds, when a running plan is judged."""
 UNUSED = 0.02
-"""A plan that leaves no more of its bound unused is not searched for again."""
+"""Of a bound: a judged plan that breaks it is searched for again under one that is tighter by a quarter of this."""
 SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A plan, and the latency that it has in simulation."""
-
-    plan: Plan
-    seen_s: float
-
-
-def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """The quantile over all requests of the time from admission to the last token, simulated at saturation, s.
+def request_law(plan: Plan, profile: Profile, workload: Workload | None = None) -> RequestLaw:
+    """The simulated latencies of all requests at saturation, from admission to the last token.
 
     Args:
         workload: other lengths than the plan's own.
     """
     import numpy as np
 
-    from xgpt.app.simulating import simulate
+    from xgpt.app.simulating import request_latencies
 
-    measured, _ = simulate(plan, profile, workload or plan.workload, NUM_REQUESTS, np.random.default_rng(SEED))
-    return upper_quantile(measured.latencies_s, plan.constraint.quantile)
-
-
-def upper_quantile(times: Array, quantile: float) -> float:
-    """What the quantile lies below with 95% confidence, by the normal approximation of the binomial distribution.
-
-    A finite simulation knows a quantile in the tail to within some places in the order, and where a request more a
-    phase meets another encode pass, a place more is a jump.
-    """
-    import numpy as np
-
-    upper = quantile + 1.645 * np.sqrt(quantile * (1 - quantile) / len(times))
-    return float(np.quantile(times, min(upper, 1.0)))
+    num_requests = NUM_REQUESTS
+    while True:
+        rng = np.random.default_rng(SEED)
+        law = request_latencies(plan, profile, workload or plan.workload, num_requests, rng)
+        if num_requests >= MOST_REQUESTS or law.error(plan.constraint.quantile) <= GOOD_ERROR:
+            return law
+        num_requests *= 4
 
 
-def settle(find: Callable[[float], Plan], seen: Callable[[Plan], float], bound_s: float, *, loosen: bool) -> Settled:
-    """The plan of the highest throughput found that keeps a bound in simulation.
+def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
+    """What all but nine tenths of the requests that may break the bound keep in simulation, s.
 
     Args:
-        find: the best plan that keeps a bound in closed form.
-        seen: the latency of a plan in simulation, headroom included.
-        loosen: search again where simulation leaves some of the bound unused, too.
-
-    Raises:
-        InfeasibleError: the closed form keeps no such bound, or the simulation broke it every time.
+        workload: other lengths than the plan's own.
     """
-    best: Settled | None = None
-    closed_s, last_s, policy = bound_s, 0.0, None
-    for _ in range(MOST_ROUNDS):
-        try:
-            plan = find(closed_s)
-        except InfeasibleError:
-            if best is not None or not last_s:
-                break
-            raise
-        if plan.policy == policy:
-            break  # nothing better is left under a looser bound
-        policy, last_s = plan.policy, seen(plan)
-        kept = last_s <= bound_s
-        if kept and (best is None or plan.estimate.throughput_rps > best.plan.estimate.throughput_rps):
-            best = Settled(plan, last_s)
-        if kept and (not loosen or last_s >= (1 - UNUSED) * bound_s):
-            break
-        # What the search keeps in closed form moves as what the simulation sees; a little further where it broke.
-        closed_s *= bound_s / last_s * (1.0 if kept else 1 - UNUSED / 4)
-    if best is not None:
-        return best
-    if not last_s:
-        find(closed_s)  # says why not
-    raise InfeasibleError(
-        f"latency_bound_s: in simulation, no schedule that was tried keeps {bound_s:g} s; the nearest took "
-        f"{last_s:.4g} s; take that as the bound",
-        nearest_bound_s=last_s,
-        binding="latency_bound_s",
-    )
+    return request_law(plan, profile, workload).quantile(guarded(plan.constraint.quantile))
+
+
+def guarded(quantile: float) -> float:
+    """The share of all requests that a plan is to keep the bound for where the user asks for this one."""
+    return quantile + SPARED_TAIL * (1 - quantile)
 
 
 def best_of_each(
@@ -114,8 +92,12 @@ def best_of_each(
     max_devices: int | None,
     *,
     uniform: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Plan]:
     """Each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
+
+    Of policies that serve less than the best one in closed form already, under a looser bound even, plans are not
+    simulated: they keep the bound in closed form.
 
     Args:
         uniform: only replicas of equal stages, to compare throughputs with.
@@ -125,39 +107,148 @@ def best_of_each(
     """
     from xgpt.app.planning import scheduler
 
-    bound_s = constraint.latency_bound_s
+    of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
     if constraint.sla == "length":
-        return scheduler(subject, constraint, search, kv, max_devices, uniform=uniform).best_of_each(kinds)
-    slack = 1 + subject.profile.headroom
-
-    def find(kind: str, closed_s: float | None) -> Plan:
-        under = constraint.model_copy(update={"latency_bound_s": closed_s})
-        plan = scheduler(subject, under, search, kv, max_devices, uniform=uniform).best_of_each((kind,))[kind]
-        real = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
-        return plan.model_copy(update={"constraint": real})
-
-    def seen(plan: Plan) -> float:
-        return slack * request_latency(plan, subject.profile)
-
+        return of.best_of_each(kinds)
+    if constraint.latency_bound_s is None:
+        found = of.best_of_each(kinds)
+        return {kind: _seen(plan, request_law(plan, subject.profile)) for kind, plan in found.items()}
+    ladders = {kind: Ladder(of, kind, progress) for kind in kinds}
+    promised = {kind: ladder.promise(constraint.latency_bound_s) for kind, ladder in ladders.items()}
     plans: dict[str, Plan] = {}
-    failure: InfeasibleError | None = None
-    for kind in kinds:
-        try:
-            if bound_s is None:
-                plan = find(kind, None)
-                plans[kind] = _seen(plan, seen(plan) / slack)
-                continue
-            kept = settle(partial(find, kind), seen, bound_s, loosen=True)
-        except InfeasibleError as error:
-            failure = error
-            continue
-        plans[kind] = _seen(kept.plan, kept.seen_s / slack)
-    if not plans:
-        # Of several policies, what the closed form says of all of them together.
-        scheduler(subject, constraint, search, kv, max_devices, uniform=uniform).best_of_each(kinds)
-        assert failure is not None
-        raise failure
+    best_rps = 0.0
+    for kind in sorted(kinds, key=lambda kind: -promised[kind]):
+        plan = ladders[kind].highest(constraint.latency_bound_s, best_rps)
+        if plan is not None:
+            plans[kind] = plan
+            best_rps = max(best_rps, plan.estimate.throughput_rps if plan.search.simulations else 0.0)
+    if not best_rps:
+        raise _never_kept(of, list(ladders.values()), constraint.latency_bound_s)
     return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """A plan's latencies in simulation, headroom included, s."""
+
+    law: RequestLaw
+    guarded_s: float
+
+
+class Ladder:
+    """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
+
+    Args:
+        of: its own latency bound is left out.
+        progress: told of each simulation.
+    """
+
+    def __init__(self, of: Scheduler, kind: str, progress: Progress | None = None) -> None:
+        self._of, self._kind, self._progress = of, kind, progress
+        self._slack = 1 + of.problem.constraint.headroom
+        self._simulated: dict[str, _Simulated] = {}
+        self.plan = cache(self._plan)
+
+    def promise(self, bound_s: float) -> float:
+        """Throughput that no rung exceeds which is looked at under a bound; 0 where none has a plan."""
+        plan = self.plan((_top(bound_s) + 1) * BLOCK)
+        return 0.0 if plan is None else plan.estimate.throughput_rps
+
+    def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
+        """The plan on the highest rung that keeps the bound in simulation; None where no rung does.
+
+        Where no rung can serve more than a rival, the plan that keeps the bound in closed form, not simulated.
+        """
+        started = time.perf_counter()
+        above = (_top(bound_s) + 1) * BLOCK
+        while (top := self.plan(above)) is not None and top.estimate.throughput_rps > rival_rps:
+            low = above - BLOCK
+            if self.keeps(low, bound_s):
+                break
+            above = low
+        else:
+            return None if top is None and not rival_rps else self._in_closed_form(bound_s)
+        while above - low > 1:
+            middle = (low + above) // 2
+            if self.keeps(middle, bound_s):
+                low = middle
+            else:
+                above = middle
+        plan = self.plan(low)
+        return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
+
+    def keeps(self, rung: int, bound_s: float) -> bool:
+        """Whether the rung's plan keeps a bound in simulation; so does a rung without one."""
+        plan = self.plan(rung)
+        return plan is None or self.simulated(plan).guarded_s <= bound_s
+
+    def lowest(self) -> int | None:
+        """The lowest rung that has a plan; None where none has."""
+        try:
+            self._best_under(RUNG**LOWEST)
+        except InfeasibleError as error:
+            if error.nearest_bound_s is None:
+                return None
+            rung = floor(log(error.nearest_bound_s) / log(RUNG))
+            return next((k for k in range(rung, rung + BLOCK) if self.plan(k) is not None), None)
+        return LOWEST
+
+    def simulated(self, plan: Plan) -> _Simulated:
+        """What a rung's plan does in simulation; neighbouring rungs often share one."""
+        key = f"{plan.policy!r} {plan.stages!r}"
+        if key not in self._simulated:
+            if self._progress is not None:
+                self._progress(len(self._simulated), len(self._simulated) + 1, f"simulating {self._kind}")
+            law = request_law(plan, self._of.problem.profile)
+            guarded_s = self._slack * law.quantile(guarded(plan.constraint.quantile))
+            self._simulated[key] = _Simulated(law, guarded_s)
+        return self._simulated[key]
+
+    def _plan(self, rung: int) -> Plan | None:
+        return self._in_closed_form(RUNG**rung)
+
+    def _in_closed_form(self, bound_s: float) -> Plan | None:
+        try:
+            return self._best_under(bound_s)
+        except InfeasibleError:
+            return None
+
+    def _best_under(self, bound_s: float) -> Plan:
+        constraint = self._of.problem.constraint.model_copy(update={"latency_bound_s": bound_s})
+        return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
+
+    def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
+        """The plan under the real bound, with what simulation says of it."""
+        seen = _seen(plan, self.simulated(plan).law, closed_s=RUNG**rung)
+        certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
+        constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
+        return seen.model_copy(update={"constraint": constraint, "search": certificate})
+
+
+def _top(bound_s: float) -> int:
+    """The highest block of rungs that is looked at under a bound."""
+    return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
+
+
+def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> InfeasibleError:
+    """Why no policy keeps a bound, with one that a policy keeps."""
+    from xscheduler.schedule import round_up
+
+    nearest: list[float] = []
+    for ladder in ladders:
+        rung = ladder.lowest()
+        plan = None if rung is None else ladder.plan(rung)
+        if rung is not None and plan is not None:
+            nearest.append(max(ladder.simulated(plan).guarded_s, RUNG**rung / REACH))
+    if not nearest:
+        of.best_of_each(tuple(ladder._kind for ladder in ladders))  # says why not
+    nearest_s = min(nearest)
+    return InfeasibleError(
+        f"latency_bound_s: no schedule keeps {bound_s:g} s for that share of all requests in simulation; the nearest "
+        f"bound that one keeps is {round_up(nearest_s)} s",
+        nearest_bound_s=nearest_s,
+        binding="latency_bound_s",
+    )
 
 
 def judged(
@@ -184,9 +275,10 @@ def judged(
             return replace(verdict, reason=reason or verdict.reason)
         if not verdict.switch:
             return verdict
-        seen_s = request_latency(verdict.plan, profile)
-        best = verdict.best.model_copy(update={"latency_s": seen_s})
-        verdict = replace(verdict, plan=_seen(verdict.plan, seen_s), best=best)
+        law = request_law(verdict.plan, profile)
+        seen_s = law.quantile(guarded(constraint.quantile))
+        best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
+        verdict = replace(verdict, plan=_seen(verdict.plan, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
         reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
@@ -196,12 +288,21 @@ def judged(
     return replace(verdict, switch=False, reason=reason)
 
 
-def _seen(plan: Plan, latency_s: float) -> Plan:
-    """The plan with the simulated quantile of all requests as its latency."""
-    bound = f"{plan.search.bound}; latency of all requests by simulation"
-    return plan.model_copy(
-        update={
-            "estimate": plan.estimate.model_copy(update={"latency_s": latency_s}),
-            "search": plan.search.model_copy(update={"bound": bound}),
-        }
+def _seen(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
+    """The plan with the simulated quantile of all requests as its latency. What was proven was so in closed form.
+
+    Args:
+        closed_s: the bound that the plan is the best under in closed form.
+    """
+    quantile, search = plan.constraint.quantile, plan.search
+    estimate = plan.estimate.model_copy(
+        update={"latency_s": law.quantile(quantile), "latency_error": law.error(quantile)}
     )
+    proven = ""
+    if search.gap is not None:
+        under = "" if closed_s is None else f" under {closed_s:.3g} s"
+        proven = f"; in closed form at most {100 * search.gap:.1f}% below the best{under}"
+    certificate = search.model_copy(
+        update={"gap": None, "bound": f"none: latencies of all requests are simulated{proven}", "simulations": 1}
+    )
+    return plan.model_copy(update={"estimate": estimate, "search": certificate})

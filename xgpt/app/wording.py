@@ -138,8 +138,9 @@ def proof_in_words(plan: Plan) -> str:
     """How near the plan is to the best one, and what that rests on."""
     search = plan.search
     proof = (
-        "no proof of optimality"
+        f"no proof of optimality ({search.bound.removeprefix('none: ')})"
         if search.gap is None
         else f"at most {100 * search.gap:.1f}% below the optimum (bound: {search.bound})"
     )
-    return f"{proof}; {search.evaluations} of {search.space_size} points in {search.seconds:.2f} s"
+    simulated = f", {search.simulations} plans simulated," if search.simulations else ""
+    return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"

@@ -134,7 +134,8 @@ def command(
     else:
         max_devices = _count(devices, subject.cluster.num_devices)
     started = time.perf_counter()
-    plans = plan_each(subject, constraint, policy, search, kv, order, max_devices)
+    with render.progress_bar() as progress:
+        plans = plan_each(subject, constraint, policy, search, kv, order, max_devices, progress)
     plans = with_capacities(plans, subject.profile)
     best = next(iter(plans.values()))
     planning_s = time.perf_counter() - started

@@ -149,6 +149,8 @@ class Estimate(Frozen):
     output_tokens_per_s: float
     latency_s: float
     """The latency that the bound is compared with; leaves out waiting for admission."""
+    latency_error: float | None = None
+    """Relative standard error of a latency that is simulated (sla "request"); None: it is the closed form's."""
     ttft_s: float
     tpot_s: float
     itl_p99_s: float
@@ -189,6 +191,8 @@ class SearchCertificate(Frozen):
     evaluations: int
     """Points of the space that were predicted, each counted once."""
     space_size: int
+    simulations: int = 0
+    """Plans that were simulated to settle which one keeps the bound."""
     seconds: float
     gap: float | None
     bound: str
