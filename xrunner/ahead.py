@@ -21,7 +21,7 @@ from xgpt.policies import Step
 from xrunner.attention import Batch
 from xrunner.attention.base import to_device
 from xrunner.generation import Generation
-from xrunner.worker import Worker
+from xrunner.worker import Worker, fed
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class AheadWorker(Worker):
             self._run_ahead(step, rows, tokens)
         self._decoded = True
         sampled = arriving.wait()
-        self._last_token[rows] = sampled
+        self._last_token[rows] = fed(sampled)
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
@@ -99,7 +99,7 @@ class AheadWorker(Worker):
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
             extended=set(compress(step.decode, is_full)),
-            tokens=self._launch(replace(batch, token_ids=tokens)),
+            tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),
         )
         self.num_ahead += 1
 

@@ -17,7 +17,7 @@ from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
-from xrunner.generation import FinishReason, Generation, Token
+from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Engine:
             if not pool.is_silent(id_)
         ]
         if self._known:
-            tokens = [token for token in tokens if not self._is_known(token.id)]
+            tokens = [token for token in tokens if token.finish == "error" or not self._is_known(token.id)]
         for token in tokens:
             self._generated.setdefault(token.id, []).append(token.token)
         self._forget(self._schedule.settle(step, [token.id for token in tokens if token.finish]))
@@ -319,6 +319,8 @@ class Engine:
         return left > 0
 
     def _finish(self, id_: int, token: int) -> FinishReason | None:
+        if token == NO_TOKEN:
+            return "error"
         generation = self._generations[id_]
         count = 1 + self._schedule.pool.running[id_].generated
         if token in generation.stop_token_ids or count == generation.output_length:

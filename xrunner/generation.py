@@ -8,7 +8,10 @@ from typing import Literal, NamedTuple
 from xgpt.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
-"""error: the engine has lost the request; its token is none."""
+"""error: the engine could not go on with the request; its token is none."""
+
+NO_TOKEN = -1
+"""In a token's place where the logits hold NaN, or the highest is infinite."""
 
 
 @dataclass(frozen=True, slots=True)

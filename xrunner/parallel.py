@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
+from xrunner.generation import NO_TOKEN
 from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
 from xrunner.models import EncoderDecoderModel, Model, family_of
 
@@ -268,12 +269,13 @@ class Vocabulary:
         self._sizes, self._most = sizes, max(sizes)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The token of the highest logit of all ranks. # [rows, share] -> int64 [rows]"""
+        """`sampling.highest` over the logits of all ranks. # [rows, share] -> int64 [rows]"""
         best, index = logits.max(dim=-1)
         # In float64 both fit exactly, so that one exchange carries them.
         pairs = self._group.gather(torch.stack((best.double(), (index + self._first).double())))
         values, tokens = torch.stack(pairs).unbind(1)  # each [ranks, rows]
-        return tokens.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+        best, rank = values.max(dim=0, keepdim=True)
+        return tokens.gather(0, rank)[0].long().masked_fill_(~best[0].isfinite(), NO_TOKEN)
 
     def gather(self, logits: Tensor) -> Tensor:
         """All logits. # [rows, share] -> [rows, vocab]"""

@@ -1,5 +1,7 @@
 """From logits to tokens: greedy, or drawn at random after temperature, top-k, top-p, min-p and penalties.
 
+A row of logits that holds NaN, or whose highest is infinite, gives no token: its request fails, and no other.
+
 A drawn token depends on its request alone: its one random number is a hash of the request's seed and the token's
 position, so that neither the rest of the batch nor a preemption changes it.
 """
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xrunner.generation import Logprobs, SamplingParams
+from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
 
 MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""
@@ -87,7 +89,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """The next tokens.
+        """The next tokens; NO_TOKEN where there is none.
 
         Args:
             logits: # [sampled, vocab]
@@ -101,6 +103,9 @@ class Sampler:
         if not len(rows):
             return np.zeros(0, dtype=np.int64), {}
         settings = self._settings_of(rows)
+        failed = highest(logits) == NO_TOKEN
+        if any_failed := bool(failed.any()):
+            logits = logits.masked_fill(failed[:, None], 0)
         scores = logits.float()
         penalised = np.flatnonzero(settings["counts"] >= 0)
         if penalised.size:
@@ -114,6 +119,8 @@ class Sampler:
             self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
         asking = np.flatnonzero(settings["num_logprobs"] >= 0)
         logprobs = _logprobs(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
+        if any_failed:
+            tokens[failed] = NO_TOKEN
         return tokens.cpu().numpy(), dict(zip(asking.tolist(), logprobs, strict=True))
 
     def _settings_of(self, rows: np.ndarray) -> np.ndarray:
@@ -137,6 +144,12 @@ class Sampler:
         counted = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)
         self._counts[line] = torch.from_numpy(counted).to(self._counts)
         return line
+
+
+def highest(logits: Tensor) -> Tensor:
+    """Each row's token of the highest logit; NO_TOKEN where that is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
+    best, tokens = logits.max(dim=-1)  # a NaN is the highest
+    return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
 
 
 def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray) -> Tensor:

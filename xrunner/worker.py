@@ -20,7 +20,7 @@ from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
 from xrunner.parallel import Group, Part, Vocabulary, join
-from xrunner.sampling import Sampler
+from xrunner.sampling import Sampler, highest
 from xrunner.stage import Pipe, Stage
 from xrunner.transfer import CachePart, Cargo, Readings
 from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
@@ -148,7 +148,7 @@ class Worker(OneAtATime):
 
     def tell(self, ids: Collection[int], tokens: Collection[int]) -> None:
         """What these requests generated last, where another stage has picked it."""
-        self._last_token[self._rows(ids)] = list(tokens)
+        self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def read(self, step: Step) -> None:
         """Run a step's prompts through the encoder's layers, where they pass them apart from the decoder's."""
@@ -220,7 +220,7 @@ class Worker(OneAtATime):
         tokens = self.next_tokens(batch) if self._sampler.is_idle else self._chosen(batch, sampled, sampled_rows)
         if tokens is None:
             return {}
-        self._last_token[sampled_rows] = tokens
+        self._last_token[sampled_rows] = fed(tokens)
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
@@ -234,8 +234,8 @@ class Worker(OneAtATime):
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Greedy choice. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
-        return logits.argmax(dim=-1) if self._vocabulary is None else self._vocabulary.argmax(logits)
+        """Greedy choice, `sampling.highest`. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
+        return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray) -> np.ndarray:
         """Run the model, and choose as each request asks. # int64 [sampled]"""
@@ -294,6 +294,11 @@ class Worker(OneAtATime):
         missing = num_blocks - self._tables.shape[1]
         if missing > 0:
             self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
+
+
+def fed(tokens: np.ndarray) -> np.ndarray:
+    """What to feed next: a request without a token may be held in its batch, and computes on. # int64 [n] -> same"""
+    return np.maximum(tokens, 0)
 
 
 def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:

@@ -60,3 +60,35 @@ def test_half_precision_on_a_cpu_falls_back_to_the_reference():
     cpu = torch.device("cpu")
     assert default_backend(cpu, torch.float32) == "numba"
     assert default_backend(cpu, torch.bfloat16) == "reference"
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("half", ["keys", "values"])
+def test_what_is_not_finite_stays_so_and_with_those_that_see_it(backend, heads, value, half):
+    contexts, chunks = [9, 33, 40], [(0, 12), (20, 5), (0, 33)]
+    poisoned = {1: 17, 4: 3, 5: 20}
+    (q, k, v), cache, batch = random_batch(contexts, chunks, heads, 16, np.random.default_rng(1))
+    expected = BACKENDS[backend]().forward(q, k, v, cache.clone(), batch).view(len(q), *q.shape[1:])
+    of_half = cache[int(half == "values")]
+    free = sorted(set(range(cache.shape[1])) - set(batch.block_tables.flatten().tolist()))
+    of_half[free] = value
+    for i, context in enumerate(batch.context_len.tolist()):  # what an earlier request has left in the last block
+        last, used = batch.block_tables[i, (context - 1) // 16], context % 16
+        if used:
+            cache[:, last, :, used:] = value
+    for i, place in poisoned.items():
+        begin, end, context = int(batch.query_start[i]), int(batch.query_start[i + 1]), int(batch.context_len[i])
+        if place < context - (end - begin):
+            cache[:, batch.block_tables[i, place // 16], :, place % 16] = value
+        else:
+            (k, v)[half == "values"][begin + place - (context - (end - begin))] = value
+    out = BACKENDS[backend]().forward(q, k, v, cache, batch).view(len(q), *q.shape[1:])
+    for i, context in enumerate(batch.context_len.tolist()):
+        begin, end = int(batch.query_start[i]), int(batch.query_start[i + 1])
+        for row in range(begin, end):
+            if i in poisoned and poisoned[i] <= context - (end - row):
+                assert not out[row].isfinite().all(dim=-1).any(), (i, row)
+            elif i not in poisoned:
+                torch.testing.assert_close(out[row], expected[row], rtol=0, atol=0)

@@ -30,6 +30,7 @@ from tests.fakes import (
 from xgpt.errors import MachineError
 from xgpt.policies import LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
+from xrunner.generation import NO_TOKEN
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.answer import Answer
 from xrunner.server.metrics import Histogram
@@ -358,3 +359,26 @@ def test_openapi_describes_every_route(url: str) -> None:
     for path, methods in document["paths"].items():
         if "get" in methods:
             assert get(url, path).status_code == 200
+
+
+class PoisonedExecutor(FakeExecutor):
+    """Has no token for requests whose prompt holds 13, from their second token on."""
+
+    def execute(self, step: Step) -> dict[int, int]:
+        poisoned = {id_ for id_ in step.decode if 13 in self.running[id_].prompt}
+        return {id_: NO_TOKEN if id_ in poisoned else token for id_, token in super().execute(step).items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_token_fails_alone(stream: bool) -> None:
+    with running(fake_app(fake_engine(PoisonedExecutor(step_s=0.01)))) as url, ThreadPoolExecutor(3) as pool:
+        prompts = [PROMPT, [5, 13, 7], PROMPT]
+        first, failed, last = pool.map(lambda prompt: post(url, prompt=prompt, max_tokens=8, stream=stream), prompts)
+        assert "not_finite" in failed.text and "hold NaN or are infinite" in failed.text
+        assert failed.status_code == (200 if stream else 500)
+        assert first.status_code == last.status_code == 200 and "error" not in first.text + last.text
+        again = post(url, max_tokens=4).json()["choices"][0]
+        assert again["token_ids"] == expected_tokens(PROMPT, 4)
+        assert get(url, "/health").status_code == 200
+        assert metric(url, 'xgpt_requests_total{finish_reason="failed"}') == 1
+        assert metric(url, "xgpt_output_tokens_total") == 8 + 1 + 8 + 4

@@ -84,7 +84,7 @@ def _exp(x):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, num_decodes, num_threads, out):
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
@@ -96,6 +96,9 @@ def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, n
             for d in range(head_dim):
                 cache[0, block, h, offset, d] = k[i, h, d]
                 cache[1, block, h, offset, d] = v[i, h, d]
+            for d in range(head_dim):  # softmax would lose what is not finite, a sum of values does not
+                if not np.isfinite(k[i, h, d]):
+                    cache[1, block, h, offset] = np.float32(np.nan)
 
     sequence, first_row = _tiles(query_start, group)
     num_tiles = len(sequence)
@@ -142,7 +145,7 @@ def _aligned(size):
     return memory[first : first + size]
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_sums):
     """One tile: rows from `first` of a sequence's, each (token, head of the group), over K/V head `h`.
 
@@ -207,7 +210,7 @@ def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_s
             result[d] = sums[d * lanes + r] * share
 
 
-@njit(nogil=True, fastmath=True)
+@njit(nogil=True, fastmath=True, error_model="numpy")
 def _decode(q, cache, h, table, context, acc, scores):
     """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V.
 

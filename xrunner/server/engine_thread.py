@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xgpt.errors import MachineError
 from xgpt.observation import Seen
 from xgpt.schema.step_log import ANYONE, Account, StepRecord
-from xrunner.generation import Generation, SamplingParams, Token
+from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.backlog import Backlog
 from xrunner.server.metrics import Metrics
 from xrunner.server.protocol import Allowance, ApiError
@@ -28,6 +28,10 @@ IDLE_S = 0.1
 """How long an idle engine sleeps at most before it looks whether it shall stop."""
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 """Over how much time the rate is measured at which those who wait begin: seconds, and latencies of the plan."""
+
+NOT_FINITE = (
+    "the model's logits for this request hold NaN or are infinite: its weights, or their dtype, cannot represent it"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -247,13 +251,17 @@ class EngineThread:
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
-    def _give_up(self, stream: Stream) -> None:
+    def _give_up(self, stream: Stream, token: Token) -> None:
         """The engine has lost a request, and no other."""
         del self._streams[stream.id]
         self._backlog.leave(stream.id)
         self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
         self.metrics.requests.labels("failed").inc()
-        stream.inbox.put_nowait(ApiError(500, "the engine could not go on with this request", code="engine_error"))
+        if token.token == NO_TOKEN:
+            error = ApiError(500, NOT_FINITE, code="not_finite")
+        else:
+            error = ApiError(500, "the engine could not go on with this request", code="engine_error")
+        stream.inbox.put_nowait(error)
 
     def _end(self, stream: Stream) -> None:
         if stream.promise is not None:
@@ -302,13 +310,13 @@ class EngineThread:
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
-        metrics.output_tokens.inc(len(tokens))
+        metrics.output_tokens.inc(sum(token.finish != "error" for token in tokens))
         for token in tokens:
             stream = self._streams.get(token.id)
             if stream is None:  # cancelled while the step ran
                 continue
             if token.finish == "error":
-                self._give_up(stream)
+                self._give_up(stream, token)
                 continue
             if not stream.first_token_s:
                 stream.first_token_s = end_s
