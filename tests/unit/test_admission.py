@@ -213,7 +213,7 @@ def test_accounts_are_served_in_the_ratio_of_their_shares(order):
     for _ in range(1000):
         entered = queue.pop()
         outputs = int(rng.integers(1, 50))
-        queue.charge(entered, outputs)
+        queue.charge([entered] * outputs)
         served[entered.account.name] += entered.input_length + outputs
     assert served["a"] / served["b"] == pytest.approx(3, rel=0.05)
 

@@ -174,10 +174,9 @@ def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
     with running(app) as url, ThreadPoolExecutor(16) as pool:
         flood = [pool.submit(post, url, ALICE, max_tokens=100) for _ in range(12)]
         assert eventually(lambda: sum(one.done() for one in flood) >= 3)
-        assert refused(post(url, ALICE, max_tokens=2)) == (429, "queue_full")
         assert post(url, BOB, max_tokens=2).status_code == 200
         assert sum(not one.done() for one in flood) >= 5  # behind the one that ran, not behind the eight
-        assert {one.result().status_code for one in flood} == {200, 429}
+        assert {refused(one.result()) for one in flood if one.result().status_code != 200} == {(429, "queue_full")}
 
 
 def test_what_an_account_waits_for_is_its_own_and_the_others_share() -> None:

@@ -14,7 +14,7 @@ account that enters is the one overdue for longest, and its account competes wit
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
@@ -100,9 +100,12 @@ class Queue:
         self._forget(chosen.request)
         return chosen.request
 
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Tokens have been made for a request that entered."""
-        self._account(request).charge(request, num_tokens)
+    def charge(self, requests: Iterable[Request]) -> None:
+        """A token has been made for each of these, which had entered. Without API keys there is nothing to share."""
+        self._next = None
+        for request in requests:
+            if request.account.name:
+                self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
         """The next so many (or all), in the order in which they would enter if no other came."""

@@ -204,17 +204,20 @@ class Pool:
         Returns:
             The requests whose slot and K/V are free again.
         """
+        made: list[Request] = []
         for chunk in step.encode:
             request = batch.encoding[chunk.id]
             request.encoded += chunk.length
             if request.encoded == request.context:
                 request.generated += self.encode_emits
-                self.waiting.charge(request, int(self.encode_emits))
+                if self.encode_emits:
+                    made.append(request)
                 batch.decoding[chunk.id] = batch.encoding.pop(chunk.id)
         for id_ in step.decode:
             request = batch.decoding.get(id_) or batch.held[id_]
             request.generated += 1
-            self.waiting.charge(request, 1)
+            made.append(request)
+        self.waiting.charge(made)
         freed = []
         for id_ in finished:
             if self.hold_finished:
