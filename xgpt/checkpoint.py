@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from xgpt.config_fields import check_fields
 from xgpt.errors import InputError
 from xgpt.io import parse
-from xgpt.schema import DType, ModelSpec, RunDType
+from xgpt.schema import DType, ModelSpec, StoredDType
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -167,8 +167,8 @@ def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any
     }
     dtype = config.get("torch_dtype") if config.get("dtype") is None else config["dtype"]
     if dtype is not None:
-        if dtype not in get_args(RunDType):
-            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(RunDType))}")
+        if dtype not in get_args(StoredDType):
+            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
         fields["default_dtype"] = dtype
     return fields
 

@@ -39,6 +39,8 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
 from xrunner.models import DecoderModel
+from xrunner.packed import fastest
+from xrunner.parallel import Part, build
 from xrunner.worker import Worker, build_worker
 
 BLOCK_SIZE = 16
@@ -98,8 +100,15 @@ def profile(
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:
         return _together(spec, cluster, dtype, checkpoint, device, progress)
+    layouts = _fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
-        spec, dtype, checkpoint=checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device
+        spec,
+        dtype,
+        checkpoint=checkpoint,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        device=device,
+        layouts=layouts,
     )
     with torch.inference_mode():
         bench = Bench(worker, progress)
@@ -107,7 +116,18 @@ def profile(
             torch.set_num_threads(_fastest_num_threads(bench))
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
-    return _profile(spec, cluster, dtype, threads, {1: measured})
+    return _profile(spec, cluster, dtype, threads, layouts, {1: measured})
+
+
+def _fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> dict[str, str]:
+    """How the weights of a model are kept on this CPU, whole or shared by so many devices."""
+    parts = [
+        Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
+        for degree in degrees
+        for rank in range(degree)
+    ]
+    weights = [projection.weight for part in parts for projection in build(part).projections()]
+    return fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
 
 
 def _together(
@@ -116,7 +136,11 @@ def _together(
     """Each tensor-parallel degree, hops and transfers, by a process for each device."""
     from xprofiler import ranks
 
-    threads = max(1, num_cores() // cluster.num_devices) if device == "cpu" else 1
+    threads, layouts = 1, {}
+    if device == "cpu":
+        threads = max(1, num_cores() // cluster.num_devices)
+        torch.set_num_threads(threads)
+        layouts = _fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices))
     found = ranks.measure(
         spec,
         dtype,
@@ -124,14 +148,20 @@ def _together(
         checkpoint=checkpoint,
         device=device,
         threads=threads,
+        layouts=layouts,
         progress=progress,
     )
-    profile = _profile(spec, cluster, dtype, threads if device == "cpu" else None, found.by_degree)
+    profile = _profile(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_degree)
     return profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
 
 
 def _profile(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, threads: int | None, by_degree: dict[int, Measured]
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    threads: int | None,
+    layouts: dict[str, str],
+    by_degree: dict[int, Measured],
 ) -> Profile:
     points = Points.of(spec)
     alone = by_degree[1]
@@ -144,6 +174,7 @@ def _profile(
         engine="native",
         engine_version=NATIVE_VERSION,
         num_threads=threads,
+        layouts=layouts,
         layers=tuple(_layer(spec, points, degree, measured, alone) for degree, measured in by_degree.items()),
         embedding=_curve(alone, "embedding", TOKENS),
         head=_curve(alone, "head", BATCHES),

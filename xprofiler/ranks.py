@@ -28,7 +28,7 @@ from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
 from xrunner.transfer import CachePart, Moving, Piece
-from xrunner.weights import DTYPES
+from xrunner.weights import state_dtype
 from xrunner.worker import build_worker
 
 HOST = "127.0.0.1"
@@ -48,6 +48,7 @@ class Task:
     threads: int
     num_devices: int
     degrees: tuple[int, ...]
+    layouts: dict[str, str]
     store: str
 
 
@@ -81,16 +82,20 @@ def measure(
     checkpoint: Path | None,
     device: str,
     threads: int,
+    layouts: dict[str, str],
     progress: Progress,
 ) -> Together:
     """Measure with a process for each device.
+
+    Args:
+        layouts: how weights are kept (see `xrunner.packed.pack`).
 
     Raises:
         MachineError: a process dies over it.
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # nobody else may open it
         store = str(Path(directory) / "store")
-        task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), store)
+        task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), layouts, store)
         return _measure_together(task, progress)
 
 
@@ -137,6 +142,7 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
             block_size=BLOCK_SIZE,
             device=_device(task, rank),
             threads=task.threads,
+            layouts=task.layouts,
             part=Part(task.spec, (0, task.spec.num_layers), (0, 0), rank=rank % degree, degree=degree),
             group=group,
         )
@@ -179,7 +185,9 @@ def _mean_of_ranks(measured: Measured) -> Measured:
 
 def _hop(task: Task, rank: int, num_tokens: int) -> float:
     """Hidden states from one device to another: half of there and back."""
-    hidden = torch.zeros(num_tokens, task.spec.hidden_size, dtype=DTYPES[task.dtype], device=_device(task, rank))
+    hidden = torch.zeros(
+        num_tokens, task.spec.hidden_size, dtype=state_dtype(task.dtype, task.device), device=_device(task, rank)
+    )
     return _there_and_back(rank, lambda: dist.send(hidden, 1 - rank), lambda: dist.recv(hidden, 1 - rank)) / 2
 
 

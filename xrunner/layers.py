@@ -6,13 +6,13 @@ Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xgpt.schema import ModelSpec
+from xgpt.schema import DType, ModelSpec
 from xrunner import fused
 from xrunner.packed import ACTIVATIONS, PackedLinear, pack
 
@@ -54,12 +54,12 @@ class Linear(nn.Module):
         self.bias = parameter(empty(total)) if bias else None
         self._packed: PackedLinear | None = None
 
-    def prepack(self) -> None:
-        """Lay the weight out as the device's kernels want it, where that pays.
+    def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
+        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.packed.pack`).
 
         A weight that is not shared is given up; a tied one stays with the embedding, so this costs its size.
         """
-        if self.weight is not None and (packed := pack(self.weight.data, self.activation)) is not None:
+        if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
             self.weight = None
 

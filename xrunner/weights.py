@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xgpt.checkpoint import STORED_DTYPES, read_spec, weight_files
 from xgpt.errors import InputError
-from xgpt.schema import DType, ModelSpec
+from xgpt.schema import DType, ModelSpec, Precision
 from xrunner.layers import Linear
 from xrunner.models import Model
 from xrunner.parallel import Cut, Part, build, cuts, materialise
@@ -24,6 +24,19 @@ DTYPES: dict[DType, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+def state_dtype(dtype: DType, device: str) -> torch.dtype:
+    """What a model's activations and K/V are in on a device, its products in `dtype`.
+
+    Raises:
+        InputError: nothing runs in it there.
+    """
+    state = Precision.of(dtype, "cpu" if torch.device(device).type == "cpu" else "gpu").state
+    if state not in DTYPES:
+        raise InputError("dtype", dtype, f"on {device} models run in {', '.join(DTYPES)}")
+    return DTYPES[state]
+
 
 BASE_PREFIXES = ("model.", "transformer.")
 """What a model with a head calls the model without."""
@@ -222,7 +235,7 @@ def load_model(
     """
     part = part or Part.whole(spec)
     model = _checked(part, dtype, source)
-    materialise(model, DTYPES[dtype], device)
+    materialise(model, state_dtype(dtype, device), device)
     for weight in weights_of(model, part):
         source.read(weight)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import compress
 from pathlib import Path
 
@@ -19,11 +19,12 @@ from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
+from xrunner.packed import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler, highest
 from xrunner.stage import Pipe, Stage
 from xrunner.transfer import CachePart, Cargo, Readings
-from xrunner.weights import DTYPES, Checkpoint, SeededWeights, load_model
+from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt."""
@@ -329,6 +330,7 @@ def build_worker(
     backend: str | None = None,
     device: str = "cpu",
     threads: int | None = None,
+    layouts: Mapping[str, str] | None = None,
     part: Part | None = None,
     group: Group | None = None,
     pipe: Pipe | None = None,
@@ -339,6 +341,7 @@ def build_worker(
         checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
         threads: CPU threads of this process; None: leave as they are.
+        layouts: how a CPU keeps weights of each shape (see `xrunner.packed.pack`).
         part: what this rank holds of the model; None: all of it.
         group: the ranks that share these layers, where there are several.
         pipe: the stages before and behind, where there are any.
@@ -347,7 +350,7 @@ def build_worker(
         InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
         MachineError: the device is not here, or its memory does not hold weights and cache.
     """
-    place, kind = torch.device(device), DTYPES[dtype]
+    place, kind = torch.device(device), state_dtype(dtype, device)
     name = backend or default_backend(place, kind)
     if name not in BACKENDS:
         raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
@@ -357,12 +360,14 @@ def build_worker(
         raise MachineError(f"device {device} was asked for, but torch finds no GPU")
     if place.type == "cpu":
         keep_freed_memory()
+        if dtype != "float16" and not layouts_of(dtype):
+            raise MachineError(f"this processor, or this torch, has no products in {dtype}")
     if threads is not None:
         torch.set_num_threads(threads)
     source = SeededWeights(seed) if checkpoint is None else Checkpoint(checkpoint)
     try:
         model = load_model(spec, dtype, source, device, part)
-        model.prepack()
+        model.prepack(dtype, layouts)
         if part is None:
             return whole_worker(model, BACKENDS[name](), num_blocks, block_size, kind, place)
         cache = KvCache(model.spec, num_blocks, block_size, kind, place)

@@ -49,6 +49,7 @@ def plan_of(
             engine=profile.engine,
             engine_version=profile.engine_version,
             num_threads=profile.num_threads,
+            layouts=profile.layouts,
             spread=profile.spread,
             provenance=profile.provenance,
         ),

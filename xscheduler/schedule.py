@@ -132,7 +132,8 @@ class Scheduler:
         if found is None:
             problem = self.problem
             try:
-                found = LaneMemory(problem.model, problem.cluster, problem.profile.dtype, lane, BLOCK_SIZE)
+                of = problem.profile
+                found = LaneMemory(problem.model, problem.cluster, of.dtype, lane, BLOCK_SIZE, of.engine)
             except InfeasibleError as error:
                 found = error.with_traceback(None)
             self._memories[lane] = found

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ClusterSpec, DType, KvPromise, ModelSpec
+from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ClusterSpec, DType, KvPromise, ModelSpec, Precision
 from xsimulator.curves import Array
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
@@ -16,28 +16,9 @@ WORKSPACE_BYTES = 256 * 2**20
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
-    """Peak of a step's intermediate tensors: the widest layer's inputs and outputs live together."""
+    """Peak of a step's intermediate tensors, in this dtype: the widest layer's inputs and outputs live together."""
     wide = 2 * spec.hidden_size + max((2 if spec.gated_ffn else 1) * spec.ffn_size, 3 * spec.num_heads * spec.head_dim)
     return wide * BYTES_PER_ELEMENT[dtype]
-
-
-def kv_blocks(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, block_size: int) -> int:
-    """Blocks of K/V that fit on one device beside weights and workspace, before any step's activations.
-
-    Raises:
-        InfeasibleError: not even the weights fit.
-    """
-    usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
-    fixed = spec.weight_bytes(dtype) + WORKSPACE_BYTES
-    blocks = (usable - fixed) // (block_size * spec.kv_bytes_per_token(dtype))
-    if blocks < 1:
-        raise InfeasibleError(
-            f"memory: {spec.name} needs {fixed / 2**30:.1f} GiB in {dtype} before any K/V, a device of "
-            f"{cluster.name} offers {usable / 2**30:.1f} GiB; take a larger device or a smaller model",
-            nearest_bound_s=None,
-            binding="memory",
-        )
-    return blocks
 
 
 class LaneMemory:
@@ -48,33 +29,41 @@ class LaneMemory:
     state a token, until the decode lane has received it. Arrays have an entry for each stage; the devices of its group
     hold the same.
 
+    Args:
+        engine: what runs it, as a profile names it.
+
     Raises:
         InfeasibleError: not even the weights fit on some stage.
     """
 
-    def __init__(self, spec: ModelSpec, cluster: ClusterSpec, dtype: DType, lane: Lane, block_size: int) -> None:
-        size = BYTES_PER_ELEMENT[dtype]
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: ClusterSpec,
+        dtype: DType,
+        lane: Lane,
+        block_size: int,
+        engine: str | None = None,
+    ) -> None:
+        precision = Precision.of(dtype, cluster.device.type, engine)
+        size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
         self.lane = lane
         self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
         tp = np.asarray([stage.tp for stage in lane], float)
         decoder = np.asarray([stage.decoder_layers for stage in lane], float)
         encoder = np.asarray([stage.encoder_layers for stage in lane], float)
         table = spec.vocab_size * spec.hidden_size
-        # A tied matrix stands on both ends of a pipeline, and once where they are one stage.
-        tables = [
-            float(stage.embeds or (stage.heads and spec.tie_embeddings))
-            if spec.tie_embeddings
-            else float(stage.embeds) + float(stage.heads)
-            for stage in lane
-        ]
-        params = decoder * spec.decoder_layer_params + encoder * spec.encoder_layer_params + np.asarray(tables) * table
-        self.weight_bytes: Array = params * size / tp
+        # A tied matrix stands on both ends of a pipeline, and where they are one stage once, unless heads are packed.
+        shared = spec.tie_embeddings and not precision.packs
+        tables = [stage.embeds * state + (stage.heads and not (shared and stage.embeds)) * size for stage in lane]
+        params = decoder * spec.decoder_layer_params + encoder * spec.encoder_layer_params
+        self.weight_bytes: Array = (params * size + np.asarray(tables, float) * table) / tp
         """Of one device of each stage."""
         heads = np.maximum(spec.num_kv_heads / tp, 1.0)
-        self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * size
+        self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * state
         if not decoder.any():
-            self._block_bytes[-1] = block_size * spec.hidden_size * size
-        self._activation_bytes = activation_bytes_per_token(spec, dtype)
+            self._block_bytes[-1] = block_size * spec.hidden_size * state
+        self._activation_bytes = activation_bytes_per_token(spec, precision.state)
         self.fixed_bytes: Array = self.weight_bytes + WORKSPACE_BYTES
         kinds = dict.fromkeys(zip(self.fixed_bytes.tolist(), self._block_bytes.tolist(), strict=True))
         self._distinct = np.asarray(list(kinds)).T[:, :, None]

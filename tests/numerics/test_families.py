@@ -14,13 +14,16 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Rotary
-from xrunner.packed import ACTIVATIONS, pack
+from xrunner.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack
 from xrunner.weights import load_checkpoint
 from xrunner.worker import Worker, build_worker
 
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 2e-2
 """Of bfloat16, relative to the norm of the logits: 8 bits of mantissa, a few layers deep."""
+
+INT8_SIMILARITY = 0.98
+"""Cosine of the logits in eight bits and in float32: these weights multiply errors more than trained ones."""
 
 FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
@@ -102,11 +105,61 @@ def test_logits_equal_transformers(checkpoint, name, backend):
     compare(make_worker(directory, backend), model)
 
 
+@pytest.mark.parametrize("backend", usable_backends(torch.device("cpu"), torch.float32))
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_bfloat16_keeps_to_the_float32_logits(name, tmp_path):
+def test_bfloat16_keeps_to_the_float32_logits(name, backend, tmp_path):
     directory, model = save(tmp_path, *name.split("-", 1), torch.bfloat16)
     assert read_spec(directory).default_dtype == "bfloat16"
-    compare(make_worker(directory, "reference", dtype="bfloat16"), model, assert_near)
+    compare(make_worker(directory, backend, dtype="bfloat16"), model, assert_near)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_int8_keeps_to_the_float32_logits(checkpoint, name):
+    directory, model = checkpoint(name)
+    similarities = []
+
+    def note(logits, expected):
+        similarities.append(float(torch.nn.functional.cosine_similarity(logits, expected, dim=0)))
+
+    compare(make_worker(directory, "numba", dtype="int8"), model, note)
+    assert min(similarities) > INT8_SIMILARITY
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_layout_multiplies_and_adds_and_activates(layout, activation):
+    dtype = LAYOUTS[layout].dtype
+    assert layout in layouts_of(dtype)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(96, 70), torch.randn(96)
+    product = pack(weight, activation, dtype, {"96x70": layout})
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2}[dtype]
+    for rows in (0, 1, 3, 64, 513):
+        x = torch.randn(rows, 70) * torch.logspace(-3, 3, rows)[:, None]  # each row has a scale of its own
+        for b in (bias, None):
+            expected = ACTIVATIONS[activation](linear(x, weight, b))
+            error = (product(x, b) - expected).norm(dim=1)
+            assert (error <= tolerance * linear(x, weight, b).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_row_that_is_no_number_stays_none_and_touches_no_other(dtype):
+    product = pack(torch.randn(8, 16), "none", dtype)
+    x = torch.randn(3, 16)
+    x[1, 4] = float("nan")
+    assert product(x, None).isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_the_fastest_layouts_are_measured_by_shape():
+    found = fastest([(96, 70), (96, 70), (64, 128)], "float32")
+    assert set(found) == {"64x128", "96x70"} and set(found.values()) <= set(layouts_of("float32"))
+    assert fastest([(96, 70)], "int8") == {}  # there is one alone
+
+
+def test_a_layout_that_is_not_here_is_done_without(monkeypatch):
+    weight, x = torch.randn(7, 5), torch.randn(3, 5)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    torch.testing.assert_close(pack(weight, "none", "float32", {"7x5": "mkl"})(x, None), linear(x, weight))
 
 
 @pytest.mark.parametrize("name", FIRST_SHAPES)

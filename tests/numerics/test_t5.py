@@ -171,7 +171,7 @@ def test_what_does_not_go_with_an_encoder_is_refused(checkpoint):
     policies.build(plan.model_copy(update={"model": spec}))
     with pytest.raises(InputError, match=r"plan\.admission\.kv: 'quantile'.*take 'reserve'"):
         policies.build(plan.model_copy(update={"model": spec, "admission": Admission(kv="quantile")}))
-    with pytest.raises(InputError, match="t5 runs in float32, bfloat16"):
+    with pytest.raises(InputError, match="t5 runs in float32, bfloat16, int8"):
         build_worker(spec, "float16", num_blocks=8)
     with pytest.raises(InputError, match="cannot be measured yet"):
         measure.profile(spec, load_cluster("local"), "float32")

@@ -65,8 +65,10 @@ def test_a_step_that_samples_nothing(spec):
 def test_options_that_cannot_take_effect_are_refused(spec):
     with pytest.raises(InputError, match="known backends: numba, reference, triton"):
         build_worker(spec, "float32", num_blocks=8, backend="cuda-magic")
-    with pytest.raises(InputError, match="on cpu in bfloat16: reference"):
-        build_worker(spec, "bfloat16", num_blocks=8, backend="numba")
+    with pytest.raises(InputError, match="on cpu in float16: reference"):
+        build_worker(spec, "float16", num_blocks=8, backend="numba")
+    with pytest.raises(InputError, match="on cuda models run in float32, float16, bfloat16"):
+        build_worker(spec, "int8", num_blocks=8, device="cuda")
     with pytest.raises(InputError, match="families that run: gpt2, llama, opt, qwen2, qwen3, t5"):
         build_worker(spec.model_copy(update={"family": "mamba"}), "float32", num_blocks=8)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
 
-CPU_DTYPE: DType = "float32"
-"""What models run in on a CPU: half precision is emulated there."""
+CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
+"""What models run in on a CPU, the usual one first; float16 is emulated there."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
@@ -28,9 +28,11 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     """
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
-        dtype = CPU_DTYPE if on_cpu else spec.default_dtype
-    if on_cpu and dtype != CPU_DTYPE and engine != "vllm":
-        raise InputError("dtype", dtype, f"on a CPU models run in {CPU_DTYPE}")
+        dtype = CPU_DTYPES[0] if on_cpu else spec.default_dtype
+    if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
+        raise InputError("dtype", dtype, f"on a CPU models run in {', '.join(CPU_DTYPES)}")
+    if dtype == "int8" and (not on_cpu or engine == "vllm"):
+        raise InputError("dtype", dtype, "it runs in xgpt's own engine on CPUs: take another")
     if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
         accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: take one with --dtype"
         raise InputError("dtype", dtype, accepted)

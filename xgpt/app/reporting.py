@@ -15,7 +15,7 @@ from xgpt.app.wording import (
     schedule_in_words,
     settings_text,
 )
-from xgpt.schema import Constraint, Histogram, Plan, Profile
+from xgpt.schema import Constraint, Histogram, Plan, Precision, Profile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -227,11 +227,12 @@ def _memory(plan: Plan) -> Chart:
     from xgpt.pages import charts
 
     gib = 2.0**30
+    precision = Precision.of(plan.dtype, plan.cluster.device.type, plan.profile.engine)
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
         share = layers * max(1 / stage.tp, 1 / plan.model.num_kv_heads)
-        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.dtype) * share
+        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(precision.state) * share
         kv += [bytes_ / gib] * stage.tp
     devices = range(len(kv))
     rest = [total / gib - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True)]

@@ -140,6 +140,7 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
         block_size=plan.block_size,
         device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
         threads=plan.profile.num_threads,
+        layouts=plan.profile.layouts,
     )
     warm_up(worker)
     return worker

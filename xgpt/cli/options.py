@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from xgpt.schema import Constraint
 
-DTYPES = ["float32", "float16", "bfloat16", "float8"]
+DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -2,7 +2,16 @@
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
-from xgpt.schema.model import BYTES_PER_ELEMENT, DType, ModelShape, ModelSpec, RopeScaling, RunDType
+from xgpt.schema.model import (
+    BYTES_PER_ELEMENT,
+    DType,
+    ModelShape,
+    ModelSpec,
+    Precision,
+    RopeScaling,
+    RunDType,
+    StoredDType,
+)
 from xgpt.schema.plan import (
     SLICE_TOKENS,
     Admission,
@@ -79,6 +88,7 @@ __all__ = [
     "Plan",
     "Planner",
     "PolicySettings",
+    "Precision",
     "Profile",
     "ProfileRef",
     "Proposal",
@@ -91,6 +101,7 @@ __all__ = [
     "StageLane",
     "StaticSettings",
     "StepRecord",
+    "StoredDType",
     "Surface",
     "TensorParallel",
     "TruncatedNormal",

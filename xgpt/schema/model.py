@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 
 Family = Literal["opt", "gpt2", "llama", "qwen2", "qwen3", "t5"]
-RunDType = Literal["float32", "float16", "bfloat16"]
-"""What models run in."""
+StoredDType = Literal["float32", "float16", "bfloat16"]
+"""What a checkpoint's weights may be stored in."""
+RunDType = Literal[StoredDType, "int8"]
+"""What products run in: int8 on CPUs alone, weights with a scale for each output, activations for each token."""
 DType = Literal[RunDType, "float8"]
-"""What models are planned for. Eight bits, of weights and K/V alike, can be planned only."""
+"""What models are planned for. float8, of weights and K/V alike, can be planned only."""
 
-BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
+
+
+class Precision(NamedTuple):
+    """What a model's parts are kept in.
+
+    Attributes:
+        weights: the projections'.
+        state: of K/V, activations and the embedding table.
+        packs: whether projections are laid out for the device's kernels: a tied head is then a copy beside the
+            embedding.
+    """
+
+    weights: DType
+    state: DType
+    packs: bool
+
+    @classmethod
+    def of(cls, dtype: DType, device_type: str, engine: str | None = None) -> Precision:
+        """What an engine (None: ours) keeps for a dtype: ours, on CPUs, float32 beside products in fewer bits."""
+        if device_type != "cpu" or engine not in (None, "native"):
+            return cls(dtype, dtype, packs=False)
+        return cls(dtype, "float32" if dtype in ("bfloat16", "int8") else dtype, packs=True)
 
 
 class RopeScaling(Frozen):
@@ -106,7 +130,7 @@ class ModelSpec(ModelShape):
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
         """Those that its activations fit in: T5's published checkpoints overflow float16."""
-        return ("float32", "bfloat16") if self.family == "t5" else get_args(RunDType)
+        return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
     def attention_params(self) -> int:

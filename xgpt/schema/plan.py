@@ -212,6 +212,8 @@ class ProfileRef(Frozen):
     engine: str | None = None
     engine_version: str | None = None
     num_threads: PositiveInt | None = None
+    layouts: dict[str, str] = Field(default_factory=dict)
+    """How weights of each shape (OUTxIN) are kept on a CPU."""
     spread: float = 0.0
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)

@@ -135,6 +135,8 @@ class Profile(Frozen):
     """Whose steps these are: "native", "vllm", another framework; None: a datasheet's, for whichever engine."""
     engine_version: str | None = None
     num_threads: PositiveInt | None = None
+    layouts: dict[str, str] = Field(default_factory=dict)
+    """How our engine keeps weights of each shape (OUTxIN) on this CPU: the fastest that was measured."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     """Of an encoder-decoder: the degrees of `layers`, each."""

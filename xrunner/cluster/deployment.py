@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from xgpt.schema import DType, Frozen, ModelSpec, Plan, Stage
 from xrunner.parallel import Part
@@ -25,6 +25,8 @@ class Deployment(Frozen):
     """Of attention; None: the fastest."""
     threads: PositiveInt | None = None
     """CPU threads of each worker; None: one."""
+    layouts: dict[str, str] = Field(default_factory=dict)
+    """How a CPU keeps weights of each shape, by OUTxIN."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -37,6 +39,7 @@ class Deployment(Frozen):
             stages=plan.stages,
             device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
             threads=plan.profile.num_threads,
+            layouts=plan.profile.layouts,
         )
 
     @model_validator(mode="after")

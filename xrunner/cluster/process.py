@@ -27,7 +27,7 @@ from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
 from xrunner.transfer import Moving
-from xrunner.weights import DTYPES
+from xrunner.weights import state_dtype
 from xrunner.worker import Worker, build_worker, warm_up
 
 ALIVE_S = 0.5
@@ -197,7 +197,9 @@ class Executing:
         if device == "cuda" and torch.cuda.is_available():
             device = f"cuda:{self._device_index % torch.cuda.device_count()}"
             torch.cuda.set_device(device)
-        pipe = RankPipe(seat, deployment.model.hidden_size, DTYPES[deployment.dtype], device, self._traffic)
+        pipe = RankPipe(
+            seat, deployment.model.hidden_size, state_dtype(deployment.dtype, device), device, self._traffic
+        )
         self._worker = build_worker(
             deployment.model,
             deployment.dtype,
@@ -208,6 +210,7 @@ class Executing:
             backend=deployment.backend,
             device=device,
             threads=deployment.threads or 1,
+            layouts=deployment.layouts,
             part=seat.part,
             group=group,
             pipe=pipe,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import ModelSpec
+from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
@@ -91,11 +92,14 @@ class Model(nn.Module):
         last returns hidden states. # [tokens, hidden]
         """
 
-    def prepack(self) -> None:
-        """Lay all projections out for the device. Weights cannot be loaded after this."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepack()
+    def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
+        """Lay all projections out for the device (see `xrunner.packed.pack`). Weights cannot be loaded after this."""
+        for projection in self.projections():
+            projection.prepack(dtype, layouts)
+
+    def projections(self) -> Iterator[Linear]:
+        """Every matrix that activations are multiplied with."""
+        return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
         """What a checkpoint calls the parameter `name`: several names where ours fuses several."""
