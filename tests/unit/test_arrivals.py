@@ -33,7 +33,7 @@ def subject(model: str, cluster: str, workload: str) -> Subject:
 
 @cache
 def plans(model: str, cluster: str, workload: str, bound_s: float) -> dict[str, Plan]:
-    return plan_each(subject(model, cluster, workload), Constraint(latency_bound_s=bound_s))
+    return plan_each(subject(model, cluster, workload), Constraint(latency_bound_s=bound_s, headroom=0.0))
 
 
 def stream(plan: Plan, load: float, num_requests: int) -> Stream:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.scenarios import problem
 from xgpt.errors import InputError
 from xgpt.io import config_names, parse
 from xgpt.resolve import load_cluster, load_model
@@ -152,3 +153,11 @@ def test_the_spread_is_of_stretches_and_one_stall_does_not_hide_it() -> None:
     assert np.quantile(stalled, 0.9) < np.mean(stalled)
     assert spread([1.0, 1.0, 1.5] * 10) == pytest.approx(0.0)  # any three seconds are like any others
     assert spread([1.0, 1.0, 8.0] + [1.0] * 17) > 0.0
+
+
+@pytest.mark.parametrize(("source", "least"), [("measured", 0.05), ("imported", 0.10), ("analytic", 0.12)])
+def test_headroom_follows_what_the_times_come_from(source: str, least: float) -> None:
+    profile = problem("opt-125m", "v100x1", "summarization").profile
+    of_kind = profile.model_copy(update={"source": source})
+    assert of_kind.headroom == least
+    assert of_kind.model_copy(update={"spread": 0.2}).headroom == 0.2

@@ -71,6 +71,11 @@ def subject_of(plan: Plan, profile: Profile) -> Subject:
     return Subject(plan.model, checkpoint, plan.cluster, plan.workload, profile)
 
 
+def headroom_of(constraint: Constraint, profile: Profile) -> float:
+    """Share that plans leave of their bounds: as the constraint says, or the known error of the profile's kind."""
+    return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
+
+
 def scheduler(
     subject: Subject,
     constraint: Constraint,
@@ -80,7 +85,7 @@ def scheduler(
     *,
     uniform: bool = False,
 ) -> Scheduler:
-    """The scheduler of a subject, its headroom that of the profile.
+    """The scheduler of a subject, its headroom that of the profile where the constraint names none.
 
     Args:
         max_devices: take no more of the cluster's.
@@ -94,7 +99,7 @@ def scheduler(
     from xscheduler.schedule import Problem, Scheduler
     from xscheduler.search import Method
 
-    headroom = subject.profile.headroom
+    headroom = headroom_of(constraint, subject.profile)
     if headroom >= 1:
         raise InputError("profile.spread", headroom, "its steps vary by more than they last; measure a quieter machine")
     constraint = constraint.model_copy(update={"headroom": headroom})

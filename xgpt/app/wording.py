@@ -82,9 +82,14 @@ def headroom_in_words(plan: Plan) -> list[str]:
     headroom, source = plan.constraint.headroom, plan.profile.source
     if not headroom or not plan.constraint.bounds_latency:
         return []
+    errors = {
+        "measured": "steps of one machine vary and drift by",
+        "imported": "predictions from others' tables are off by for served models",
+        "analytic": "predictions from a datasheet are off by",
+    }
     return [
-        f"headroom: plans use {100 / (1 + headroom):.0f}% of the bounds, since step times ({source}) may be wrong by "
-        f"{100 * headroom:.0f}%"
+        f"headroom: bounds are kept even if every step takes {100 * headroom:.0f}% longer than predicted "
+        f"(about what {errors[source]}; --headroom sets it)"
     ]
 
 

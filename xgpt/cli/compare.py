@@ -27,6 +27,7 @@ def command(
     sla: Any,
     ttft: float | None,
     tpot: float | None,
+    headroom: float | None,
     model: str,
     cluster: str,
     dtype: Any,
@@ -64,6 +65,7 @@ def command(
     from xgpt.io import sha256
 
     bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
+    bounds |= {"headroom": headroom}
     constraint = read_constraint(bounds, objective, sla, search)
     search = search or "branch-and-bound"
     with render.progress_bar() as progress:

@@ -102,6 +102,13 @@ def constraint_options(command: F) -> F:
             ),
             click.option("--ttft", type=Seconds(), metavar="S", help="Bound on the time to first token."),
             click.option("--tpot", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
+            click.option(
+                "--headroom",
+                type=click.FloatRange(0, 1, max_open=True),
+                metavar="SHARE",
+                help="By which share steps may take longer than predicted before a bound is broken.  [default: the "
+                "known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 by a datasheet), or its spread]",
+            ),
         ],
         command,
     )
@@ -129,6 +136,8 @@ def read_constraint(
         other = "arrivals" if objective == "saturated" else "saturated"
         beside = "--arrival-rate" if of_arrivals and objective == "arrivals" else f"--objective {objective}"
         raise InputError(name, value, f"it goes with --objective {other}: beside {beside} leave it out")
+    if bounds.get("headroom") is None:
+        bounds = {name: value for name, value in bounds.items() if name != "headroom"}
     return Constraint(**bounds, objective=objective, sla=sla or "length", arrival_rate_per_s=arrival_rate)
 
 

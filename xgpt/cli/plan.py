@@ -59,6 +59,7 @@ def command(
     sla: Any,
     ttft: float | None,
     tpot: float | None,
+    headroom: float | None,
     model: str,
     cluster: str,
     dtype: Any,
@@ -109,6 +110,7 @@ def command(
     from xgpt.resolve import load_trace
 
     bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
+    bounds |= {"headroom": headroom}
     constraint = read_constraint(bounds, objective, sla, search, arrival_rate)
     search = search or "branch-and-bound"
     if (devices == "auto" or among is not None) and arrival_rate is None:
