@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -128,6 +129,25 @@ def test_traces_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     assert path == "/v1/traces"
     assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "xgpt"
     assert {span.name for span in resource.scope_spans[0].spans} >= {"POST /v1/completions", "waiting", "decoding"}
+
+
+def test_a_collector_that_is_gone_does_not_hold_up_the_end() -> None:
+    program = """
+from tests.fakes import *
+from xgpt.app.serving import open_tracer
+import httpx, time
+with socket.create_server(("127.0.0.1", 0)) as nobody:
+    port = nobody.getsockname()[1]
+tracer = open_tracer(f"http://127.0.0.1:{port}")
+with running(fake_app(fake_engine(FakeExecutor()), tracer=tracer)) as url:
+    body = {"model": "fake", "prompt": [1], "max_tokens": 1}
+    assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
+print(time.monotonic())
+tracer.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - float(ended.stdout) < 8  # thirteen without a limit
 
 
 def test_an_endpoint_must_be_a_url() -> None:

@@ -73,6 +73,7 @@ class Answer(Response):
             self._submit()
         except ApiError as error:
             self._note("refused")
+            self._quota.settle(0)
             await error_response(error)(scope, receive, send)
             return
         write = self._events if self._request.stream else self._whole

@@ -5,6 +5,7 @@ Imported only where traces are asked for; needs the extra `otel`.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -19,6 +20,8 @@ from starlette.datastructures import Headers
 from xgpt import __version__
 from xrunner.server.info import RequestInfo
 
+CLOSE_S = 3.0
+"""How long a server that ends waits for its collector."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -42,7 +45,7 @@ class Tracer:
         """Traces to an OTLP collector over HTTP; None: where the standard environment variables say."""
         # The defaults of Resource.create look for the process's command line: it may hold what is nobody's business.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
-        provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
+        provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         to = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(to))
         return cls(provider)
@@ -71,8 +74,10 @@ class Tracer:
         info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what has not been sent."""
-        self._provider.shutdown()
+        """Send what has not been sent, if the collector takes it within seconds."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
     def _ns(self, at_s: float) -> int:
         return self._epoch_ns + round(at_s * 1e9)
