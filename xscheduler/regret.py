@@ -150,7 +150,7 @@ def judge(
                 if near.plan is not None:  # else something besides the latency binds, too
                     return _although_broken(near, near.plan, plan.constraint)
         return verdict(None, is_swap=False, gain=0.0, pause_s=0.0, switch=False, reason=str(error))
-    others = [_in_place_of(plan, best, in_place=False) for best in found.values()]
+    others = [in_place_of(plan, best, in_place=False) for best in found.values()]
     other = max(others, key=_throughput)
     swap = _best_swap(plan, problem, found, ratio_of_others)
     pause_s = (now["latency"] + max(plan.estimate.memory_bytes) / terms.load_bytes_per_s) if now["latency"] else 0.0
@@ -231,12 +231,12 @@ def _careful(
         quantile = min(constraint.quantile + deviations * deviation, 1 - 1e-9)
         if under(plan, profile, workload, quantile, ratio)["latency"] <= constraint.latency_bound_s:
             return None
-        harder = replace(_in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
+        harder = replace(in_place(problem, plan), constraint=constraint.model_copy(update={"quantile": quantile}))
         try:
             found = _best_of_each(harder, SWAPPABLE, ratio_of_others)
         except InfeasibleError:
             continue
-        best = _in_place_of(plan, max(found.values(), key=_throughput), in_place=True)
+        best = in_place_of(plan, max(found.values(), key=_throughput), in_place=True)
         if best.estimate.throughput_rps >= (1 - price) * now_rps:
             return _with_latency(best, under(best, profile, workload, constraint.quantile, ratio_of_others)["latency"])
     return None
@@ -251,10 +251,10 @@ def _best_swap(plan: Plan, problem: Problem, found: dict[str, Plan], ratio_of_ot
     kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     if plan.devices_per_replica > 1:
         try:
-            found = _best_of_each(_in_place(problem, plan), kinds, ratio_of_others)
+            found = _best_of_each(in_place(problem, plan), kinds, ratio_of_others)
         except InfeasibleError:
             return None
-    swaps = [_in_place_of(plan, found[kind], in_place=True) for kind in kinds if kind in found]
+    swaps = [in_place_of(plan, found[kind], in_place=True) for kind in kinds if kind in found]
     return max(swaps, key=_throughput, default=None)
 
 
@@ -276,7 +276,7 @@ def _with_latency(plan: Plan, latency_s: float) -> Plan:
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"latency_s": latency_s})})
 
 
-def _in_place(problem: Problem, plan: Plan) -> Problem:
+def in_place(problem: Problem, plan: Plan) -> Problem:
     """The problem on the running plan's stages alone: on one device there are no others."""
     return problem if plan.devices_per_replica == 1 else replace(problem, placement=Placement.of(plan))
 
@@ -290,7 +290,7 @@ def _differs(plan: Plan, other: Plan) -> bool:
     return abs(plan.estimate.encode_tokens / other.estimate.encode_tokens - 1) > 0.02
 
 
-def _in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
+def in_place_of(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """The running plan with what was found put in its place.
 
     In place, K/V memory stays as it was set up. A plan's blocks leave room for the activations of its own largest

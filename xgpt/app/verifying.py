@@ -254,16 +254,20 @@ def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> Inf
 def judged(
     plan: Plan, profile: Profile, observation: Observation, terms: Terms | None, slowdown: float | None
 ) -> Verdict:
-    """A running plan beside the best one under the observed lengths, by simulation where the bound is all requests'.
+    """A running plan beside the best one under the observed lengths, by what the plan maximises; by simulation where
+    the bound is all requests'.
 
     The running plan is simulated, and what is to take over; where that breaks the bound, another is looked for under a
     tighter one.
     """
+    from xgpt.app.judging import judged_by_arrivals
     from xscheduler.regret import judge
     from xscheduler.under import at_pace, under, within_context
 
     workload, weight = observation.workload, observation.weight
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
+    if constraint.maximises_arrivals:
+        return judged_by_arrivals(plan, profile, observation, terms, slowdown)
     if constraint.sla == "length":
         return judge(plan, profile, workload, weight, terms, slowdown=slowdown)
     running, lengths = at_pace(plan, slowdown), within_context(workload, plan.model.max_context)

@@ -217,10 +217,11 @@ def decision_table(decision: Decision) -> Table:
             policy = outcome.policy
             settings = ", ".join(f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables)
             kept = {None: "-", True: "kept", False: "BROKEN"}[outcome.keeps_bound]
-            figures = (f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
+            rate = "-" if outcome.arrival_rate_per_s is None else f"{outcome.arrival_rate_per_s:.3f}"
+            figures = (rate, f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
             rows.append([f"{name}: {policy.kind}", settings, *figures])
     title = f"under {decision.num_requests} observed requests"
-    return table(title, ["plan", "settings", "req/s", "latency s", "bound"], rows)
+    return table(title, ["plan", "settings", "arrivals/s", "req/s", "latency s", "bound"], rows)
 
 
 def decision_notes(decision: Decision, observation: Observation, output: str | None) -> list[str]:
@@ -232,8 +233,9 @@ def decision_notes(decision: Decision, observation: Observation, output: str | N
     if decision.slowdown != 1:
         notes.append(f"step times: {decision.slowdown:.2f} times the profile's, for both plans")
     if decision.best is not None:
+        what = "throughput" if decision.best.arrival_rate_per_s is None else "the arrival rate"
         notes.append(
-            f"gain {100 * decision.gain:+.1f}% of throughput; the switch holds requests up {decision.pause_s:.1f} s"
+            f"gain {100 * decision.gain:+.1f}% of {what}; the switch holds requests up {decision.pause_s:.1f} s"
         )
     if output is not None:
         notes.append(f"wrote {output}")

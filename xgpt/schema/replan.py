@@ -47,12 +47,15 @@ class Outcome(Frozen):
     Attributes:
         latency_s: the latency that the bound is compared with.
         keeps_bound: whether it would; None: there is no bound.
+        arrival_rate_per_s: up to which arrival rate it would keep its bounds, by simulation; None: the plan does not
+            maximise that. `latency_s` is then the quantile of the time from arrival to the last token at that rate.
     """
 
     policy: PolicySettings
     throughput_rps: float
     latency_s: float
     keeps_bound: bool | None
+    arrival_rate_per_s: float | None = None
 
 
 class Decision(Frozen):
@@ -64,7 +67,8 @@ class Decision(Frozen):
         running: the plan that ran.
         best: the best plan for these lengths; None: there is none that keeps the bound.
         slowdown: how many times as long as the profile says steps were taken to last, for both plans.
-        gain: throughput that the best plan gains, as a share of the running one's.
+        gain: throughput, or arrival rate where the plan maximises that, that the best plan gains, as a share of the
+            running one's.
         pause_s: how long the switch would hold requests up.
         plan_sha256: of the plan that runs from now on.
         planning_s: time that planning took.

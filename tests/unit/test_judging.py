@@ -1,0 +1,58 @@
+"""Re-planning by arrival rates: what a plan maximises is what it is judged by."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.app.arrivals import rate_of
+from xgpt.app.planning import Subject, plan_each
+from xgpt.app.replanning import propose
+from xgpt.observation import observe_lengths
+from xgpt.schema import Constraint, Observation, Plan
+from xgpt.workload import sample
+
+OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
+
+
+@functools.cache
+def running() -> Plan:
+    subject = Subject(OF.model, None, OF.cluster, OF.workload, OF.profile)
+    constraint = Constraint(latency_bound_s=8.0, objective="arrivals")
+    return next(iter(plan_each(subject, constraint, "orca").values()))
+
+
+def observed(input_factor: float, output_factor: float, rate: float | None = None) -> Observation:
+    inputs, outputs = sample(OF.workload, 2000, np.random.default_rng(0))
+    lengths = [
+        np.maximum(1, (factor * of).astype(int)) for factor, of in ((input_factor, inputs), (output_factor, outputs))
+    ]
+    found = observe_lengths(lengths[0], lengths[1], OF.workload)
+    return found.model_copy(update={"arrival_rate_per_s": rate})
+
+
+def test_the_plan_that_keeps_a_higher_arrival_rate_takes_over() -> None:
+    decision, plan = propose(running(), OF.profile, observed(1.0, 0.5))
+    assert decision.best is not None and plan is not None
+    now, then = decision.running.arrival_rate_per_s, decision.best.arrival_rate_per_s
+    assert now is not None and then is not None
+    assert then >= 1.05 * now
+    assert decision.gain == pytest.approx(then / now - 1)
+    assert rate_of(plan) == then
+    assert plan.constraint == running().constraint
+    assert decision.best.latency_s * (1 + plan.constraint.headroom) <= 8.0
+
+
+def test_what_gains_little_stays() -> None:
+    decision, plan = propose(running(), OF.profile, observed(1.0, 1.0))
+    assert decision.best is not None
+    assert (plan is None) == (decision.gain < 0.05)
+
+
+@pytest.mark.parametrize(("share", "keeps"), [(0.8, True), (1.2, False)])
+def test_the_bound_is_broken_where_more_arrive_than_it_is_kept_for(share: float, keeps: bool) -> None:
+    decision, _ = propose(running(), OF.profile, observed(1.0, 1.0, share * rate_of(running())))
+    assert decision.running.keeps_bound is keeps
