@@ -106,7 +106,7 @@ class Scheduler:
                 self.problem.model,
                 self._models.floor,
                 self.lengths,
-                self.lengths.decodes_at(constraint.quantile),
+                self.lengths.decodes_at(constraint.planned_quantile),
                 constraint,
                 self._max_batch,
             )
@@ -378,11 +378,12 @@ class _Predictors:
         return self._made[lanes]
 
     def _model(self, lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> OneLaneModel | TwoLaneModel:
-        quantile = self._problem.constraint.quantile
+        constraint = self._problem.constraint
+        quantile = constraint.planned_quantile
         costs = [LaneCost(self._problem.model, profile, lane, degrees) for lane in lanes]
         if len(costs) == 2:
             return TwoLaneModel(costs[0], costs[1], self._lengths, quantile)
-        return OneLaneModel(costs[0], self._lengths, quantile)
+        return OneLaneModel(costs[0], self._lengths, quantile, all_requests=constraint.sla == "request")
 
 
 def _columns(settings: Settings) -> dict[str, np.ndarray]:

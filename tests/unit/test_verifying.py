@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ from tests.contract.scenarios import problem
 from xgpt.app.planning import PolicyChoice, Subject, plan_each
 from xgpt.app.simulating import simulate
 from xgpt.app.sizing import cheapest
+from xgpt.app.verifying import request_law
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
+from xscheduler.schedule import Scheduler
 from xsimulator.queueing import whole_times
 
 
@@ -80,6 +84,16 @@ def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyCh
     measured, _ = simulate(found, of.profile, of.workload, 8000, np.random.default_rng(3))
     assert found.estimate.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
     assert measured.share_within(bound_s) >= 0.99
+
+
+@pytest.mark.parametrize("workload", ["azure-conv", "azure-code", "chat-short"])
+@pytest.mark.parametrize(("kind", "error"), [("rra", 0.04), ("chunked", 0.07), ("orca", 0.04), ("static", 0.04)])
+def test_the_closed_form_of_all_requests_is_near_what_they_show(workload: str, kind: str, error: float) -> None:
+    of = problem("llama-3.1-8b", "h200x1", workload)
+    of = replace(of, constraint=Constraint(latency_bound_s=8.0, sla="request"))
+    found = Scheduler(of).best((kind,))
+    law = request_law(found, of.profile)
+    assert found.estimate.latency_s == pytest.approx(law.quantile(found.constraint.planned_quantile), rel=error)
 
 
 def test_policies_that_cannot_win_are_told_as_well() -> None:

@@ -32,9 +32,6 @@ NUM_REQUESTS = 500
 MOST_REQUESTS = 8000
 GOOD_ERROR = 0.01
 """Relative standard error of a simulated latency, above which more admissions are simulated."""
-SPARED_TAIL = 0.1
-"""Of the share of requests that may break the bound, what a plan leaves unused: where a request of one token more meets
-another encode phase, latency jumps, and a share that is just kept is soon broken."""
 RUNG = 1.01
 """Ratio of the closed form's latencies on neighbouring rungs."""
 BLOCK = 8
@@ -70,17 +67,12 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None) 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """What all but nine tenths of the requests that may break the bound keep in simulation, s.
+    """The latency that the share of all requests for which a plan is made keeps in simulation, s.
 
     Args:
         workload: other lengths than the plan's own.
     """
-    return request_law(plan, profile, workload).quantile(guarded(plan.constraint.quantile))
-
-
-def guarded(quantile: float) -> float:
-    """The share of all requests that a plan is to keep the bound for where the user asks for this one."""
-    return quantile + SPARED_TAIL * (1 - quantile)
+    return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
 
 def best_of_each(
@@ -200,7 +192,7 @@ class Ladder:
             if self._progress is not None:
                 self._progress(len(self._simulated), len(self._simulated) + 1, f"simulating {self._kind}")
             law = request_law(plan, self._of.problem.profile)
-            guarded_s = self._slack * law.quantile(guarded(plan.constraint.quantile))
+            guarded_s = self._slack * law.quantile(plan.constraint.planned_quantile)
             self._simulated[key] = _Simulated(law, guarded_s)
         return self._simulated[key]
 
@@ -280,7 +272,7 @@ def judged(
         if not verdict.switch:
             return verdict
         law = request_law(verdict.plan, profile)
-        seen_s = law.quantile(guarded(constraint.quantile))
+        seen_s = law.quantile(constraint.planned_quantile)
         best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
         verdict = replace(verdict, plan=_seen(verdict.plan, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xsimulator.analytic.all_requests import AllRequests
 from xsimulator.analytic.performance import Performance, upper_deviate
 from xsimulator.analytic.pipeline import Pipeline, RandomSteps
 from xsimulator.curves import Array, Table
@@ -67,6 +68,9 @@ class _Mix(NamedTuple):
     """Decode batch, requests, tokens of a step that only decodes, of these, and of the longest. # [3, 2 + values, n]"""
     spans: Array | None
     """Steps that a request's prompt takes, waiting included; None: its own alone."""
+    room: Array | None
+    load: Array | None
+    """Prompt tokens that a step has room for, and the share in use; None: no limit."""
     largest: Array
     """Tokens of the largest step."""
 
@@ -77,7 +81,7 @@ class Mixes:
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
-        self._prompt = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
+        self.prompt: Array = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
@@ -128,12 +132,7 @@ class Mixes:
         )
         spans = None
         if budget is not None and room is not None and load is not None:
-            waiting = lengths.inputs / room[:, None]  # [n, inputs]: in place, as it is the largest of all arrays here
-            steps = np.ceil(waiting)
-            np.minimum(waiting, 0.5, out=waiting)
-            waiting *= load[:, None]
-            steps += waiting
-            spans = steps @ lengths.input_probabilities
+            spans = _spans(lengths.inputs, room, load) @ lengths.input_probabilities
             largest = np.minimum(budget, largest)
         return _Mix(
             rate,
@@ -147,6 +146,8 @@ class Mixes:
             shares,
             columns,
             spans,
+            room,
+            load,
             largest,
         )
 
@@ -175,8 +176,8 @@ class Mixes:
         spread = np.exp(DEVIATES * sigma)
         spread *= mean / (WEIGHTS @ spread)
         values, each, shares = np.empty((3, NUM_BUSY, len(mean)))
-        values[: len(PROMPTS)], values[len(PROMPTS) :] = self._prompt, spread
-        each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self._prompt, count / mean
+        values[: len(PROMPTS)], values[len(PROMPTS) :] = self.prompt, spread
+        each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
         if room is not None:  # what does not fit into a step is left for others
             values = np.minimum(values, room)
@@ -240,12 +241,19 @@ class MixedSteps:
     Args:
         self_context: tokens that self-attention meets before the first output token.
         quantile_decodes: decode iterations of a request whose output has the quantile's length.
+        of_all: latency is a quantile of all requests, instead of that request's.
     """
 
     def __init__(
-        self, lane: LaneCost, pipeline: Pipeline, lengths: Lengths, self_context: float, quantile_decodes: int
+        self,
+        lane: LaneCost,
+        pipeline: Pipeline,
+        lengths: Lengths,
+        self_context: float,
+        quantile_decodes: int,
+        of_all: AllRequests | None = None,
     ) -> None:
-        self._lane, self._pipeline, self._mixes = lane, pipeline, mixes_of(lengths)
+        self._lane, self._pipeline, self._mixes, self._of_all = lane, pipeline, mixes_of(lengths), of_all
         self._quantile_decodes = quantile_decodes
         context = self_context + lengths.mean_decode_context - lengths.mean_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
@@ -279,11 +287,18 @@ class MixedSteps:
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
         met = shares * mix.counts  # a request is met in a step with many more often
         ttft = (met * with_busy[:-1]).sum(axis=0) / met.sum(axis=0)
-        if mix.spans is not None:
+        first, met = with_busy[:-1], met / met.sum(axis=0)
+        if mix.spans is not None and mix.room is not None and mix.load is not None:
+            first = ttft * _spans(self._mixes.prompt[:, 0], mix.room, mix.load).T
+            met = np.repeat(PROMPTS[:, None], size, axis=1)
             ttft = ttft * mix.spans
+        if self._of_all is None:
+            latency = ttft + self._quantile_decodes * decode_s
+        else:
+            latency = self._of_all.latency(first, met, decode_s, np.sqrt(m * rounds.variance[1]))
         return Performance(
             throughput=m * mix.rate / step_s,
-            latency=ttft + self._quantile_decodes * decode_s,
+            latency=latency,
             ttft=ttft,
             tpot=decode_s,
             itl_p99=np.where(others_busy > 0.01, long_s, np.maximum(m * slowest[0], through[0])),
@@ -306,6 +321,16 @@ class MixedSteps:
         passing = self._passing(together)
         seconds += passing[:-1]
         return seconds, passing[-1]
+
+
+def _spans(prompts: Array, room: Array, load: Array) -> Array:
+    """Steps that prompts of so many tokens take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
+    waiting = prompts / room[:, None]  # in place, as it is the largest of all arrays here
+    steps = np.ceil(waiting)
+    np.minimum(waiting, 0.5, out=waiting)
+    waiting *= load[:, None]
+    steps += waiting
+    return steps
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:

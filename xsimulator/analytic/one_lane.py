@@ -15,6 +15,7 @@ from scipy.special import ndtr
 
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import SingleLaneSettings
+from xsimulator.analytic.all_requests import AllRequests
 from xsimulator.analytic.mixed import MixedSteps
 from xsimulator.analytic.performance import Performance, stack
 from xsimulator.analytic.phases import phases_of, segments
@@ -38,13 +39,16 @@ class OneLaneModel:
     Args:
         lane: what steps cost on the lane's stages.
         quantile: of the output length, for which latency is reported.
+        all_requests: report the quantile of all requests. Where each request meets the same steps (rra, static), the
+            longer one takes longer, and that is the latency of a request of the quantile's length.
     """
 
-    def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99) -> None:
+    def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
         self.lane = lane
         self.lengths = lengths
         self.pipeline = Pipeline(self.lane)
         self.quantile_decodes = lengths.decodes_at(quantile)
+        self._of_all = AllRequests(lengths, quantile) if all_requests else None
         self._self_context = 0.0 if self.lane.has_encoder else lengths.mean_input
         """Tokens that self-attention meets before the first output token."""
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
@@ -75,7 +79,8 @@ class OneLaneModel:
 
     @cached_property
     def _mixed(self) -> MixedSteps:
-        return MixedSteps(self.lane, self.pipeline, self.lengths, self._self_context, self.quantile_decodes)
+        of = self.lane, self.pipeline, self.lengths
+        return MixedSteps(*of, self._self_context, self.quantile_decodes, self._of_all)
 
     # Steps ---------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class RandomSteps:
         work = share * self._slowest
         working = np.add.accumulate(work, axis=1)
         self._mean = working[:, -1]
-        self._variance = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
+        self.variance: Array = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
         passing = np.add.accumulate(share * self._through, axis=1)
         self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
         """How many stages as slow as the slowest the lane amounts to."""
@@ -139,7 +139,7 @@ class RandomSteps:
         """The time of a round: at least, and where each round pays for the longest of its steps. # [cases, n] each"""
         m = self.m
         longest = (_falls(self._all_shorter) * self._through).sum(axis=1)
-        held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self._variance))
+        held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self.variance))
         least = m * self._least
         return least, np.maximum(held, least)
 
@@ -162,7 +162,7 @@ class RandomSteps:
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)
         work = slowest + m * self._mean[0]
-        return longest + _excess(work - longest, np.sqrt(m * self._variance[0]))
+        return longest + _excess(work - longest, np.sqrt(m * self.variance[0]))
 
 
 def _falls(shorter: Array) -> Array:

@@ -1,0 +1,56 @@
+"""A quantile of all requests' latencies in closed form, where prompts and decode steps both vary.
+
+A request takes a time to its first token, that depends on its prompt and on the step which it meets, and then D decode
+steps; D follows the law of output lengths. With D steps of mean t and standard deviation s, independent of each other,
+
+    P(latency > x) = sum_jk p_j w_k P(D > d_jk),   first_j + t d_jk + z_k s sqrt(d_jk) = x,
+
+where z_k and w_k stand for a normal distribution (Gauss and Hermite's). The left side falls with x: halvings find the
+quantile. Where the first token's time depends on nothing, and s is 0, it is that of a request of the quantile's length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xsimulator.curves import Array
+from xsimulator.lengths import Lengths
+
+DEVIATES = np.asarray([-np.sqrt(3.0), 0.0, np.sqrt(3.0)])[:, None, None]
+WEIGHTS = np.asarray([1 / 6, 2 / 3, 1 / 6])[:, None, None]
+HALVINGS = 12
+
+
+class AllRequests:
+    """The law of output lengths, ready for such a mixture.
+
+    Args:
+        quantile: over requests.
+    """
+
+    def __init__(self, lengths: Lengths, quantile: float) -> None:
+        self._above = np.concatenate([lengths.survival, [0.0]])  # P(D > d)
+        self._late = 1 - quantile
+        self._decodes = lengths.decodes_at(quantile)
+
+    def latency(self, first: Array, shares: Array, step: Array, deviation: Array) -> Array:
+        """The quantile of all requests, s. # [n]
+
+        Args:
+            first: seconds to the first token, some values of them, and their probabilities. # [values, n] each
+            step, deviation: mean and standard deviation of a decode step. # [n]
+        """
+        spread = DEVIATES * deviation  # [3, 1, n]
+        step = np.maximum(step, 1e-12)
+        weights = WEIGHTS * shares
+        low = first.min(axis=0)
+        high = first.max(axis=0) + self._decodes * step + 1.8 * deviation * np.sqrt(self._decodes)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            left = middle - first  # [values, n]
+            root = np.sqrt(spread**2 + 4 * step * np.maximum(left, 0.0)) - spread
+            decodes = np.minimum((root / (2 * step)) ** 2, len(self._above) - 1).astype(int)
+            late = np.where(left < 0, 1.0, self._above[decodes])
+            breaks = (weights * late).sum(axis=(0, 1)) > self._late
+            low, high = np.where(breaks, middle, low), np.where(breaks, high, middle)
+        return high
