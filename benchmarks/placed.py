@@ -93,7 +93,7 @@ def plan(stages: tuple[Stage, ...], *, replicas: int = 1, max_batch: int = 16, m
     return Plan(
         model=model,
         dtype="float32",
-        cluster=detect(1),
+        cluster=detect(1).model_copy(update={"devices_per_node": replicas * sum(stage.tp for stage in stages)}),
         workload=Workload(name="none", input=length, output=length),
         constraint=Constraint(),
         policy=policy,

@@ -336,7 +336,7 @@ def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
 
 
 def test_exported_pods_may_do_nothing_that_serving_does_not_take() -> None:
-    objects = objects_of(fitting(RRA).model_copy(update={"replicas": 3}))
+    objects = objects_of(fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}))
     spec = objects["Deployment"]["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -364,7 +364,7 @@ def test_exported_pods_may_do_nothing_that_serving_does_not_take() -> None:
 
 
 def test_exported_pods_serve_the_plan_with_keys_of_a_secret() -> None:
-    objects = objects_of(fitting(RRA).model_copy(update={"replicas": 3}))
+    objects = objects_of(fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}))
     pod = objects["Deployment"]["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]
     assert command[:4] == ["python3", "-m", "xgpt", "serve"]

@@ -9,6 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType
 
+MOST = 1024
+"""Of nodes, and of devices in one: more is a slip of the pen, and searching it would take for ever."""
+
 
 class Efficiency(Frozen):
     """What kernels reach of the datasheet, for profiles computed from it: one set a device kind, whatever the model.
@@ -69,8 +72,8 @@ class ClusterSpec(Frozen):
 
     name: str
     device: DeviceKind
-    num_nodes: PositiveInt = 1
-    devices_per_node: PositiveInt = 1
+    num_nodes: PositiveInt = Field(default=1, le=MOST)
+    devices_per_node: PositiveInt = Field(default=1, le=MOST)
     intra_node: Link | None = None
     inter_node: Link | None = None
     host: Link | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
@@ -157,25 +157,25 @@ class Capacity(Frozen):
 class Estimate(Frozen):
     """What the simulator predicts for a plan at saturation."""
 
-    throughput_rps: float
-    output_tokens_per_s: float
-    latency_s: float
+    throughput_rps: NonNegativeFloat
+    output_tokens_per_s: NonNegativeFloat
+    latency_s: NonNegativeFloat
     """The latency that the bound is compared with; leaves out waiting for admission."""
     latency_error: float | None = None
     """Relative standard error of a latency that is simulated (sla "request"); None: it is the closed form's."""
-    ttft_s: float
-    tpot_s: float
-    itl_p99_s: float
-    encode_batch: float
+    ttft_s: NonNegativeFloat
+    tpot_s: NonNegativeFloat
+    itl_p99_s: NonNegativeFloat
+    encode_batch: NonNegativeFloat
     """Mean requests encoded in a step that encodes."""
-    decode_batch: float
+    decode_batch: NonNegativeFloat
     """Mean requests in decode at the start of a phase (its peak)."""
-    encode_tokens: float
+    encode_tokens: NonNegativeFloat
     """Mean prompt tokens in a step that encodes."""
-    cycle_s: float
+    cycle_s: NonNegativeFloat
     bubble_fraction: float = 0.0
     """Share of the devices' time in which their stage has nothing to do."""
-    memory_bytes: tuple[int, ...]
+    memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     cost_per_million_tokens: float | None = None
     capacity: Capacity | None = None
     """None: no bound was given (any rate below the throughput is kept), or it has not been simulated."""
@@ -252,6 +252,33 @@ class Plan(Frozen):
     estimate: Estimate
     search: SearchCertificate
     profile: ProfileRef
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        lanes = {"encode", "decode"} if self.policy.kind == "waa" else {"both"}
+        if {stage.lane for stage in self.stages} != lanes:
+            raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")
+        for lane in lanes:
+            self._check_layers(lane)
+        devices = [device for stage in self.stages for device in stage.devices]
+        if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
+            raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
+        if self.replicas * len(devices) > self.cluster.num_devices:
+            raise ValueError(
+                f"replicas: {self.replicas} of {len(devices)} devices do not fit in the cluster's "
+                f"{self.cluster.num_devices}"
+            )
+        return self
+
+    def _check_layers(self, lane: str) -> None:
+        """A lane's stages follow each other, and hold all decoder layers where requests are decoded."""
+        before = 0
+        for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
+            if first != before or last < first or (first == last and lane != "encode"):
+                raise ValueError(f"stages: layers [{first}, {last}) do not follow [0, {before}) in the {lane} lane")
+            before = last
+        if before != self.model.num_layers and (lane != "encode" or before):
+            raise ValueError(f"stages: the {lane} lane has {before} of {self.model.num_layers} decoder layers")
 
     @property
     def seeded_weights(self) -> str | None:

@@ -1,0 +1,134 @@
+"""A plan or profile that was cut short or edited by hand is read or refused in one line, never by a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cli.commands import PROBLEM
+from xgpt.cli import main
+
+VALUES: list[Any] = [
+    None,
+    0,
+    -1,
+    1,
+    1.5,
+    -0.5,
+    1e-9,
+    1e9,
+    2**63,
+    1e308,
+    "",
+    "x",
+    [],
+    {},
+    [0],
+    [1, 2],
+    True,
+    float("nan"),
+]
+FACTORS = (-1, 0, 0.5, 2, 1000)
+KINDS = ("rra", "chunked", "orca", "static", "waa")
+PAIR = ("--model", "opt-13b", "--cluster", "a40x4", "--workload", "translation")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    error = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(error), pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert isinstance(end.value.code, int)
+    return end.value.code, error.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A plan of each policy, and a profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("mutated")
+        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.chdir(path)
+        for kind in KINDS:
+            problem = PAIR if kind == "waa" else PROBLEM
+            assert run("plan", "--latency-bound", "inf", *problem, "--policy", kind, "-o", f"{kind}.json")[0] == 0
+        assert run("profile", *PROBLEM[:4], "-o", "profile.json")[0] == 0
+        yield path
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in a document; of a long list, its ends."""
+    keys: list[Any] = list(value) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        keys = [*range(min(2, len(value))), *range(max(2, len(value) - 1), len(value))]
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+@st.composite
+def mutations(draw: st.DrawFn, text: str) -> str:
+    """The text cut short, or its document with one thing deleted, added, scaled or replaced."""
+    if draw(st.integers(0, 9)) == 0:
+        return text[: draw(st.integers(0, len(text) - 2))]
+    document = json.loads(text)
+    container, key = draw(st.sampled_from(list(places(document))))
+    match draw(st.sampled_from(("delete", "add", "scale", "replace"))):
+        case "delete":
+            del container[key]
+        case "add" if isinstance(container, dict):
+            container["more"] = 1
+        case "scale" if type(container[key]) in (int, float):
+            container[key] *= draw(st.sampled_from(FACTORS))
+        case _:
+            container[key] = draw(st.sampled_from(VALUES))
+    return json.dumps(document)
+
+
+def check(text: str, *commands: tuple[str, ...]) -> None:
+    Path("mutated.json").write_text(text)
+    for command in commands:
+        code, error = run(*command)
+        assert code in (0, 2, 3) or (code == 1 and command[0] == "plan"), error
+        assert code == 0 or (error.startswith("xgpt: ") and error.count("\n") == 1), error
+
+
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@FEW
+@given(data=st.data())
+def test_plans(folder: Path, kind: str, data: st.DataObject) -> None:
+    text = data.draw(mutations((folder / f"{kind}.json").read_text()))
+    check(
+        text,
+        ("simulate", "mutated.json", "--requests", "5"),
+        ("serve", "mutated.json", "--dry-run"),
+        ("export", "mutated.json", "--to", "torchrun", "-o", "out"),
+    )
+
+
+@FEW
+@given(data=st.data())
+def test_profiles(folder: Path, data: st.DataObject) -> None:
+    text = data.draw(mutations((folder / "profile.json").read_text()))
+    plan = ("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca", "-o", "planned.json")
+    check(text, (*plan, "--profile", "mutated.json"), ("simulate", "orca.json", "--profile", "mutated.json"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@settings(FEW, max_examples=40)
+@given(data=st.data())
+def test_reports(folder: Path, kind: str, data: st.DataObject) -> None:
+    text = data.draw(mutations((folder / f"{kind}.json").read_text()))
+    check(text, ("report", "mutated.json", "-o", "report.html"))
