@@ -21,7 +21,7 @@ from xgpt.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
+from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import Room, build_lane, change_lane
 
 FAILS, DIES = 13, 17
@@ -101,6 +101,8 @@ class FakeVllm:
 
     def execute(self, step: Step) -> None:
         start_ns = time.perf_counter_ns()
+        if step.encode:
+            self.core.send(Began([chunk.id for chunk in step.encode]))
         time.sleep(self.step_s)
         outputs = [self.output(id_) for id_ in self.schedule.sampled(step) if id_ in self.requests]
         ended = tuple(output.id for output in outputs if output.finish)

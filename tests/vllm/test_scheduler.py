@@ -14,13 +14,21 @@ from vllm import LLM
 from tests.vllm.offline import MOST_TOKENS, ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
 from xgpt.io import dump_json, read_step_log, sha256
-from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.schema import AdmissionOrder, ChunkedSettings, OrcaSettings, Plan, RraSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, FrontSide, Stepped, Up
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
 RRA = RraSettings(encode_batch=6, decode_iterations=5)
+
+
+def ordered(order: AdmissionOrder) -> Plan:
+    """A plan whose requests enter in another order than they come in."""
+    plan = plan_with(OrcaSettings(max_batch=10))
+    row_tokens = 200 if order == "das" else None
+    admission = plan.admission.model_copy(update={"order": order, "row_tokens": row_tokens})
+    return plan.model_copy(update={"admission": admission})
 
 
 class Running(NamedTuple):
@@ -70,6 +78,8 @@ def steps(log: list[StepRecord]) -> list[tuple[Any, ...]]:
         pytest.param(plan_with(ChunkedSettings(token_budget=96, max_batch=12)), id="chunked"),
         pytest.param(plan_with(OrcaSettings(max_batch=10)), id="orca"),
         pytest.param(plan_with(OrcaSettings(max_batch=40), kv="quantile", kv_tokens=1280), id="preempting"),
+        pytest.param(ordered("edf"), id="edf"),
+        pytest.param(ordered("das"), id="das"),
     ],
 )
 def test_tokens_are_vllms_and_steps_the_rules(

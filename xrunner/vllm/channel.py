@@ -19,6 +19,9 @@ from xgpt.io import sha256
 from xgpt.schema import ANYONE, Account, Lane, Plan
 from xgpt.schema.step_log import StepRecord
 
+WARM_UP = -1
+"""The number of a request that is a host's own."""
+
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A request for a host.
@@ -77,6 +80,12 @@ class Output(msgspec.Struct, array_like=True):
     transfer: dict[str, Any] | None = None
 
 
+class Began(msgspec.Struct, tag="began", array_like=True):
+    """A step of the plan's schedule has begun with these requests' prompts."""
+
+    ids: list[int]
+
+
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step of vLLM's has been executed.
 
@@ -110,7 +119,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 
 Down = Submit | Cancel
-Up = Ready | Failed | Stepped | Accepted | Refused
+Up = Ready | Failed | Began | Stepped | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_down = msgspec.msgpack.Decoder(Down).decode

@@ -12,7 +12,7 @@ from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.executor import Use
 from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
-from xrunner.vllm.channel import Accepted, Failed, Output, Refused, Stepped, Submit
+from xrunner.vllm.channel import Accepted, Began, Failed, Output, Refused, Stepped, Submit
 from xrunner.vllm.command import Launch, launch
 from xrunner.vllm.instance import Instances
 from xrunner.vllm.lane import settings_of
@@ -153,6 +153,10 @@ class VllmEngine:
         match self._vllm.receive():
             case Stepped() as stepped:
                 return self._settle(stepped)
+            case Began() as began:
+                with self._lock:
+                    for id_ in began.ids:
+                        self.pool.begin(id_)
             case Failed() as failed:
                 logger.error("vLLM has given up request %d: %s", failed.id, failed.reason)
                 with self._lock:

@@ -18,13 +18,19 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from xrunner.vllm.channel import Cancel, Down, Failed, HostSide, Ready, Submit
+from xrunner.vllm.channel import WARM_UP, Cancel, Down, Failed, HostSide, Ready, Submit
 
 if TYPE_CHECKING:
     from xgpt.schema import Lane
 
 HEALTH_S = 1.0
 """Between two looks at whether the engine lives."""
+
+
+SAMPLED = Submit(
+    WARM_UP, (0, 0), 2, sampling={"temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 0, "logprobs": 1}
+)
+"""A request that has vLLM compile what samples: otherwise the first one to ask for it holds up all others for 20 s."""
 
 
 class Host:
@@ -42,6 +48,7 @@ class Host:
         Raises:
             EngineDeadError: it has.
         """
+        await self._generate(SAMPLED)
         asyncio.get_running_loop().add_reader(self._front.fd, self._has_come.set)
         self._front.send(Ready(lane))
         while True:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
 from xgpt.errors import MachineError
-from xgpt.schema import Lane, Plan
-from xrunner.vllm.channel import Accepted, Cancel, Failed, FrontSide, Ready, Refused, Stepped, Submit
+from xgpt.schema import Lane, Plan, StepRecord
+from xrunner.vllm.channel import WARM_UP, Cancel, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
 
@@ -37,6 +37,8 @@ class Instances:
     def __init__(self, launches: Callable[[Path], Sequence[Launch]], num_cores: int = 0) -> None:
         self._at_end = ExitStack()
         self._readers: list[_Reader] = []
+        self._skipped: Counter[int] = Counter()
+        """Steps of warming up, by engine core."""
         try:
             self._start(launches, num_cores)
         except BaseException:
@@ -78,7 +80,7 @@ class Instances:
         """Return when something has come, or when the time is over."""
         self._channel.wait(timeout_s)
 
-    def receive(self) -> Stepped | Failed | Accepted | Refused | Ready | None:
+    def receive(self) -> Up | None:
         """The next that has come; None: nothing has.
 
         Raises:
@@ -90,11 +92,25 @@ class Instances:
                 if reader.process.poll() is not None:
                     says = f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
                     raise MachineError(says)
+        if isinstance(message, Stepped):
+            message.records = self._without_warm_up(message)
         return message
+
+    def _without_warm_up(self, stepped: Stepped) -> list[StepRecord]:
+        """A core's steps, counted from the first that a request of ours is in."""
+        ours = [record for record in stepped.records if not _is_warm_up(record)]
+        self._skipped[stepped.core] += len(stepped.records) - len(ours)
+        skipped = self._skipped[stepped.core]
+        return [record._replace(number=record.number - skipped, settled=record.settled - skipped) for record in ours]
 
     def close(self) -> None:
         """End all; nothing of them is left."""
         self._at_end.close()
+
+
+def _is_warm_up(record: StepRecord) -> bool:
+    """Whether a host has had this step before it took requests; nobody else runs then."""
+    return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)
 
 
 class _Reader:

@@ -26,6 +26,7 @@ from xgpt.io import load_json
 from xgpt.policies import Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
+from xrunner.vllm.channel import Began
 from xrunner.vllm.lane import Room, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
 
@@ -125,6 +126,8 @@ class XgptScheduler(LoggedScheduler):
         missing |= {chunk.id: chunk.start + chunk.length for chunk in step.encode}
         execution = _Execution(step, missing, self._num_begun, self._num_settled)
         self._num_begun += 1
+        if self._front is not None and step.encode:
+            self._front.send(Began([chunk.id for chunk in step.encode]))
         return execution
 
     @contextmanager
@@ -180,7 +183,7 @@ class XgptScheduler(LoggedScheduler):
         if record is None:  # everybody in it was cancelled before it began
             self._lane.settle(execution.step, ())
             return
-        super()._settle(record._replace(number=execution.number, settled=execution.settled))
+        super()._settle(_in_order_of(execution, record))
         ended = [self._lane.pool.running[number] for number in record.finished]
         self._lane.settle(execution.step, record.finished)
         for request in ended:
@@ -233,6 +236,18 @@ class XgptScheduler(LoggedScheduler):
         if not config.scheduler_config.enable_chunked_prefill:
             raise InputError("--enable-chunked-prefill", "off", "leave it on: the plan decides where prompts are cut")
         logger.info("scheduling by %s", self.config["plan"])
+
+
+def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
+    """What vLLM has executed, in the order of the rule's step: vLLM names requests as they came to it."""
+    step = execution.step
+    place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
+    return record._replace(
+        number=execution.number,
+        settled=execution.settled,
+        encode=tuple(sorted(record.encode, key=lambda piece: place[piece[0]])),
+        decode=tuple(sorted(record.decode, key=place.__getitem__)),
+    )
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
