@@ -62,6 +62,11 @@ class AheadWorker(Worker):
         self._drop()
         super().adopt(generation, cached)
 
+    def restart(self) -> None:
+        self._drop()
+        self._decoded = False
+        super().restart()
+
     def release(self, ids: Collection[int]) -> None:
         if self._ahead is not None:
             for id_ in ids:

@@ -12,12 +12,13 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from xgpt import policies
-from xgpt.errors import MachineError
+from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, Lane, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
+from xrunner.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,16 @@ class Engine:
     `submit`, `cancel` and `apply` may be called from other threads; everything else belongs to the one thread that
     calls `step`.
 
-    Where a worker is lost, all are started anew, and requests are encoded again with what they had generated: their
-    tokens go on where they were. What had been taken in then arrives again in the step log, whose numbers start anew.
+    Where a worker is lost, or a step fails, all workers are started anew, and requests are encoded again with what they
+    had generated: their tokens go on where they were. What had been taken in then arrives again in the step log, whose
+    numbers start anew. A request at fault, or one that does not fit another plan's memory, ends with finish "error".
 
     Args:
         deploy: None: no other plan than one with the same placement can be applied.
+
+    Attributes:
+        on_refused: called with the reason, in the thread that calls `step`, where another plan could not be deployed;
+            the one before goes on.
     """
 
     def __init__(
@@ -54,6 +60,10 @@ class Engine:
         on_step: Callable[[StepRecord], None] | None = None,
         deploy: Deploy | None = None,
     ) -> None:
+        self.on_refused: Callable[[str], None] = lambda reason: None
+        self._given_up: list[Token] = []
+        """Ends of requests that the engine has lost, not yet handed out."""
+        self._suspects: Suspects[Request] = Suspects()
         self._deploy = deploy
         self._next: Schedule | None = None
         """What is deployed as soon as nobody runs any more."""
@@ -124,11 +134,25 @@ class Engine:
         """Send every step on its way that can be, then wait for one to end; who comes meanwhile may begin one more.
 
         Returns:
-            That step's tokens, or None where nothing could run.
+            That step's tokens, and the ends of requests that have been lost; or None where nothing could run.
 
         Raises:
             MachineError: workers that were lost do not come back.
+            EngineFailed: one step after another fails.
         """
+        try:
+            tokens = self._step()
+        except XgptError:
+            raise
+        except Exception as error:
+            tokens = []
+            self._go_on_after(error)
+        if self._given_up:
+            tokens = [*self._given_up, *(tokens or ())]
+            self._given_up = []
+        return tokens
+
+    def _step(self) -> list[Token] | None:
         ended = None
         while ended is None:
             self._take_in(self._clock())
@@ -139,7 +163,7 @@ class Engine:
                     return None
                 ended = self._executor.collect()
             except WorkerLost as lost:
-                self._recover(lost)
+                self._recover(str(lost))
                 return []
         step, sampled = ended
         tokens = self._settle(step, sampled)
@@ -158,17 +182,22 @@ class Engine:
                     self._enter(generation)
                 case Schedule() as schedule:
                     self._go_over(schedule)
+                case int() as id_ if self._suspects.forget(id_):
+                    self._forget([id_])
                 case int() as id_ if id_ in self._generations:
                     self._cancelled.append(id_)
                     self._forget(self._schedule.cancel(id_))
                 case int() as id_:
                     self._parked.pop(id_, None)
         self._forget(self._schedule.expire(now_ns))
-        if self._next is not None and self._schedule.pool.is_idle and self._num_begun == self._num_settled:
+        if (request := self._suspects.next()) is not None:
+            self._take_in_again(request)
+        is_empty = self._schedule.pool.is_idle and not self._suspects
+        if self._next is not None and is_empty and self._num_begun == self._num_settled:
             self._redeploy(self._next)
 
     def _enter(self, generation: Generation) -> None:
-        self._generations[generation.id] = generation
+        """Let a request wait; one that can never be executed ends."""
         size = len(generation.prompt), generation.max_output
         arrival = Arrival(
             generation.id,
@@ -178,7 +207,17 @@ class Engine:
             generation.promised_output,
             generation.account,
         )
-        self._schedule.submit(Request(*arrival))
+        request = Request(*arrival)
+        if not self.pool.can_ever_fit(request):
+            self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")
+            return
+        try:
+            self._executor.accept(generation)
+        except Exception as error:
+            self._give_up(generation.id, f"it cannot be handed to a worker: {type(error).__name__}: {error}")
+            return
+        self._generations[generation.id] = generation
+        self._schedule.submit(request)
         self._arrivals.append(arrival)
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -195,11 +234,24 @@ class Engine:
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self, schedule: Schedule) -> None:
-        """Give the workers up, and let in who waited, in the order of their coming."""
+        """Give the workers up, and let in who waited, in the order of their coming.
+
+        Where the other plan cannot be deployed, for want of memory perhaps, the one before is deployed again.
+        """
         assert self._deploy is not None
         self._executor = Vacant()  # what was there frees its memory before the next takes its own
-        self._executor = self._deploy(schedule)
+        refused = None
+        try:
+            self._executor = self._deploy(schedule)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        if refused is not None:  # not above: the error would keep what it has met in memory
+            logger.error("another plan could not be deployed", extra={"fields": {"reason": refused}})
+            schedule = self._schedule.fresh()
+            self._executor = self._deploy(schedule)
         self._schedule, self._next = schedule, None
+        if refused is not None:
+            self.on_refused(refused)
         parked, self._parked = self._parked, {}
         for generation in parked.values():
             self._enter(generation)
@@ -241,22 +293,28 @@ class Engine:
             begun.number,
             begun.settled,
         )
-        for listener in self._listeners:
-            listener(record)
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception as error:  # it is no reason to lose the step's tokens
+                logger.error("steps are no longer reported to %r: %s", listener, error)
+                self._listeners.remove(listener)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
-        logprobs, pool = self._executor.logprobs, self._schedule.pool
+        logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
         tokens = [
-            Token(id_, token, self._finish(id_, token), logprobs.get(id_))
+            Token(id_, token, self._finish(id_, token), logprobs.get(id_), failed.get(id_, ""))
             for id_, token in sampled.items()
             if not pool.is_silent(id_)
         ]
         if self._known:
             tokens = [token for token in tokens if token.finish == "error" or not self._is_known(token.id)]
+        freed = self._schedule.settle(step, [token.id for token in tokens if token.finish])
         for token in tokens:
             self._generated.setdefault(token.id, []).append(token.token)
-        self._forget(self._schedule.settle(step, [token.id for token in tokens if token.finish]))
+        self._suspects.clear(sampled)
+        self._forget(freed)
         return tokens
 
     def _resumed(self, request: Request) -> Generation:
@@ -274,12 +332,33 @@ class Engine:
             num_resumed=generation.num_resumed + count,
         )
 
-    def _recover(self, lost: WorkerLost) -> None:
+    def _go_on_after(self, error: Exception) -> None:
+        """Start anew after a step that has failed, without the request at fault once that is known.
+
+        Raises:
+            EngineFailed: too many have failed of late.
+        """
+        under_way = [id_ for id_ in self._generations if self.pool.is_under_way(id_)]
+        culprit = self._suspects.fail(error, under_way)
+        logger.error("a step has failed", exc_info=error)
+        if culprit is not None:
+            self._give_up(culprit, f"steps with it fail: {type(error).__name__}: {error}")
+        self._recover("a step has failed")
+
+    def _give_up(self, id_: int, reason: str) -> None:
+        """End a request that no worker knows of, or will know of."""
+        self._generations.pop(id_, None)
+        self._generated.pop(id_, None)
+        self._known.pop(id_, None)
+        self._suspects.forget(id_)
+        self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
+
+    def _recover(self, why: str) -> None:
         """Start anew with everybody who was waiting or running, in the order in which they had come in."""
-        logger.warning("%s; starting anew with %d requests", lost, len(self._generations))
+        logger.warning("%s; starting anew with %d requests", why, len(self._generations))
         self._executor.restart()
         old = self._schedule.pool
-        everybody = [*old.running.values(), *old.waiting]
+        everybody = [*self._suspects.recall(), *old.running.values(), *old.waiting]
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
         self._schedule = self._schedule.fresh()
         self._under_way.clear()
@@ -287,7 +366,7 @@ class Engine:
         self._arrivals.clear()
         self._cancelled.clear()
         for request in everybody:
-            if request.id in self._generations:
+            if request.id in self._generations and not self._suspects.hold(request.id, request):
                 self._take_in_again(request)
 
     def _take_in_again(self, request: Request) -> None:
@@ -333,6 +412,7 @@ class Engine:
             del self._generations[id_]
             self._generated.pop(id_, None)
             self._known.pop(id_, None)
+            self._suspects.forget(id_)
         self._executor.release(freed)
 
     def uses(self) -> list[Use]:

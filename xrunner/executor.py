@@ -30,11 +30,16 @@ class Executor(Protocol):
 
     Attributes:
         logprobs: of the last step's tokens, for the requests that ask for them.
+        failed: why no token could be chosen (NO_TOKEN), of the last step's requests, where that is not for their logits.
         resumes: whether what a request has generated can be encoded with its prompt.
     """
 
     logprobs: dict[int, Logprobs]
+    failed: dict[int, str]
     resumes: bool
+
+    def accept(self, generation: Generation) -> None:
+        """Look at a request before anything is planned for it; raise, whatever it be, where it cannot be handed on."""
 
     def start(self, generation: Generation) -> None:
         """Set aside the K/V blocks of a request that is about to be encoded."""
@@ -65,7 +70,7 @@ class Executor(Protocol):
         """
 
     def restart(self) -> None:
-        """After `WorkerLost`: bring the workers back, with nobody in them.
+        """After `WorkerLost`, or a step that has failed: bring the workers back, with no request in them.
 
         Raises:
             MachineError: they do not come back.
@@ -88,7 +93,11 @@ class OneAtATime(ABC):
 
     def __init__(self) -> None:
         self.logprobs: dict[int, Logprobs] = {}
+        self.failed: dict[int, str] = {}
         self._begun: deque[Step] = deque()
+
+    def accept(self, generation: Generation) -> None:  # noqa: B027
+        """It is handed to nobody else."""
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
@@ -108,7 +117,8 @@ class OneAtATime(ABC):
         """This process is well."""
 
     def restart(self) -> None:
-        raise AssertionError("this process cannot be lost but with the engine")
+        """Forget steps and requests, whatever state a failed step has left them in."""
+        self._begun.clear()
 
     def uses(self) -> list[Use]:
         return []

@@ -94,3 +94,5 @@ class Token(NamedTuple):
     token: int
     finish: FinishReason | None
     logprobs: Logprobs | None = None
+    error: str = ""
+    """Why the engine has lost the request, where it can say."""

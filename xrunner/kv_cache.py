@@ -53,6 +53,11 @@ class KvCache:
         self._owned[id_] = blocks
         return np.array(blocks, dtype=np.int32)
 
+    @property
+    def owners(self) -> list[int]:
+        """Those who own blocks."""
+        return list(self._owned)
+
     def blocks_of(self, id_: int) -> list[int]:
         """A request's blocks, in order."""
         return self._owned[id_]

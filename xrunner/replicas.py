@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Container, Sequence
 from queue import Empty, SimpleQueue
 
 from xgpt import policies
@@ -23,7 +21,10 @@ Outcome = list[Token] | StepRecord | Exception
 
 
 class Pools:
-    """What all replicas' pools hold together; `kv_blocks` are those that one request can have."""
+    """What all replicas' pools hold together; `kv_blocks` are those that one request can have.
+
+    Their own threads change them meanwhile, so only what is told at once is asked: sizes and membership.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -37,12 +38,16 @@ class Pools:
         return min(pool.kv_blocks for pool in self._pools)
 
     @property
+    def prompt_blocks(self) -> int:
+        return min(pool.prompt_blocks for pool in self._pools)
+
+    @property
     def block_size(self) -> int:
         return self._pools[0].block_size
 
     @property
-    def running(self) -> Mapping[int, Request]:
-        return ChainMap(*(pool.running for pool in self._pools))
+    def running(self) -> Container[int]:
+        return _AnyOf([pool.running for pool in self._pools])
 
     @property
     def num_running(self) -> int:
@@ -57,12 +62,8 @@ class Pools:
         return sum(pool.num_preemptions for pool in self._pools)
 
     @property
-    def waiting(self) -> list[Request]:
-        return [request for pool in self._pools for request in list(pool.waiting)]
-
-    @property
-    def encoding(self) -> Iterator[int]:
-        return chain.from_iterable(list(pool.encoding) for pool in self._pools)
+    def num_waiting(self) -> int:
+        return sum(pool.num_waiting for pool in self._pools)
 
     @property
     def is_idle(self) -> bool:
@@ -70,6 +71,16 @@ class Pools:
 
     def can_ever_fit(self, request: Request) -> bool:
         return all(pool.can_ever_fit(request) for pool in self._pools)
+
+
+class _AnyOf:
+    """Whether one of several contains something; unlike a ChainMap it never lists what they contain."""
+
+    def __init__(self, containers: Sequence[Container[int]]) -> None:
+        self._containers = containers
+
+    def __contains__(self, what: object) -> bool:
+        return any(what in container for container in self._containers)
 
 
 class Replicas:
@@ -113,6 +124,16 @@ class Replicas:
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
         self._listeners.append(on_step)
+
+    @property
+    def on_refused(self) -> Callable[[str], None]:
+        """See `Engine.on_refused`: called in the thread of the replica that keeps its plan."""
+        return self._engines[0].on_refused
+
+    @on_refused.setter
+    def on_refused(self, then: Callable[[str], None]) -> None:
+        for engine in self._engines:
+            engine.on_refused = then
 
     def apply(self, schedule: Schedule) -> None:
         """See `Engine.apply`: each goes over by itself. The number of replicas stays."""

@@ -16,7 +16,7 @@ from xgpt.policies import Chunk, Step
 from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
 from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch, usable_backends
 from xrunner.executor import OneAtATime
-from xrunner.generation import Generation
+from xrunner.generation import NO_TOKEN, Generation, Logprobs
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
 from xrunner.packed import layouts_of
@@ -147,6 +147,11 @@ class Worker(OneAtATime):
             self._free_rows.append(row)
             del self._prompts[id_]
 
+    def restart(self) -> None:
+        super().restart()
+        self.release(list(self._row))
+        self.cache.free([id_ for id_ in self.cache.owners if id_ >= 0])  # a request that a failure left half begun
+
     def tell(self, ids: Collection[int], tokens: Collection[int]) -> None:
         """What these requests generated last, where another stage has picked it."""
         self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
@@ -174,7 +179,7 @@ class Worker(OneAtATime):
         Args:
             has_read: `read` has come before.
         """
-        self.logprobs = {}
+        self.logprobs, self.failed = {}, {}
         tokens: dict[int, int] = {}
         if not has_read:
             self.read(step)
@@ -245,9 +250,27 @@ class Worker(OneAtATime):
             assert logits is not None, "the last stage alone is told how to choose"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
-            tokens, logprobs = self._sampler(logits, rows, self._context[rows])
+            try:
+                tokens, logprobs = self._sampler(logits, rows, self._context[rows])
+            except Exception:  # one of them is at fault, whatever it is
+                tokens, logprobs = self._one_by_one(logits, ids, rows)
         self.logprobs |= {ids[index]: value for index, value in logprobs.items()}
         return tokens
+
+    def _one_by_one(self, logits: Tensor, ids: list[int], rows: np.ndarray) -> tuple[np.ndarray, dict[int, Logprobs]]:
+        """Choose for each request apart; NO_TOKEN where that fails."""
+        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        logprobs: dict[int, Logprobs] = {}
+        for index, id_ in enumerate(ids):
+            row = slice(index, index + 1)
+            try:
+                tokens[row], of_row = self._sampler(logits[row], rows[row], self._context[rows[row]])
+            except Exception as error:
+                self.failed[id_] = f"no token can be chosen: {type(error).__name__}: {error}"
+            else:
+                if 0 in of_row:
+                    logprobs[index] = of_row[0]
+        return tokens, logprobs
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
         """The step as the model takes it; `rows` are those of its decodes, then of its chunks."""

@@ -12,7 +12,7 @@ from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, 
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime, WorkerLost
-from xrunner.generation import Generation
+from xrunner.generation import NO_TOKEN, Generation
 from xsimulator.events import replay
 
 BLOCKS, BLOCK_SIZE = 40, 4
@@ -145,3 +145,136 @@ def test_deadlines_and_order_outlive_a_loss() -> None:
 def test_workers_that_do_not_come_back_end_the_engine() -> None:
     with pytest.raises(MachineError, match="4 times within 60 s"):
         run("rra", Counting((3,), resumes=True, comes_back=False))
+
+
+class Poisoned(Counting):
+    """Steps fail that have a request whose next token is this."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__((), resumes=True)
+        self._token = token
+        self.num_restarts = 0
+
+    def execute(self, step: Step) -> dict[int, int]:
+        tokens = super().execute(step)
+        if self._token in tokens.values():
+            raise ValueError(f"{self._token} is bad luck")
+        return tokens
+
+    def restart(self) -> None:
+        super().restart()
+        self.num_restarts += 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if kind != "quantile"])
+def test_a_request_that_fails_its_steps_ends_alone(kind: str) -> None:
+    undisturbed, _, _ = run(kind, Counting((), resumes=True))
+    executor = Poisoned(7004)
+    log: list[StepRecord] = []
+    engine = Engine(SCHEDULES[kind](), executor, on_step=log.append)
+    rng = np.random.default_rng(4)
+    for id_ in reversed(range(20)):
+        size, output = int(rng.integers(1, 20)), int(rng.integers(1, 12))
+        id_ = 19 - id_
+        engine.submit(Generation(id_, (1000 * id_,) * size, 12, output_length=output if id_ != 7 else 12))
+    tokens: dict[int, list[int]] = {id_: [] for id_ in range(20)}
+    errors = {}
+    while (made := engine.step()) is not None or not engine.pool.is_idle:
+        for token in made or ():
+            if token.finish == "error":
+                errors[token.id] = token.error
+            else:
+                tokens[token.id].append(token.token)
+    assert errors == {7: "steps with it fail: ValueError: 7004 is bad luck"}
+    assert tokens[7] == [7001, 7002, 7003]
+    assert {id_: len(made) for id_, made in tokens.items() if id_ != 7} == {
+        id_: len(made) for id_, made in undisturbed.items() if id_ != 7
+    }
+    assert executor.num_restarts == 2
+    assert executor.running == {} and engine.pool.reserved_blocks == 0
+
+
+def test_a_request_that_cannot_be_handed_over_ends_alone() -> None:
+    class Strict(Counting):
+        def accept(self, generation: Generation) -> None:
+            if generation.max_output > 100:
+                raise OverflowError("can't serialize ints >= 2**64")
+
+    engine = Engine(SCHEDULES["orca"](), Strict((), resumes=True))
+    engine.submit(Generation(0, (1,), 2))
+    engine.submit(Generation(1, (2,), 101))
+    engine.submit(Generation(2, (3,) * 90, 90))
+    ended = {}
+    while (made := engine.step()) is not None:
+        ended |= {token.id: (token.finish, token.error) for token in made if token.finish}
+    assert ended[0] == ("length", "")
+    assert ended[1] == ("error", "it cannot be handed to a worker: OverflowError: can't serialize ints >= 2**64")
+    assert ended[2] == ("error", "it does not fit the K/V memory of the plan that runs now")
+
+
+def test_a_token_that_cannot_be_chosen_ends_its_request_alone() -> None:
+    class Choosy(Counting):
+        def execute(self, step: Step) -> dict[int, int]:
+            tokens = super().execute(step)
+            self.failed = {id_: "no token can be chosen" for id_, token in tokens.items() if token == 1003}
+            return tokens | dict.fromkeys(self.failed, NO_TOKEN)
+
+    engine = Engine(SCHEDULES["orca"](), executor := Choosy((), resumes=True))
+    for id_ in range(3):
+        engine.submit(Generation(id_, (1000 * id_,), 6))
+    tokens: dict[int, list[object]] = {id_: [] for id_ in range(3)}
+    while (made := engine.step()) is not None:
+        for token in made:
+            tokens[token.id].append(token.error or token.token)
+    assert tokens[1] == [1001, 1002, "no token can be chosen"]
+    assert tokens[0] == [1, 2, 3, 4, 5, 6] and len(tokens[2]) == 6
+    assert executor.running == {} and engine.pool.reserved_blocks == 0
+
+
+def two_lane_plans(*encode_blocks: int) -> list[Schedule]:
+    settings = [
+        TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=blocks, max_decode_batch=6, decode_batch=4.0)
+        for blocks in encode_blocks
+    ]
+    return [TwoLane(of_plan, Pool(BLOCKS, BLOCK_SIZE)) for of_plan in settings]
+
+
+def test_requests_that_another_plan_cannot_hold_end_when_it_comes() -> None:
+    """They stalled all behind them."""
+    before, then = two_lane_plans(8, 4)
+    executor = Counting((), resumes=True)
+    engine = Engine(before, executor, deploy=lambda schedule: executor)
+    for id_, length in enumerate((5, 30, 5, 30, 16, 17)):
+        engine.submit(Generation(id_, (1000 * id_,) * length, 3))
+    first = engine.step() or []
+    engine.apply(then)
+    ended = {token.id: token.finish for token in first if token.finish}
+    while (made := engine.step()) is not None:
+        ended |= {token.id: token.finish for token in made if token.finish}
+    assert set(ended) == set(range(6))
+    assert ended[3] == ended[5] == "error" and ended[2] == ended[4] == "length"
+
+
+def test_a_plan_that_cannot_be_deployed_is_gone_back_from() -> None:
+    before, then = two_lane_plans(8, 4)
+    deployed: list[Schedule] = []
+
+    def deploy(schedule: Schedule) -> Counting:
+        if schedule is then:
+            raise RuntimeError("can't allocate memory: you tried to allocate 2 TiB")
+        deployed.append(schedule)
+        return Counting((), resumes=True)
+
+    refused: list[str] = []
+    engine = Engine(before, Counting((), resumes=True), deploy=deploy)
+    engine.on_refused = refused.append
+    for id_ in range(4):
+        engine.submit(Generation(id_, (1000 * id_,) * 20, 3))
+    engine.step()
+    engine.apply(then)
+    ended = {}
+    while (made := engine.step()) is not None:
+        ended |= {token.id: token.finish for token in made if token.finish}
+    assert ended == dict.fromkeys(range(4), "length")
+    assert len(deployed) == 1 and refused == ["RuntimeError: can't allocate memory: you tried to allocate 2 TiB"]
+    assert not engine.is_emptying and engine.pool.prompt_blocks == 8

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +15,8 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
+from xrunner.server.metrics import Metrics
+from xrunner.suspects import EngineFailed
 
 
 def tokens_of(replicas: Replicas, num_requests: int) -> dict[int, list[int]]:
@@ -77,12 +82,31 @@ def test_each_goes_over_to_other_settings() -> None:
     replicas.close()
 
 
-def test_an_error_in_one_is_everybodys() -> None:
+def test_a_request_that_fails_in_one_ends_alone() -> None:
     replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(fail_at=3 if number else None)), 2)
     for id_ in range(4):
+        replicas.submit(
+            Generation(id_, (id_,), 2 if id_ < 3 else 9)
+        )  # 1 and 3 are the second replica's; 3 begins with 3
+    ended: dict[int, str | None] = {}
+    while len(ended) < 4:
+        ended |= {token.id: token.finish for token in replicas.step() or () if token.finish}
+        replicas.wait(0.01)
+    assert ended == {0: "length", 1: "length", 2: "length", 3: "error"}
+    assert replicas._load == [0, 0]
+    replicas.close()
+
+
+def test_an_engine_that_goes_on_failing_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collect(self: FakeExecutor) -> None:
+        raise RuntimeError("the device has gone")
+
+    monkeypatch.setattr(FakeExecutor, "collect", collect)
+    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor()), 2)
+    for id_ in range(8):
         replicas.submit(Generation(id_, (1,), 9))
-    with pytest.raises(RuntimeError, match="the device has gone"):
-        tokens_of(replicas, 4)
+    with pytest.raises(EngineFailed, match="4 steps have failed within 60 s, the last: RuntimeError: the device has"):
+        tokens_of(replicas, 8)
     replicas.close()
 
 
@@ -101,3 +125,43 @@ def test_a_replica_that_cannot_be_built_takes_the_others_down() -> None:
     with pytest.raises(MachineError, match="no such device"):
         Replicas(build, 2)
     assert closed == [1]
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns a thousand times as often as they do."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_what_others_ask_meanwhile_is_told_at_once(hasty: None) -> None:
+    """Listing what a replica's thread changed raised RuntimeError, which ended the engine."""
+    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(), max_batch=4), 2)
+    errors: list[Exception] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        metrics = Metrics(replicas, None)
+        while not stop.is_set():
+            try:
+                asyncio.run(metrics.render())
+                assert 10**9 not in replicas.pool.running
+            except Exception as error:
+                errors.append(error)
+                return
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    for id_ in range(600):
+        replicas.submit(Generation(id_, (id_,), 3))
+    try:
+        assert all(len(tokens) == 3 for tokens in tokens_of(replicas, 600).values())
+    finally:
+        stop.set()
+        for asker in askers:
+            asker.join()
+        replicas.close()
+    assert errors == []

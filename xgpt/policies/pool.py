@@ -99,6 +99,10 @@ class Pool:
         return added
 
     @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
     def num_running(self) -> int:
         return len(self.running)
 

@@ -43,6 +43,7 @@ class RemoteExecutor:
 
     def __init__(self, fleet: Fleet, deployment: Deployment) -> None:
         self.logprobs: dict[int, Logprobs] = {}
+        self.failed: dict[int, str] = {}
         self._fleet = fleet
         self._deployment = deployment
         self._lanes: tuple[str, ...] = tuple(dict.fromkeys(stage.lane for stage in deployment.stages))
@@ -152,6 +153,10 @@ class RemoteExecutor:
                 end.close()
             self._bell = None
 
+    def accept(self, generation: Generation) -> None:
+        """What cannot be written into a message shows now."""
+        m.encode(m.Beginning.of(generation))
+
     def start(self, generation: Generation) -> None:
         self._generations[generation.id] = generation
         self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation))
@@ -224,7 +229,7 @@ class RemoteExecutor:
 
     def _end(self, done: m.Done) -> tuple[Step, dict[int, int]]:
         step = self._under_way.pop(done.number)
-        self.logprobs = done.logprobs
+        self.logprobs, self.failed = done.logprobs, done.failed
         tokens = dict(zip(done.ids, done.tokens, strict=True))
         self._last |= {id_: token for id_, token in tokens.items() if id_ in self._generations}
         if self._decoder_start is not None and step.lane == "encode":
@@ -235,7 +240,7 @@ class RemoteExecutor:
         step = self._under_way.pop(number)
         del self._moved[number]
         self._pending["encode"].release.extend(step.transfer)
-        self.logprobs = {}
+        self.logprobs, self.failed = {}, {}
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:

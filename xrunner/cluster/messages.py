@@ -193,6 +193,7 @@ class Done(_Message):
     ids: list[int]
     tokens: list[int]
     logprobs: dict[int, Logprobs]
+    failed: dict[int, str]
 
 
 class HasRead(_Message):

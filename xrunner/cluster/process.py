@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from xgpt.errors import XgptError
+from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Chunk, Step
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -182,6 +182,10 @@ class Executing:
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
+        except (RuntimeError, MemoryError) as error:  # as torch says that memory is not there, or a peer is not
+            reason = f"{type(error).__name__}: {error}"
+            self._engine.send(m.encode(m.Loaded(self._number, 0.0, reason, MachineError.exit_code)))
+            return
         self._engine.send(m.encode(m.Loaded(self._number, time.perf_counter() - started)))
 
     def _build(self, deployment: Deployment, answers_to: str) -> None:
@@ -257,7 +261,7 @@ class Executing:
         tokens = worker.execute(step, has_read=work.has_read)
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
-            done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs)
+            done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs, worker.failed)
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:

@@ -13,8 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xgpt.errors import MachineError
+from xgpt.errors import XgptError
 from xgpt.observation import Seen
+from xgpt.policies import Request
 from xgpt.schema.step_log import ANYONE, Account, StepRecord
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.backlog import Backlog
@@ -97,7 +98,7 @@ class EngineThread:
         self.watch = watch
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
-        self.fatal: MachineError | None = None
+        self.fatal: XgptError | None = None
         """What nobody here can mend: the server is to end with it."""
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
@@ -122,6 +123,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         if self.watch is not None:
             self.watch.start(self._engine.go_over_to)
+            self._engine.on_refused = self._go_back
         self._running = self._thread.submit(self._run)
 
     async def stop(self) -> None:
@@ -135,6 +137,24 @@ class EngineThread:
     def capacity(self) -> int:
         """Tokens that the K/V pool holds: prompt and output of a request that is alone."""
         return self._engine.pool.kv_blocks * self._engine.pool.block_size
+
+    def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
+        """See whether the plan that runs can ever execute a request with so many prompt tokens.
+
+        Raises:
+            ApiError: 400, it would wait for ever, and all others behind it.
+        """
+        pool = self._engine.pool
+        request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
+        if not pool.can_ever_fit(request):
+            most = pool.prompt_blocks * pool.block_size
+            raise ApiError(
+                400,
+                f"prompt: {num_tokens} tokens and max_tokens {allowance.max_output} are more than the plan's stages "
+                f"hold of one request, {most} where prompts are encoded; send fewer",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -257,10 +277,11 @@ class EngineThread:
         self._backlog.leave(stream.id)
         self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
         self.metrics.requests.labels("failed").inc()
-        if token.token == NO_TOKEN:
+        if token.token == NO_TOKEN and not token.error:
             error = ApiError(500, NOT_FINITE, code="not_finite")
         else:
-            error = ApiError(500, "the engine could not go on with this request", code="engine_error")
+            why = token.error and f": {token.error}"
+            error = ApiError(500, f"the engine could not go on with this request{why}", code="engine_error")
         stream.inbox.put_nowait(error)
 
     def _end(self, stream: Stream) -> None:
@@ -275,6 +296,11 @@ class EngineThread:
         for id_, _, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)
+
+    def _go_back(self, reason: str) -> None:
+        """In the engine's thread."""
+        if self.watch is not None:
+            self._loop.call_soon_threadsafe(self.watch.go_back, reason)
 
     def _note(self, record: StepRecord) -> None:
         """In the engine's thread."""
@@ -295,7 +321,7 @@ class EngineThread:
         except Exception as error:
             # Whatever it was, the requests that wait for this thread must learn that it is over.
             reason = f"the engine has failed: {type(error).__name__}: {error}"
-            self.fatal = error if isinstance(error, MachineError) else None
+            self.fatal = error if isinstance(error, XgptError) else XgptError(reason)
             logger.error(reason)
             logger.debug("traceback", exc_info=True)
             self._loop.call_soon_threadsafe(self._fail, reason)

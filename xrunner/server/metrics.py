@@ -81,7 +81,7 @@ class Metrics:
             registry=registry,
         )
         self._gauge("xgpt_requests_running", "Requests that hold a slot.", lambda: engine.pool.num_running)
-        self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: len(engine.pool.waiting))
+        self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: engine.pool.num_waiting)
         self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sized
+from collections.abc import Callable, Container
 from typing import Protocol
 
+from xgpt.policies import Request
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.executor import Use
@@ -12,7 +13,9 @@ from xrunner.generation import Generation, Token
 
 
 class ServedPool(Protocol):
-    """The requests that an engine has, and their K/V memory; read from any thread.
+    """The requests that an engine has, and their K/V memory; read from any thread while others change it.
+
+    So nothing here is iterated over: sizes and membership alone are told at once.
 
     Attributes:
         kv_blocks: those that one request can have, of `block_size` tokens each.
@@ -24,15 +27,21 @@ class ServedPool(Protocol):
     @property
     def block_size(self) -> int: ...
     @property
+    def prompt_blocks(self) -> int:
+        """Those that one request can have where prompts are encoded."""
+
+    @property
     def running(self) -> Container[int]: ...
     @property
-    def waiting(self) -> Sized: ...
+    def num_waiting(self) -> int: ...
     @property
     def num_running(self) -> int: ...
     @property
     def reserved_blocks(self) -> int: ...
     @property
     def num_preemptions(self) -> int: ...
+    def can_ever_fit(self, request: Request) -> bool:
+        """Whether it could run if it were alone."""
 
 
 class ServedEngine(Protocol):
@@ -43,6 +52,9 @@ class ServedEngine(Protocol):
     @property
     def is_emptying(self) -> bool:
         """Whether nobody enters until another plan has been deployed."""
+
+    on_refused: Callable[[str], None]
+    """Called with the reason, from any thread, where another plan could not be followed and the one before is."""
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
         """Have further steps reported, in the thread that calls `step`."""

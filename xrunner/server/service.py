@@ -155,14 +155,19 @@ class Service:
         prompts: list[list[int]],
         writer: type[CompletionWriter | ChatWriter],
     ) -> Answer:
-        capacity = self._engine_thread.capacity
+        engine_thread, capacity = self._engine_thread, self._engine_thread.capacity
         watch = self._engine_thread.watch
         rule = self._limits.output_rule(None if watch is None else watch.plan)
         info: RequestInfo = http.scope["xgpt"]
+        checked = [
+            Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule)) for tokens in prompts
+        ]
+        for prompt in checked:
+            engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
         return Answer(
-            self._engine_thread,
+            engine_thread,
             request,
-            [Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule)) for tokens in prompts],
+            checked,
             writer(
                 request.model,
                 int(time.time()),

@@ -40,6 +40,10 @@ class Watch:
         self._observer = Observer(plan)
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
+        self._before: Plan | None = None
+        """The plan before the running one, should that not be deployed."""
+        self._refused: list[tuple[object, object]] = []
+        """Settings and stages of plans that could not be."""
         self._judging: asyncio.Task[None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
@@ -105,6 +109,20 @@ class Watch:
         """The running plan is another one from now on."""
         self._observer.go_over_to(plan)
 
+    def go_back(self, reason: str) -> None:
+        """The engine could not follow the plan that was last gone over to: the one before runs on.
+
+        The same plan is not tried again.
+        """
+        before, refused = self._before, self.plan
+        if before is None or self._apply is None:
+            return
+        self._before = None
+        self._refused.append((refused.policy, refused.stages))
+        self._observer.go_over_to(before)
+        self._apply(before)  # replicas that could follow go back, too
+        logger.error("the plan before runs on", extra={"fields": {"reason": reason}})
+
     def _look(self) -> None:
         if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):
             return
@@ -123,9 +141,11 @@ class Watch:
             if observation is None:
                 return
             decision, plan = await planner.propose(self.plan, observation)
+            if plan is not None and (plan.policy, plan.stages) in self._refused:
+                logger.warning("a plan that could not be deployed before is not tried again")
+                return
             if plan is not None:
-                assert self._apply is not None
-                await asyncio.to_thread(self._apply, plan)
+                await self._go_over(plan)
         except XgptError as error:
             logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
             return
@@ -133,12 +153,22 @@ class Watch:
             # Whatever it was, what is served goes on.
             logger.error("re-planning failed", extra={"fields": {"reason": repr(error)}})
             return
-        if plan is not None:
-            self.go_over_to(plan)
         self.history.append(decision)
         self.on_decision(decision)
         fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
+
+    async def _go_over(self, plan: Plan) -> None:
+        """The engine may say that it cannot before it is asked whether it can: both must know of the plan by then."""
+        assert self._apply is not None
+        self._before = before = self.plan
+        self.go_over_to(plan)
+        try:
+            await asyncio.to_thread(self._apply, plan)
+        except BaseException:
+            self._before = None
+            self.go_over_to(before)
+            raise
 
 
 class Recent:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xgpt.io import dump_json
+from xgpt.policies import Request
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.executor import Use
@@ -36,6 +37,18 @@ class Inside:
         self.running: dict[int, None] = {}
         self._taken: dict[int, tuple[int, int]] = {}
         """Blocks set aside and preemptions, by engine core."""
+
+    @property
+    def prompt_blocks(self) -> int:
+        return self.kv_blocks
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def can_ever_fit(self, request: Request) -> bool:
+        """vLLM's memory holds it alone."""
+        return -(-request.longest // self.block_size) <= self.kv_blocks
 
     @property
     def num_running(self) -> int:
@@ -94,6 +107,7 @@ class VllmEngine:
 
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
         self._listeners = [] if on_step is None else [on_step]
+        self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
         self._asked = plan
         self._next: Plan | None = None

@@ -12,6 +12,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +120,7 @@ class WaaEngine:
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
         check_waa(plan)
         self._listeners = [] if on_step is None else [on_step]
+        self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
         self._schedule = policies.build(plan)
         self._inside: dict[int, _Inside] = {}

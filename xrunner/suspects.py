@@ -1,0 +1,89 @@
+"""Which request is at fault where a step fails, and when failures are too many to go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Generic, TypeVar
+
+from xgpt.errors import XgptError
+
+FAILURES = 3
+PERIOD_S = 60.0
+"""More failed steps in so short a time are no accident: the engine gives up."""
+
+T = TypeVar("T")
+
+
+class EngineFailed(XgptError):
+    """Steps go on failing, whatever is executed."""
+
+
+class Suspects(Generic[T]):
+    """The requests of a step that has failed.
+
+    They are encoded again one after the other, each once the one before has made the token at which the step failed.
+    So a step that then fails has one of them, and that one is at fault.
+    """
+
+    def __init__(self) -> None:
+        self._failures: list[float] = []
+        self._suspected: set[int] = set()
+        self._held: dict[int, T] = {}
+        self._tried: int | None = None
+        """The one that has been let in."""
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def fail(self, error: Exception, under_way: Collection[int]) -> int | None:
+        """A step has failed while these requests had steps under way. Returns the one at fault, where it is known.
+
+        Raises:
+            EngineFailed: too many have failed of late.
+        """
+        now_s = time.monotonic()
+        self._failures = [then_s for then_s in self._failures if now_s - then_s < PERIOD_S]
+        if len(self._failures) >= FAILURES:
+            last = f"{type(error).__name__}: {error}"
+            raise EngineFailed(f"{FAILURES + 1} steps have failed within {PERIOD_S:.0f} s, the last: {last}") from error
+        self._failures.append(now_s)
+        culprit = self._tried if self._tried in under_way else None
+        if culprit is None and len(under_way) == 1 and self._suspected.issuperset(under_way):
+            (culprit,) = under_way
+        if culprit is None:
+            self._suspected.update(under_way)
+        return culprit
+
+    def hold(self, id_: int, request: T) -> bool:
+        """Keep a suspect back; False where it is none."""
+        if id_ in self._suspected:
+            self._held[id_] = request
+        return id_ in self._suspected
+
+    def recall(self) -> list[T]:
+        """All that are held, no longer so: workers have been lost."""
+        held = list(self._held.values())
+        self._held.clear()
+        self._tried = None
+        return held
+
+    def next(self) -> T | None:
+        """The next one to let in, if it is its turn."""
+        if self._tried is not None or not self._held:
+            return None
+        self._tried = next(iter(self._held))
+        return self._held.pop(self._tried)
+
+    def clear(self, sampled: Collection[int]) -> None:
+        """These requests have made a token."""
+        if self._tried in sampled:
+            self.forget(self._tried)
+
+    def forget(self, id_: int | None) -> bool:
+        """A request is gone, or free of suspicion. Returns whether it was held."""
+        if id_ == self._tried:
+            self._tried = None
+        if id_ is not None:
+            self._suspected.discard(id_)
+        return self._held.pop(id_, None) is not None  # type: ignore[arg-type]
