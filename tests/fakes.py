@@ -63,13 +63,15 @@ class FakeExecutor(OneAtATime):
     Args:
         step_s: seconds that a step takes.
         fail_at: a token whose coming raises RuntimeError instead.
+        comes_back: whether it can go on afterwards.
     """
 
-    def __init__(self, step_s: float = 0.0, fail_at: int | None = None) -> None:
+    def __init__(self, step_s: float = 0.0, fail_at: int | None = None, comes_back: bool = False) -> None:
         super().__init__()
         self.running: dict[int, Generation] = {}
         self._step_s = step_s
         self._fail_at = fail_at
+        self._comes_back = comes_back
         self._next: dict[int, int] = {}
         self.logprobs: dict[int, Logprobs] = {}
 
@@ -92,6 +94,11 @@ class FakeExecutor(OneAtATime):
             for id_, n in asking.items()
         }
         return tokens
+
+    def restart(self) -> None:
+        if not self._comes_back:
+            raise RuntimeError("the device has gone")
+        super().restart()
 
     def release(self, ids: Collection[int]) -> None:
         for id_ in ids:

@@ -30,7 +30,7 @@ class Executor(Protocol):
 
     Attributes:
         logprobs: of the last step's tokens, for the requests that ask for them.
-        failed: why no token could be chosen (NO_TOKEN), of the last step's requests, where that is not for their logits.
+        failed: why no token (NO_TOKEN) was chosen for some of the last step's requests, where logits do not say it.
         resumes: whether what a request has generated can be encoded with its prompt.
     """
 

@@ -83,11 +83,11 @@ def test_each_goes_over_to_other_settings() -> None:
 
 
 def test_a_request_that_fails_in_one_ends_alone() -> None:
-    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(fail_at=3 if number else None)), 2)
-    for id_ in range(4):
-        replicas.submit(
-            Generation(id_, (id_,), 2 if id_ < 3 else 9)
-        )  # 1 and 3 are the second replica's; 3 begins with 3
+    replicas = Replicas(
+        lambda number, on_step: fake_engine(FakeExecutor(fail_at=3 if number else None, comes_back=True)), 2
+    )
+    for id_ in range(4):  # 1 and 3 are the second replica's
+        replicas.submit(Generation(id_, (id_,), 2))
     ended: dict[int, str | None] = {}
     while len(ended) < 4:
         ended |= {token.id: token.finish for token in replicas.step() or () if token.finish}
@@ -102,7 +102,7 @@ def test_an_engine_that_goes_on_failing_ends_all(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("the device has gone")
 
     monkeypatch.setattr(FakeExecutor, "collect", collect)
-    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor()), 2)
+    replicas = Replicas(lambda number, on_step: fake_engine(FakeExecutor(comes_back=True)), 2)
     for id_ in range(8):
         replicas.submit(Generation(id_, (1,), 9))
     with pytest.raises(EngineFailed, match="4 steps have failed within 60 s, the last: RuntimeError: the device has"):

@@ -253,20 +253,35 @@ def test_disconnect_within_the_body_is_no_error(url: str, caplog: pytest.LogCapt
     assert caplog.records == []
 
 
-def test_a_crash_is_visible(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crash_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """A supervisor starts it anew; answering 500 for ever helps nobody."""
     with running(fake_app(fake_engine(FakeExecutor(fail_at=20)))) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, trust_env=False) as response:
             begun = response.read().decode()
         assert response.status_code == 200
         assert json.loads(begun.split("data: ")[-1])["error"]["type"] == "server_error"
-        health = get(url, "/health")
-        assert health.status_code == 503
-        assert health.json()["error"]["message"] == "the engine has failed: RuntimeError: the device has gone"
-        for stream in (False, True):
-            late = post(url, stream=stream)
-            assert late.status_code == 500
-            assert "the device has gone" in late.json()["error"]["message"]
-    assert [record.getMessage() for record in caplog.records] == [health.json()["error"]["message"]]
+
+        def is_gone() -> bool:
+            try:
+                get(url, "/health")
+            except httpx.ConnectError:
+                return True
+            return False
+
+        assert eventually(is_gone)
+    assert caplog.records[-1].getMessage() == "the engine has failed: RuntimeError: the device has gone"
+
+
+def test_a_request_that_fails_its_steps_fails_alone() -> None:
+    engine = fake_engine(FakeExecutor(step_s=0.001, fail_at=20, comes_back=True))
+    with running(fake_app(engine)) as url, ThreadPoolExecutor() as threads:
+        asked = [threads.submit(post, url, prompt=[first], max_tokens=9) for first in (1, 15, 30, 45, 60)]
+        statuses = [future.result().status_code for future in asked]
+        assert statuses == [200, 500, 200, 200, 200]
+        failed = asked[1].result().json()["error"]
+        assert (failed["code"], failed["type"]) == ("engine_error", "server_error")
+        assert "steps with it fail: RuntimeError: the device has gone" in failed["message"]
+        assert get(url, "/health").status_code == 200
 
 
 def test_tokens_before_a_crash_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
