@@ -166,3 +166,17 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
     for of in (first, second):
         reference = plan.profile.model_copy(update={"sha256": sha256(of), "source": "measured"})
         assert profiles.profile_of(plan.model_copy(update={"profile": reference})) == of
+
+
+def test_times_too_short_to_measure_are_shown(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model so small that attention, embedding and head take all of a step."""
+    computed = analytic.profile
+
+    def instant(*of: Any) -> Profile:
+        profile = computed(*of)
+        layers = tuple(layer.model_copy(update={"rest": layer.rest.times(0)}) for layer in profile.layers)
+        return profile.model_copy(update={"layers": layers})
+
+    monkeypatch.setattr(analytic, "profile", instant)
+    ran = xgpt("profile", *PROBLEM[:4])
+    assert ran.code == 0 and "tokens/s" in ran.out

@@ -73,7 +73,7 @@ def command(
         return
     layer, num_layers = profile.layers[0], spec.num_layers
     rows = [
-        [str(n), f"{1000 * num_layers * s:.2f}", f"{n / (num_layers * s):.0f}"]
+        [str(n), f"{1000 * num_layers * s:.2f}", f"{n / (num_layers * s):.0f}" if s else "-"]
         for n, s in zip(layer.rest.points, layer.rest.seconds, strict=True)
     ]
     render.show(
