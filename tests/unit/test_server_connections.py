@@ -198,3 +198,24 @@ def test_a_failing_request_is_one_failing_request(url: str, monkeypatch: pytest.
         client.sendall(post(completion()) + HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         answer = read_all(client)
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"500", b"200"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_holds_also_where_nobody_reads(stream: bool) -> None:
+    engine = fake_engine(FakeExecutor(step_s=0.002), max_batch=64)
+    with running(fake_app(engine)) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        body = completion(prompt=[[1]] * 1000, max_tokens=40, logprobs=20, deadline_s=2, stream=stream)
+        begin_s = time.monotonic()
+        client.sendall(post(body))
+        assert eventually(lambda: bool(engine.pool.running))
+        while engine.pool.running and time.monotonic() < begin_s + 10:
+            time.sleep(0.02)
+        assert time.monotonic() - begin_s < 3.5
+        time.sleep(1.5)
+        answer = read_all(client)
+    # A whole answer's 504 fits into any buffer; of a stream nobody has read the end.
+    assert status(answer) == (200 if stream else 504)
+    assert not answer.endswith(b"0\r\n\r\n")

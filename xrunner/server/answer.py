@@ -6,20 +6,28 @@ import asyncio
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from xrunner.generation import Token
+from xrunner.server.choices import Choice
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream
-from xrunner.server.info import RequestInfo
+from xrunner.server.info import ABORT, RequestInfo
 from xrunner.server.limits import Limits
 from xrunner.server.protocol import Allowance, ApiError, GenerationRequest, parse_deadline
 from xrunner.server.quota import Quota
-from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
-from xrunner.server.writers import ChoiceResult, Delta, TokenReport, Writer
+from xrunner.server.text import TextCodec
+from xrunner.server.writers import Delta, Writer
+
+LAST_WORDS_S = 1.0
+"""For a client to take in that its answer has been broken off."""
+TOKENS_AT_ONCE = 64
+"""Tokens made into text, and BYTES_AT_ONCE bytes written, before other requests have their turn."""
+BYTES_AT_ONCE = 64 << 10
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the choices of a prompt: far enough that another request's seed does not meet them."""
@@ -61,7 +69,7 @@ class Answer(Response):
         self._end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._streams: dict[int, Stream] = {}
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, Choice] = {}
         self._num_running = 0
         self._inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())
@@ -85,22 +93,32 @@ class Answer(Response):
             await asyncio.wait((answer, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not (answer.done() or gone.done()):
                 left = "timeout" if self._is_timeout else "deadline"
-                self._inbox.put_nowait(self._late("the answer was not complete"))
-                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                await self._break_off(left, self._late("the answer was not complete"), answer, gone)
             if answer.done():
                 answer.result()
         except asyncio.CancelledError:
             # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
             left = "shutdown"
-            self._inbox.put_nowait(ApiError(503, "the server is shutting down", code="shutting_down"))
-            await answer
+            ended = ApiError(503, "the server is shutting down", code="shutting_down")
+            await self._break_off(left, ended, answer, gone)
         finally:
+            if not (answer.done() or gone.done()) and (abort := scope.get(ABORT)):
+                abort()  # the client does not read even that it is over
             answer.cancel()
             gone.cancel()
-            for stream in self._streams.values():
-                self._engine_thread.cancel(stream, finish_reason=left)
+            self._take_out(left)
             self._note(left)
             self._quota.settle(self._num_prompt_tokens + self._num_output_tokens)
+
+    async def _break_off(self, left: str, error: ApiError, *ends: asyncio.Future[None]) -> None:
+        """Take the outputs out of the engine, and let the client learn why, if it reads."""
+        self._take_out(left)
+        self._inbox.put_nowait(error)
+        await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+
+    def _take_out(self, left: str) -> None:
+        for stream in self._streams.values():
+            self._engine_thread.cancel(stream, finish_reason=left)
 
     def _note(self, left: str) -> None:
         """What the log tells of this answer."""
@@ -144,10 +162,13 @@ class Answer(Response):
                     read_s=self._info.read_s,
                     inbox=self._inbox,
                     promise=promise,
-                    hold=not (self._request.stream or self._request.stops),
+                    # Log probabilities take far less memory as they are written than as they come.
+                    hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
                 )
                 self._streams[stream.id] = stream
-                self._choices[stream.id] = _Choice(len(self._choices), self._request, self._codec, self._stop_token_ids)
+                self._choices[stream.id] = Choice(
+                    len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer
+                )
         self._num_running = len(self._choices)
 
     @property
@@ -164,7 +185,7 @@ class Answer(Response):
     @property
     def _num_output_tokens(self) -> int:
         """That have come so far."""
-        return sum(len(choice.token_ids) for choice in self._choices.values())
+        return sum(choice.num_tokens for choice in self._choices.values())
 
     def _check_room(self, num_outputs: int) -> Promise | None:
         """What is promised of these.
@@ -199,7 +220,11 @@ class Answer(Response):
         choice = self._choices[id_]
         if choice.finish:
             return []
-        deltas = [choice.push(token) for token in tokens]
+        deltas = []
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            deltas += [choice.push(token) for token in tokens[start : start + TOKENS_AT_ONCE]]
         if choice.finish:
             self._num_running -= 1
             if tokens[-1].finish is None:
@@ -208,15 +233,32 @@ class Answer(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            num_tokens = 0
             while self._num_running:
-                await self._next()
+                num_tokens += len(await self._next())
+                if num_tokens >= TOKENS_AT_ONCE:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        results = [choice.result() for choice in self._choices.values()]
-        body = self._writer.whole(results, self._num_prompt_tokens, self._timings())
         sampled_s = max(stream.last_token_s for stream in self._streams.values())
-        await Response(body, media_type="application/json")(scope, receive, send)
+        pieces: deque[bytes] = deque()
+        for piece in self._writer.whole(list(self._choices.values()), self._num_prompt_tokens, self._timings()):
+            pieces.append(piece)
+            if len(piece) > BYTES_AT_ONCE:
+                await asyncio.sleep(0)
+        size = str(sum(map(len, pieces))).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", size)]
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
+        while pieces:
+            piece = pieces.popleft()
+            while len(piece) < BYTES_AT_ONCE and pieces:
+                piece += pieces.popleft()
+            for start in range(0, len(piece), BYTES_AT_ONCE):
+                await _send_body(send, piece[start : start + BYTES_AT_ONCE], more=True)
+                await asyncio.sleep(0)
+        await _send_body(send, b"", more=False)
         self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,9 +267,9 @@ class Answer(Response):
         num_tokens = 0
         failure: ApiError | None = None
         while self._num_running and failure is None:
-            # All that has come meanwhile goes into one write, also where a failure came behind it.
+            # What has come meanwhile goes into one write, also where a failure came behind it.
             chunks: list[bytes] = []
-            while not chunks or (self._num_running and not self._inbox.empty()):
+            while not chunks or (self._num_running and not self._inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:
                     deltas = await self._next()
                 except ApiError as error:
@@ -246,6 +288,8 @@ class Answer(Response):
                 has_begun = True
                 await send(_EVENT_STREAM_HEAD)
             await _send_body(send, b"".join(chunks), more=bool(self._num_running))
+            if not self._inbox.empty():
+                await asyncio.sleep(0)
             self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         if failure is not None:
             if has_begun:
@@ -279,52 +323,6 @@ class Answer(Response):
             "ttft_s": max(s.first_token_s - s.submitted_s for s in streams),
             "total_s": max(s.last_token_s - s.submitted_s for s in streams),
         }
-
-
-class _Choice:
-    """What has come of one output."""
-
-    def __init__(
-        self, index: int, request: GenerationRequest, codec: TextCodec | None, stop_token_ids: frozenset[int]
-    ) -> None:
-        self.finish: str | None = None
-        self.token_ids: list[int] = []
-        self._index = index
-        self._codec = codec
-        self._stop_token_ids = stop_token_ids
-        self._detokenizer = Detokenizer(codec)
-        self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
-        self._texts: list[str] = []
-        self._num_chars = 0
-        self._reports: list[TokenReport] = []
-
-    def push(self, token: Token) -> Delta:
-        """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
-        self.token_ids.append(token.token)
-        report = self._report(token)
-        piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
-        if token.finish is not None:
-            piece += self._detokenizer.flush()
-        text, is_stopped = self._stops.push(piece)
-        self.finish = "stop" if is_stopped else token.finish
-        if self.finish is not None and not is_stopped:
-            text += self._stops.flush()
-        self._texts.append(text)
-        self._num_chars += len(text)
-        return Delta(self._index, text, token.token, self.finish, report, len(self.token_ids) == 1)
-
-    def result(self) -> ChoiceResult:
-        """Of a choice that has ended."""
-        assert self.finish is not None
-        return ChoiceResult("".join(self._texts), self.token_ids, self.finish, self._reports)
-
-    def _report(self, token: Token) -> TokenReport | None:
-        if token.logprobs is None:
-            return None
-        top = [(token_text(self._codec, id_), value) for id_, value in token.logprobs.top]
-        report = TokenReport(token_text(self._codec, token.token), token.logprobs.chosen, self._num_chars, top)
-        self._reports.append(report)
-        return report
 
 
 _EVENT_STREAM_HEAD = {

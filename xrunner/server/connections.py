@@ -11,7 +11,7 @@ import socket
 from collections import OrderedDict
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from xgpt.errors import MachineError
 from xrunner.server.access import OPEN_PATHS
 from xrunner.server.answer import error_response
+from xrunner.server.info import ABORT
 from xrunner.server.protocol import ApiError
 
 HEAD_TIMEOUT_S = 10.0
@@ -228,6 +229,11 @@ class Protocol(H11Protocol):
             self.transport.abort()
             return
         self._note_phase()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            cast(Scope, self.scope)[ABORT] = self.transport.abort
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """A client that sends no more may still read its answers (over TLS it may not: asyncio closes)."""

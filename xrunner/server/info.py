@@ -8,6 +8,9 @@ from typing import Any
 from xrunner.server.keys import NO_KEY, Key
 from xrunner.server.quota import Quota
 
+ABORT = "xgpt.abort"
+"""In a request's scope: breaks the connection off, whatever has not been sent yet."""
+
 
 @dataclass(slots=True)
 class RequestInfo:

@@ -32,6 +32,8 @@ from xrunner.server.writers import ChatWriter, CompletionWriter
 
 MAX_OUTPUTS = 1024
 """Prompts times choices of one request, at most."""
+MAX_VALUES = 1 << 20
+"""Tokens, and log probabilities beside them, of one answer: as JSON about 60 MB."""
 MAX_VARIABLES_BYTES = 64 << 10
 """Of chat_template_kwargs, as JSON."""
 
@@ -164,6 +166,13 @@ class Service:
         ]
         for prompt in checked:
             engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
+        num_tokens = request.num_choices * sum(prompt.allowance.max_output for prompt in checked)
+        if (num_values := num_tokens * (1 + (request.num_logprobs or 0))) > MAX_VALUES:
+            refuse(
+                "max_tokens",
+                f"{num_tokens} output tokens of all choices, {num_values} values with log probabilities, are more than "
+                f"one answer's {MAX_VALUES}; lower max_tokens, n or logprobs, or send several requests",
+            )
         return Answer(
             engine_thread,
             request,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -61,6 +62,7 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     return TextCodec(tokenizer, load_chat_template(checkpoint))
 
 
+@lru_cache(maxsize=1 << 16)
 def token_text(codec: TextCodec | None, token: int) -> str:
     """How a single token is shown beside its log probability."""
     return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from xrunner.server.text import REPLACEMENT
+
+if TYPE_CHECKING:
+    from xrunner.server.choices import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +50,6 @@ class Delta:
     is_first: bool
 
 
-@dataclass(slots=True)
-class ChoiceResult:
-    """A choice that has ended."""
-
-    text: str
-    token_ids: list[int]
-    finish: str
-    reports: list[TokenReport]
-
-
 class Writer(ABC):
     """Renders one answer; most of a stream's chunk is the same bytes each time.
 
@@ -67,6 +61,8 @@ class Writer(ABC):
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    logprobs_rest: ClassVar[dict[str, Any]] = {}
+    """What else the member `logprobs` holds."""
 
     def __init__(self, model: str, created: int, *, include_usage: bool, continuous: bool = False) -> None:
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": "", "created": created, "model": model}
@@ -85,13 +81,15 @@ class Writer(ABC):
         """The member of a whole choice that holds its text."""
 
     @abstractmethod
-    def logprobs(self, reports: list[TokenReport]) -> dict[str, Any]:
-        """The member `logprobs` of a choice."""
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        """What a token adds to each of the lists in the member `logprobs` of a choice."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt_tokens: int, num_tokens: int) -> bytes:
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
-        logprobs = "null" if delta.report is None else msgspec.json.encode(self.logprobs([delta.report])).decode()
+        logprobs = "null"
+        if delta.report is not None:
+            logprobs = LogprobsJson(self, delta.report).render().decode()
         reason = f'"{delta.finish}"' if delta.finish else "null"
         tail = self._tail
         if self._continuous:
@@ -109,21 +107,43 @@ class Writer(ABC):
         last = {"object": self.chunk_object, "choices": [], "usage": _usage(prompt_tokens, completion_tokens)}
         return b"data: " + msgspec.json.encode(self._envelope | last) + b"\n\ndata: [DONE]\n\n"
 
-    def whole(self, choices: list[ChoiceResult], prompt_tokens: int, timings: dict[str, float]) -> bytes:
-        """The answer of a request that is no stream."""
-        rendered = [
-            {
+    def whole(self, choices: Sequence[Choice], prompt_tokens: int, timings: dict[str, float]) -> Iterator[bytes]:
+        """The answer of a request that is no stream, piece by piece."""
+        yield msgspec.json.encode(self._envelope | {"object": self.whole_object})[:-1] + b',"choices":['
+        num_tokens = 0
+        for index, choice in enumerate(choices):
+            num_tokens += choice.num_tokens
+            rendered = {
                 "index": index,
                 **self.text(choice.text),
                 "token_ids": choice.token_ids,
-                "logprobs": self.logprobs(choice.reports) if choice.reports else None,
+                "logprobs": choice.logprobs and msgspec.Raw(choice.logprobs.render()),
                 "finish_reason": choice.finish,
             }
-            for index, choice in enumerate(choices)
-        ]
-        usage = _usage(prompt_tokens, sum(len(choice.token_ids) for choice in choices))
-        body = {"object": self.whole_object, "choices": rendered, "usage": usage, "xgpt": timings}
-        return msgspec.json.encode(self._envelope | body)
+            yield (b"," if index else b"") + msgspec.json.encode(rendered)
+        usage = msgspec.json.encode(_usage(prompt_tokens, num_tokens))
+        yield b'],"usage":' + usage + b',"xgpt":' + msgspec.json.encode(timings) + b"}"
+
+
+class LogprobsJson:
+    """The member `logprobs` of a choice, as it will be written: a tenth of what the numbers take."""
+
+    def __init__(self, writer: Writer, *reports: TokenReport) -> None:
+        self._writer = writer
+        self._lists: dict[str, bytearray] = {}
+        for report in reports:
+            self.add(report)
+
+    def add(self, report: TokenReport) -> None:
+        for name, item in self._writer.logprobs(report).items():
+            written = self._lists.setdefault(name, bytearray(b"["))
+            if len(written) > 1:
+                written += b","
+            written += msgspec.json.encode(item)
+
+    def render(self) -> bytes:
+        lists: dict[str, Any] = {name: msgspec.Raw(bytes(written) + b"]") for name, written in self._lists.items()}
+        return msgspec.json.encode(lists | self._writer.logprobs_rest)
 
 
 class CompletionWriter(Writer):
@@ -136,13 +156,13 @@ class CompletionWriter(Writer):
     def text(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, reports: list[TokenReport]) -> dict[str, Any]:
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
         return {
-            "tokens": [report.text for report in reports],
-            "token_logprobs": [report.logprob for report in reports],
+            "tokens": report.text,
+            "token_logprobs": report.logprob,
             # Tokens that read the same (pieces of characters) share an entry: the most probable one's.
-            "top_logprobs": [dict(reversed(report.top)) if report.top else None for report in reports],
-            "text_offset": [report.offset for report in reports],
+            "top_logprobs": dict(reversed(report.top)) if report.top else None,
+            "text_offset": report.offset,
         }
 
 
@@ -150,6 +170,7 @@ class ChatWriter(Writer):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    logprobs_rest: ClassVar[dict[str, Any]] = {"refusal": None}
 
     def piece(self, quoted: str, is_first: bool) -> str:
         role = '"role":"assistant",' if is_first else ""
@@ -158,12 +179,9 @@ class ChatWriter(Writer):
     def text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, reports: list[TokenReport]) -> dict[str, Any]:
-        content = [
-            _entry(report.text, report.logprob) | {"top_logprobs": [_entry(*pair) for pair in report.top]}
-            for report in reports
-        ]
-        return {"content": content, "refusal": None}
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        top = [_entry(*pair) for pair in report.top]
+        return {"content": _entry(report.text, report.logprob) | {"top_logprobs": top}}
 
 
 _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})

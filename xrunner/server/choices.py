@@ -1,0 +1,67 @@
+"""One output of an answer: its tokens to text, up to where it ends."""
+
+from __future__ import annotations
+
+from xrunner.generation import Token
+from xrunner.server.protocol import GenerationRequest
+from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
+from xrunner.server.writers import Delta, LogprobsJson, TokenReport, Writer
+
+
+class Choice:
+    """What has come of one output.
+
+    Of a stream nothing is kept; of a whole answer the text, the tokens, and log probabilities as they will be written.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        codec: TextCodec | None,
+        stop_token_ids: frozenset[int],
+        writer: Writer,
+    ) -> None:
+        self.finish: str | None = None
+        self.num_tokens = 0
+        self.token_ids: list[int] = []
+        self.logprobs: LogprobsJson | None = None
+        self._index = index
+        self._codec = codec
+        self._stop_token_ids = stop_token_ids
+        self._detokenizer = Detokenizer(codec)
+        self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
+        self._texts: list[str] = []
+        self._num_chars = 0
+        self._is_kept = not request.stream
+        if self._is_kept and request.num_logprobs is not None:
+            self.logprobs = LogprobsJson(writer)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def push(self, token: Token) -> Delta:
+        """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
+        self.num_tokens += 1
+        report = self._report(token)
+        piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
+        if token.finish is not None:
+            piece += self._detokenizer.flush()
+        text, is_stopped = self._stops.push(piece)
+        self.finish = "stop" if is_stopped else token.finish
+        if self.finish is not None and not is_stopped:
+            text += self._stops.flush()
+        self._num_chars += len(text)
+        if self._is_kept:
+            self.token_ids.append(token.token)
+            self._texts.append(text)
+            if self.logprobs is not None and report is not None:
+                self.logprobs.add(report)
+        return Delta(self._index, text, token.token, self.finish, report, self.num_tokens == 1)
+
+    def _report(self, token: Token) -> TokenReport | None:
+        if token.logprobs is None:
+            return None
+        top = [(token_text(self._codec, id_), value) for id_, value in token.logprobs.top]
+        return TokenReport(token_text(self._codec, token.token), token.logprobs.chosen, self._num_chars, top)
