@@ -202,7 +202,7 @@ def test_a_failing_request_is_one_failing_request(url: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_holds_also_where_nobody_reads(stream: bool) -> None:
-    engine = fake_engine(FakeExecutor(step_s=0.002), max_batch=64)
+    engine = fake_engine(FakeExecutor(step_s=0.01), max_batch=64)
     with running(fake_app(engine)) as url, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(10)
