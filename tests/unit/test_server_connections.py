@@ -215,7 +215,7 @@ def test_a_deadline_holds_also_where_nobody_reads(stream: bool) -> None:
             time.sleep(0.02)
         assert time.monotonic() - begin_s < 3.5
         time.sleep(1.5)
-        answer = read_all(client)
+        answer = client.recv(1000) if not stream else read_all(client)
     # A whole answer's 504 fits into any buffer; of a stream nobody has read the end.
     assert status(answer) == (200 if stream else 504)
     assert not answer.endswith(b"0\r\n\r\n")
