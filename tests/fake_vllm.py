@@ -25,7 +25,7 @@ from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Read
 from xrunner.vllm.lane import Room, build_lane, change_lane
 
 FAILS, DIES = 13, 17
-ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+ROOM = Room(num_blocks=800, block_size=32, max_running=64)
 
 
 def program(directory: Path) -> Path:

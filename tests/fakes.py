@@ -33,6 +33,7 @@ from xrunner.generation import Generation, Logprobs
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
 from xrunner.server.connections import Listener
 from xrunner.server.process import Server
+from xrunner.server.served import ServedEngine
 
 VOCAB_SIZE = 1000
 SPEC = ModelSpec(
@@ -159,7 +160,7 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
     return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
 
 
-def fake_app(engine: Engine, watch: Watch | None = None, **options: Any) -> Starlette:
+def fake_app(engine: ServedEngine, watch: Watch | None = None, **options: Any) -> Starlette:
     """The endpoint of model "fake"; `options` go to create_app."""
     defaults: dict[str, Any] = {"model_name": "fake", "tokenizer": None, "eos_token_ids": ()}
     return create_app(EngineThread(engine, watch=watch or Watch(fake_plan())), spec=SPEC, **defaults | options)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from tests.vllm.plans import exportable, plan_with
+from tests.vllm.plans import exportable, here, plan_with
 from xgpt.app.exporting import Target, export
 from xgpt.cli import cli
 from xgpt.cli.serve import command as serve
@@ -314,6 +314,14 @@ def test_the_exported_script_is_not_for_others_without_keys(tmp_path: Path) -> N
     (tmp_path / "plan.json").write_text(dump_json(plan))
     refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *words[2:]])
     assert isinstance(refused.exception, InputError) and "--api-key-file" in str(refused.exception)
+
+
+def test_what_vllm_does_not_take_of_serves_options_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XGPT_CLUSTER_SECRET", "x" * 16)
+    (tmp_path / "plan.json").write_text(dump_json(exportable(here(RRA), str(tmp_path))))
+    options = ["--engine", "vllm", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
+    refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *options])
+    assert isinstance(refused.exception, InputError) and "on this machine alone" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

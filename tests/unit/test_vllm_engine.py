@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests import fake_vllm
-from tests.fakes import expected_tokens
+from tests.fakes import eventually, expected_tokens, fake_app, fake_plan, running
+from tests.unit.test_watch import FakePlanner, ask, get
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.generation import Generation, Token
+from xrunner.server import Watch
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
 from xrunner.vllm.waa import WaaEngine
@@ -170,6 +172,33 @@ def test_a_plan_changes_between_two_steps(start: Start) -> None:
     got = run(engine, len(PROMPTS))
     assert all(len(tokens) == 100 for tokens in got.values())
     assert len(log[-1].decode) <= 4
+
+
+def test_a_better_plan_is_gone_over_to_behind_the_endpoint(start: Start) -> None:
+    plan = fake_plan(checkpoint="/weights")
+    wider = fake_plan(checkpoint="/weights", policy=OrcaSettings(max_batch=32))
+    log: list[StepRecord] = []
+    engine = start(plan, on_step=log.append)
+    planner = FakePlanner([wider])
+    with running(fake_app(engine, Watch(plan, planner))) as url:
+        for num_requests in (130, 32):
+            ask(url, num_requests, 20)
+            time.sleep(0.6)  # looks have a distance
+        assert eventually(lambda: get(url, "/plan").json()["plan"]["policy"]["max_batch"] == 32)
+        assert max(len(record.decode) for record in log) == 16
+        ask(url, 100, 20)
+        assert max(len(record.decode) for record in log) == 32
+        assert [decision["action"] for decision in get(url, "/plan/history").json()] == ["swap"]
+
+
+def test_a_directory_too_deep_for_sockets_is_said_to_be(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(MachineError, match="TMPDIR"):
+        start(ORCA)
 
 
 def test_a_plan_of_another_memory_waits_until_nobody_runs(start: Start) -> None:

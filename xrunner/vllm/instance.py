@@ -19,6 +19,8 @@ from xrunner.vllm.process import last_error, package_path, preload, python, star
 
 POLL_S = 0.2
 """Between two looks, while they start, at whether all live."""
+MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
+"""Characters of the directory: vLLM names its sockets so, and a Unix socket's path has no more."""
 TAIL = 200
 """Lines of what a vLLM says that are kept, to tell why it ended."""
 
@@ -47,6 +49,8 @@ class Instances:
 
     def _start(self, launches: Callable[[Path], Sequence[Launch]], num_cores: int) -> None:
         self.directory = directory = Path(self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-")))
+        if len(str(directory)) > MAX_PATH:
+            raise MachineError(f"{directory} is too long a path for sockets; set TMPDIR to a shorter one")
         packages = self._at_end.enter_context(package_path())
         address = f"ipc://{directory}"
         self.launches = tuple(launches(directory))
