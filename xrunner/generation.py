@@ -23,7 +23,8 @@ class SamplingParams:
         top_k: only the so many most probable tokens; 0: all.
         top_p: of these only the most probable that together have this probability.
         min_p: of these only those at least so probable, relative to the most probable.
-        seed: the same seed gives the same tokens, whatever else is in the batch.
+        seed: the same seed gives the same tokens where logits are the same; what else is in the batch may change their
+            last bits, which changes a token as seldom as the highest logit (`sampling`).
         presence_penalty: taken off the logit of every token that the output holds.
         frequency_penalty: taken off it once for each time that the output holds it.
         logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.

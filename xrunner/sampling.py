@@ -2,8 +2,10 @@
 
 A row of logits that holds NaN, or whose highest is infinite, gives no token: its request fails, and no other.
 
-A drawn token depends on its request alone: its one random number is a hash of the request's seed and the token's
-position, so that neither the rest of the batch nor a preemption changes it.
+A drawn token depends on its request alone: each candidate has a random number of its own, a hash of the request's
+seed, the token's position and the candidate. Equal logits give equal tokens. What else is in the batch, or a
+preemption, may change the last bits of logits, as products of other sizes are rounded otherwise: another token is then
+drawn only where two candidates lie as near to each other as that rounding, just as another logit may be the highest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
 
 MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""
+
+HASH = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387), (16, 0xFFFF, 1))
+"""Shift, mask of what a shift without sign leaves, and factor of each round. Source: MurmurHash3's finalisation."""
+
+RACERS = 2**17
+"""Candidates at once: what fits into a processor's cache."""
 
 CANDIDATES = 256
 """Highest scores that are sorted at first; where top-p needs more, all are."""
@@ -51,6 +59,8 @@ class Sampler:
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token stands in the output, one line for each request with a penalty."""
         self._free_counts: list[int] = []
+        self._noise: Tensor | None = None
+        """Of each token, made with the first draw."""
 
     @property
     def is_idle(self) -> bool:
@@ -114,7 +124,9 @@ class Sampler:
         tokens = scores.argmax(dim=-1)
         drawn = np.flatnonzero(settings["temperature"])
         if drawn.size:
-            tokens[drawn] = _draw(scores[drawn], settings[drawn], positions[drawn])
+            if self._noise is None:
+                self._noise = token_noise(self._vocab_size).to(scores.device)
+            tokens[drawn] = _draw(scores[drawn], settings[drawn], positions[drawn], self._noise)
         if penalised.size:
             self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
         asking = np.flatnonzero(settings["num_logprobs"] >= 0)
@@ -152,11 +164,12 @@ def highest(logits: Tensor) -> Tensor:
     return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
 
 
-def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray) -> Tensor:
-    """One token a row, by the inverse of its cumulative distribution in the order of token ids.
+def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Tensor) -> Tensor:
+    """One token a row.
 
     Args:
         scores: # float32 [rows, vocab]
+        noise: of each token. # int32 [vocab]
 
     Returns:
         # int64 [rows]
@@ -168,10 +181,7 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray) -> Tensor
     if cut.size:
         kept = scores[cut]
         scores[cut] = kept.masked_fill(kept < _lowest_kept(kept, settings[cut]), -torch.inf)
-    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    target = _column(uniform(settings["seed"], positions), cumulative) * cumulative[:, -1:]
-    # Right of equals: a token of probability 0 adds nothing to the sum, and is stepped over.
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return _race(scores.softmax(dim=-1), keys_of(settings["seed"], positions), noise)
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
@@ -201,13 +211,45 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
     return torch.maximum(lowest, min_p.log())
 
 
-def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each pair, as good as drawn at random. # float64 [rows]
+def _race(weights: Tensor, keys: np.ndarray, noise: Tensor) -> Tensor:
+    """One token a row, drawn with these weights: the first of exponential clocks that run at these rates.
+
+    Each token's clock depends on the row's key and the token alone. So where weights differ by rounding, another token
+    is drawn only if two clocks were as near to each other: an inverse of the cumulative distribution would add up the
+    rounding of all tokens before.
+
+    Args:
+        weights: of any scale; some are above 0. # float32 [rows, vocab]
+        keys: # uint64 [rows]
+        noise: random bits of each token. # int32 [vocab]
+
+    Returns:
+        # int64 [rows]
+    """
+    halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(noise.device)
+    at_once = max(1, RACERS // weights.shape[-1])
+    tokens = []
+    for rates, half in zip(weights.split(at_once), halves.split(at_once), strict=True):
+        bits = (noise ^ half[:, :1]).mul_(half[:, 1:] | 1)
+        for shift, mask, factor in HASH:
+            bits ^= (bits >> shift).bitwise_and_(mask)
+            bits *= factor
+        uniform = bits.bitwise_and_(2**31 - 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+        tokens.append(rates.div(uniform.neg_().log1p_()).argmin(dim=-1))  # a logarithm below 0: the least is the first
+    return torch.cat(tokens)
+
+
+def token_noise(vocab_size: int) -> Tensor:
+    """Random bits of each token, the same everywhere. # int32 [vocab]"""
+    return torch.from_numpy(_mix(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32))
+
+
+def keys_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Random bits of each pair. # uint64 [rows]
 
     Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position.
     """
-    mixed = _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return (mixed >> np.uint64(11)) * 2.0**-53
+    return _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

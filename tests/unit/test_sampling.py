@@ -1,6 +1,7 @@
 """Tokens follow the distribution that was asked for, and depend on nothing but their own request."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
-from xrunner.sampling import Sampler, uniform
+from xrunner.sampling import Sampler, _draw, token_noise
 from xrunner.worker import build_worker
 
 VOCAB = 40
@@ -91,13 +92,29 @@ def test_the_extremes() -> None:
         assert set(draws(params, LOGITS, 50).tolist()) == {best}
 
 
-def test_random_numbers_are_even_and_independent() -> None:
+def test_draws_are_even_and_independent_of_neighbours() -> None:
     seeds, positions = (a.ravel() for a in np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300)))
-    numbers = uniform(seeds, positions)
-    assert stats.kstest(numbers, "uniform").pvalue > 0.001
-    grid = numbers.reshape(300, 300)
-    for neighbours in (grid[:, 1:] * 1, grid[1:]), (grid[:, :-1], grid[:-1]):
-        assert abs(np.corrcoef(neighbours[0].ravel()[:80_000], neighbours[1].ravel()[:80_000])[0, 1]) < 0.02
+    settings = np.full(len(seeds), Sampler(VOCAB, CPU)._settings_of(np.zeros(1, int))[0])
+    settings["seed"], settings["temperature"], settings["top_k"] = seeds, 1, VOCAB
+    tokens = _draw(torch.zeros(len(seeds), VOCAB), settings, positions, token_noise(VOCAB)).numpy()
+    assert stats.chisquare(np.bincount(tokens, minlength=VOCAB)).pvalue > 0.001
+    grid = tokens.reshape(300, 300)
+    for first, second in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1])):
+        pairs = np.bincount((first * VOCAB + second).ravel(), minlength=VOCAB * VOCAB)
+        assert stats.chisquare(pairs).pvalue > 0.001
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_p=0.95)])
+def test_rounding_of_logits_hardly_ever_changes_a_draw(params: SamplingParams) -> None:
+    vocab, count = 8000, 3000
+    generator = torch.Generator().manual_seed(8)
+    logits = 2 * torch.randn(count, vocab, generator=generator)
+    rounded = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
+    sampler, rows = Sampler(vocab, CPU), np.arange(count)
+    for row in range(count):
+        sampler.start(row, replace(params, seed=row))
+    drawn, again = (sampler(of, rows, rows)[0] for of in (logits, rounded))
+    assert (drawn != again).sum() <= 2
 
 
 def test_each_row_as_if_alone() -> None:
