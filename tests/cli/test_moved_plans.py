@@ -52,6 +52,7 @@ def test_a_plan_is_served_from_another_directory(
     ran = xgpt("serve", str(local_plan), "--dry-run")
     assert ran.code == 0
     assert f"no tokenizer.json in {local_plan.parent / 'model'}" in ran.err
+    assert ran.err.count("\n") == 2, "nothing else is missing"
 
 
 def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_path: Path) -> None:
@@ -62,8 +63,12 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
         assert f"plan.checkpoint: '{local_plan.parent / 'model'}'" in line and "--checkpoint DIR" in line
     assert "--checkpoint: 'nowhere'" in xgpt.fails(2, "serve", str(local_plan), "--checkpoint", "nowhere")
     shutil.rmtree(cache_dir())
+    document = json.loads(local_plan.read_text())
+    document["cluster"]["device"]["name"] = "another"
+    local_plan.write_text(json.dumps(document))
     ran = xgpt("serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
     assert ran.code == 0 and "re-planning is off: plan.profile.sha256" in ran.err
+    assert "the plan's figures are of another, and here is " in ran.err
     config = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))

@@ -180,3 +180,29 @@ def test_times_too_short_to_measure_are_shown(xgpt: Xgpt, monkeypatch: pytest.Mo
     monkeypatch.setattr(analytic, "profile", instant)
     ran = xgpt("profile", *PROBLEM[:4])
     assert ran.code == 0 and "tokens/s" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"), [("orca", "vLLM takes weights from a directory"), ("static", "vLLM frees a slot")]
+)
+def test_what_serve_would_refuse_is_not_planned_for_this_machine(xgpt: Xgpt, policy: str, said: str) -> None:
+    from xgpt.resolve import load_cluster
+
+    assert (
+        xgpt("profile", "--model", "opt-125m", "--cluster", "h200x1", "--dtype", "float32", "-o", "it.json").code == 0
+    )
+    document = json.loads(Path("it.json").read_text())
+    document |= {"device": load_cluster("local").device.name, "engine": "vllm", "engine_version": "0.32.0"}
+    Path("it.json").write_text(json.dumps(document))
+    plan = (
+        "plan",
+        "--latency-bound",
+        "inf",
+        "--model",
+        "opt-125m",
+        "--profile",
+        "it.json",
+        "--workload",
+        "translation",
+    )
+    assert said in xgpt.fails(2, *plan, "--policy", policy)

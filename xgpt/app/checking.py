@@ -70,6 +70,8 @@ def missing(plan: Plan, profile_path: str | None = None, *, replan: bool = True)
     from xgpt.app.profiles import profile_of
 
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
+    if (device := _device_here(plan)) != plan.cluster.device.name:
+        lines.append(f"the plan's figures are of {plan.cluster.device.name}, and here is {device}: plan again for it")
     if plan.checkpoint is not None and not (Path(plan.checkpoint) / "tokenizer.json").is_file():
         lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids alone")
     if replan:
@@ -80,6 +82,16 @@ def missing(plan: Plan, profile_path: str | None = None, *, replan: bool = True)
                 raise
             lines.append(f"re-planning is off: {error}")
     return lines
+
+
+def _device_here(plan: Plan) -> str:
+    """The kind of device that a plan is served on: a CPU shared out among as many as the plan's cluster has."""
+    from xgpt.machine import detect, num_cores
+
+    here = detect()
+    if here.device.type == "cpu":
+        here = detect(min(plan.cluster.devices_per_node, num_cores()))
+    return here.device.name
 
 
 def check_plan(plan: Plan, num_nodes: int = 1) -> None:

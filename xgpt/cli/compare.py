@@ -93,6 +93,7 @@ def command(
             "plans": {kind: plan.model_dump(mode="json") for kind, plan in plans.items()},
             "relaxed": [plan.model_dump(mode="json") for plan in relaxed.values()],
             "current": None if scored is None else scored.model_dump(mode="json"),
+            "current_notes": [] if running is None else running.notes,
             "measured": {kind: report.model_dump(mode="json") for kind, report in reports.items()},
         }
         click.echo(json.dumps(document, indent=1))
