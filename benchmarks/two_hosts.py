@@ -3,7 +3,7 @@
     python -m benchmarks.two_hosts [--requests 60] [--plan "PP 2"] [--json two_hosts.json]
 
 The hosts are network namespaces of this machine, each with a host name of its own, joined by a pair of virtual
-interfaces; they meet by torchrun's rendezvous, as `xgpt serve --nnodes 2` does on real machines. Each has one device.
+interfaces; they meet as `xgpt serve --nnodes 2` does on real machines. Each has one device.
 Bytes are counted twice: by the processes, which know control messages from tensors, and by the interface. Network
 namespaces take root; without, this says what is missing and runs nothing.
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from xgpt.errors import InputError, MachineError, XgptError, nearest
 from xgpt.schema.step_log import StepRecord
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
 ConfigKind = Literal["models", "devices", "clusters", "workloads"]
@@ -165,24 +169,48 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class StepLogWriter:
-    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measure` and of replays."""
+    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measure` and of replays.
+
+    Where a line cannot be written, on a full disk for instance, the log ends there; the engine goes on.
+
+    Attributes:
+        num_lost: steps that have not been written.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = path.open("wb")
         except OSError as error:
             raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+        self._path = path
         self._encode = msgspec.json.Encoder().encode
+        self.num_lost = 0
 
     def __call__(self, record: StepRecord) -> None:
-        self._file.write(self._encode(record) + b"\n")
+        if self.num_lost:
+            self.num_lost += 1
+            return
+        try:
+            self._file.write(self._encode(record) + b"\n")
+        except OSError as error:
+            self._end(error)
 
     def flush(self) -> None:
         """Let readers see what has been written so far."""
-        self._file.flush()
+        if not self.num_lost:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
 
     def close(self) -> None:
-        self._file.close()
+        self.flush()
+        with suppress(OSError):  # what is left over after an error cannot be written now, either
+            self._file.close()
+
+    def _end(self, error: OSError) -> None:
+        self.num_lost = 1
+        logger.warning("the step log %s ends: %s", self._path, error.strerror or error)
 
 
 def read_step_log(path: Path) -> list[StepRecord]:

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from benchmarks.placed import PLANS, listening
+from benchmarks.placed import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
-from tests.attack.target import Target, attacked
+from tests.attack.target import FLAVOURS, Target, attacked
+from xgpt.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
 
 SEVERAL = ("tp", "waa", "replicas")
@@ -166,6 +167,44 @@ def test_noise_at_inner_ports_harms_nobody(target: Target) -> None:
 def test_numbers_at_the_edge(target: Target, fields: dict[str, object]) -> None:
     status, answer = target.complete(**{"prompt": [5, 6, 7], "max_tokens": 4} | fields)
     assert status in (200, 400, 504), answer
+
+
+def narrow(model: ModelSpec) -> Plan:
+    """WAA whose encode lane holds 128 tokens."""
+    stages = [
+        stage.model_copy(update={"kv_blocks": 8}) if stage.lane == "encode" else stage for stage in two_lanes([1], [1])
+    ]
+    return plan(tuple(stages), model=model)
+
+
+@pytest.mark.long
+def test_a_prompt_that_the_encode_lane_never_holds(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was let in, and all behind it waited for ever."""
+    monkeypatch.setitem(FLAVOURS, "narrow", narrow)
+    with attacked("narrow", checkpoint, tmp_path) as target:
+        before = target.probe()
+        with target.felt() as felt:
+            status, answer = target.complete(prompt=[5] * 129, max_tokens=4)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert "128 where prompts are encoded" in answer["error"]["message"]
+            assert target.complete(prompt=[5] * 128, max_tokens=200)[0] == 200
+            assert target.probe() == before
+        assert felt.failures == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_disk_ends_the_step_log_alone(checkpoint: Path, tmp_path: Path) -> None:
+    with attacked("tp", checkpoint, tmp_path, "--step-log", "/dev/full") as target:
+        before = target.probe()
+        for _ in range(3):
+            assert target.complete(prompt=[5] * 8, max_tokens=400, ignore_eos=True)[0] == 200
+        assert target.probe() == before
+        _, metrics = target.ask("GET", "/metrics")
+        (lost,) = [line for line in metrics.decode().splitlines() if line.startswith("xgpt_step_log_lost ")]
+        assert float(lost.split()[1]) > 0
 
 
 @pytest.mark.long

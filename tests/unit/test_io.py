@@ -10,6 +10,7 @@ import pytest
 
 from xgpt.errors import InputError, MachineError, XgptError
 from xgpt.io import (
+    StepLogWriter,
     cache_dir,
     config_names,
     dump_json,
@@ -21,6 +22,7 @@ from xgpt.io import (
     write_atomic,
 )
 from xgpt.schema import Frozen, Histogram
+from xgpt.schema.step_log import StepRecord
 
 
 class Note(Frozen):
@@ -133,3 +135,19 @@ def test_write_below_a_file_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="cannot write"):
         write_atomic(tmp_path / "file" / "plan.json", "text")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_step_log_on_a_full_disk_ends_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the engine."""
+    log = StepLogWriter(Path("/dev/full"))
+    record = StepRecord(0, 1, ((0, 0, 5),), (1, 2, 3), (), (), ())
+    for _ in range(1000):
+        log(record)
+    assert log.num_lost > 0
+    before = log.num_lost
+    log(record)
+    assert log.num_lost == before + 1
+    log.flush()
+    log.close()
+    assert [r.getMessage() for r in caplog.records] == ["the step log /dev/full ends: No space left on device"]

@@ -181,3 +181,28 @@ def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_p
         with pytest.raises(InputError, match=says) as found:
             server_context(first, second)
         assert "\n" not in str(found.value)
+
+
+def test_an_engine_that_has_failed_ends_the_process() -> None:
+    """It answered 500 for ever; now a supervisor can see it and start it anew."""
+    program = """
+import sys
+from tests.fakes import *
+from xgpt.errors import XgptError
+from xrunner.server import serve
+try:
+    serve(fake_app(fake_engine(FakeExecutor(fail_at=7))), "127.0.0.1", 0)
+except XgptError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process:
+        url = process.stderr.readline().split()[-1]
+        body = {"model": "fake", "prompt": [5], "max_tokens": 4}
+        assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=10).status_code == 500
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (4, "the engine has failed: RuntimeError: the device has gone\n")

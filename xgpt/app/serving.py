@@ -318,8 +318,11 @@ def serve_plan(
         thread = server.single_thread()
         running = thread.submit(build, plan, log).result()
         at_end.callback(lambda: thread.submit(running.close).result())
+        engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
+        if log is not None:
+            engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
         app = server.create_app(
-            server.EngineThread(running, thread, server.Watch(plan, planner)),
+            engine_thread,
             model_name=plan.model.name,
             spec=plan.model,
             tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),

@@ -35,8 +35,12 @@ class Secret:
 
     @classmethod
     def from_passphrase(cls, passphrase: str) -> Secret:
-        """The same on every machine that is given the same words."""
-        return cls.of(z85.encode(hashlib.sha256(passphrase.encode()).digest()))
+        """The same on every machine that is given the same words.
+
+        Who listens to a connection's first bytes can try words against them; scrypt makes each try cost 16 MiB.
+        """
+        key = hashlib.scrypt(passphrase.encode(), salt=b"xgpt cluster", n=2**14, r=8, p=1, dklen=32)
+        return cls.of(z85.encode(key))
 
 
 class Sockets:

@@ -120,6 +120,10 @@ class Metrics:
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)
 
+    def tell_lost_steps(self, read: Callable[[], float]) -> None:
+        """Show what a step log has missed since it could not be written any more."""
+        self._gauge("xgpt_step_log_lost", "Steps that the step log misses: it could not be written.", read)
+
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
         """A request with a deadline has ended. Source of the utility: TCB sec. 5.1."""
         self.deadlines.labels("met" if met else "missed").inc()
