@@ -8,7 +8,7 @@ arrivals. A run ends as soon as more requests have broken their bounds than the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, floor, inf
+from math import ceil, floor, inf, log2
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from xsimulator.step_cost import lanes_of
 
 LEAST_REQUESTS = 2000
 """Requests that count, at least."""
+LEAST_WARM_UP = 128
 LIFETIMES = 4
 """And at least as many as arrive, at saturation, in so many times the bound; the warm-up is one such time."""
 PRECISION = 0.02
@@ -60,22 +61,30 @@ class Seen:
 class Trial:
     """Simulated arrivals of one plan, at any rate.
 
+    Args:
+        by_request: simulate each request, as is done where counts do not tell: other orders than that of arrival, and
+            K/V memory that is not set aside.
+
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, seed: int = SEED) -> None:
+    def __init__(self, plan: Plan, profile: Profile, seed: int = SEED, *, by_request: bool = False) -> None:
         self.plan, self.constraint = plan, plan.constraint
+        self._by_request = by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve"
         self.lanes = lanes_of(plan, profile)
         share = plan.estimate.throughput_rps / plan.replicas
         span_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
-        self.num_warm_up = ceil(share * span_s)
+        # In powers of two, so that plans of about the same throughput meet the same requests.
+        self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(LEAST_REQUESTS, LIFETIMES * self.num_warm_up)
         total = self.num_requests + 2 * self.num_warm_up  # the last ones find as many others as those before
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs.tolist(), outputs.tolist()
-        self._arrivals_s = poisson_arrivals(1.0, total, rng)
+        # A Poisson process given its number of arrivals: chance in the mean rate would be an error of the result.
+        arrivals_s = poisson_arrivals(1.0, total, rng)
+        self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
     def at(self, rate: float, slack: float | None = None) -> Seen | None:
         """What the requests that count take at a rate, of all replicas together.
@@ -100,7 +109,7 @@ class Trial:
 
     def _run(self, stream: Stream) -> Run:
         plan, schedule = self.plan, policies.build(self.plan)
-        if plan.admission.order != "fcfs" or plan.admission.kv != "reserve":
+        if self._by_request:
             return _EngineRun(self, schedule, stream)
         kv = Kv(schedule.pool.kv_blocks, plan.block_size)
         if isinstance(schedule, policies.TwoLane):
@@ -114,12 +123,17 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate, where the search begins.
+
+    Attributes:
+        predicted: the closed form's rate.
+        precision: of the rate, relative: so far above it the bounds are broken.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, predicted: float | None = None) -> None:
+    def __init__(self, plan: Plan, profile: Profile, predicted: float | None = None, *, seed: int = SEED) -> None:
         self.plan = plan
-        self._predicted = predicted
-        self._trial, self._slack = Trial(plan, profile), _slack(plan)
+        self.precision = PRECISION
+        self.predicted, self._seed = predicted, seed
+        self._trial, self._slack = Trial(plan, profile, seed), _slack(plan)
         self._most = plan.estimate.throughput_rps
         self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
@@ -128,7 +142,7 @@ class CapacitySearch:
     @property
     def rate(self) -> float:
         """The rate; 0: below a twentieth of saturation, or none."""
-        return self._highest(self._slack, PRECISION)
+        return self._highest(self._slack, self.precision)
 
     def keeps(self, rate: float) -> bool:
         """Whether the bounds are kept at a rate."""
@@ -149,10 +163,10 @@ class CapacitySearch:
             rate_under_looser_per_s=None if looser is None else max(looser, rate),
             whole_s=whole_s,
             share_kept=share_kept,
-            closed_form_per_s=self._predicted,
+            closed_form_per_s=self.predicted,
             num_requests=self._trial.num_requests,
             warm_up_requests=self._trial.num_warm_up,
-            seed=SEED,
+            seed=self._seed,
         )
 
     def _excess_at(self, rate: float, slack: float) -> float:
@@ -170,7 +184,7 @@ class CapacitySearch:
 
     def _highest(self, slack: float, precision: float) -> float:
         """The highest rate tried whose excess is within `slack`, with one too high at most `precision` above."""
-        num_tried, step, first = 0, 2 * precision, self._predicted or 0.8 * self._most
+        num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
             low = max((rate for rate, excess in self._excess.items() if excess <= slack and rate < high), default=0.0)

@@ -270,3 +270,55 @@ def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -
     ran = xgpt("plan", "--latency-bound", "4")
     # click ends the terminal's "^C" line first.
     assert (ran.code, ran.out, ran.err) == (130, "", "\nxgpt: interrupted\n")
+
+
+def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgpt) -> None:
+    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca")
+    served = xgpt(*plan, "-o", "arrivals.json").out
+    paper = xgpt(*plan, "--objective", "saturated", "-o", "saturated.json").out
+    assert "maximised: the arrival rate (Poisson) at which the bounds are kept with waiting counted" in served
+    assert "maximised: throughput while requests always wait" in paper
+    plans = [load_json(Path(f"{name}.json"), Plan, "plan") for name in ("arrivals", "saturated")]
+    assert [of.constraint.objective for of in plans] == ["arrivals", "saturated"]
+    for text, of in zip((served, paper), plans, strict=True):
+        found = of.estimate.capacity
+        assert found is not None and found.rate_under_tighter_per_s is not None
+        flat = " ".join(text.split())
+        assert f"arrivals: up to {found.rate_per_s:.4g} requests/s" in flat
+        assert "of all requests keep 4 s from arrival to the last token, waiting included" in flat
+        assert "under bounds 5% tighter" in flat
+        assert f"saturated: {of.estimate.throughput_rps:.4g} requests/s" in flat
+        assert "even if every step takes 12% longer than predicted" in flat
+    assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
+    none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca").out.split())
+    assert "without a bound, any arrival rate below it is kept" in none
+
+
+def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> None:
+    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca")
+    assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--sla", "request")
+    assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--search", "optuna")
+    assert "--objective arrivals" in xgpt.fails(2, *plan, "--objective", "saturated", "--arrival-rate", "1")
+    assert "beside --arrival-rate" in xgpt.fails(2, *plan, "--sla", "request", "--arrival-rate", "1")
+    asked = json.loads(xgpt(*plan, "--sla", "length", "--json").out)
+    assert asked["constraint"]["objective"] == "saturated"
+
+
+def test_a_plan_of_an_older_file_was_made_for_saturation(xgpt: Xgpt, plan: Path) -> None:
+    document = json.loads(plan.read_text())
+    del document["constraint"]["objective"], document["estimate"]["capacity"]
+    document["estimate"] |= {"max_arrival_rate_per_s": 3.0, "arrival_rate_gap": None}
+    plan.write_text(json.dumps(document))
+    older = load_json(plan, Plan, "plan")
+    assert older.constraint.objective == "saturated"
+    assert older.estimate.capacity is None
+    assert xgpt("report", str(plan), "-o", "older.html").code == 0
+    assert "arrivals a second at most" in Path("older.html").read_text()
+
+
+def test_headroom_is_what_is_asked_for(xgpt: Xgpt) -> None:
+    plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "--json")
+    documents = [json.loads(xgpt(*plan, *words).out) for words in ((), ("--headroom", "0"), ("--headroom", "0.3"))]
+    assert [document["constraint"]["headroom"] for document in documents] == [0.12, 0.0, 0.3]
+    rates = [document["estimate"]["capacity"]["rate_per_s"] for document in documents]
+    assert rates[2] < rates[0] < rates[1]

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from xscheduler.schedule import Scheduler
     from xsimulator.capacity import CapacitySearch
 
-MOST_TRIED = 4
+SHARP = 0.005
+"""Precision of the best plan's rate; by so much another one must exceed it."""
+COARSE = 0.03
+"""Precision of the rate of a policy that is far behind."""
+MOST_TRIED = 3
 """Plans of a policy that are simulated at most, the best in closed form first."""
 DOUBT = 0.06
-"""A plan whose rate in closed form is this share below the best simulated one is not simulated."""
+"""A plan is not simulated whose rate in closed form is this share below the best one's, simulated and in closed form."""
 LOOSER = 1.04
 """By which factor a bound that is never kept is loosened until it is."""
 MOST_LOOSENED = 60
@@ -102,6 +106,8 @@ def best_by_arrivals(
         hopeless = best is not None and candidates[kind][0][1] < best.rate / 2
         plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
         search = _best_of(plans, of.problem.profile, best if only_best else None)
+        if search is not None and hopeless:
+            search.precision = COARSE
         if search is not None and search.rate > 0:
             found[kind] = search
             best = search if best is None or search.rate > best.rate else best
@@ -109,7 +115,11 @@ def best_by_arrivals(
     if best is None:
         raise _never_kept(of, tuple(candidates))
     started, kind = time.perf_counter(), best.plan.policy.kind
-    found[kind] = best = _best_neighbour(of, best)
+    best = _best_rival(
+        of, _best_neighbour(of, best), [name for name in ranked if candidates[name][0][1] > best.rate / 2]
+    )
+    kind = best.plan.policy.kind
+    found[kind] = best
     capacities = {name: search.found(edges=search is best) for name, search in found.items()}
     seconds[kind] += time.perf_counter() - started
     asked = of.problem.constraint.arrival_rate_per_s
@@ -127,23 +137,41 @@ def _best_of(
     candidates: list[tuple[Plan, float]], profile: Profile, rival: CapacitySearch | None
 ) -> CapacitySearch | None:
     """The plan of the highest simulated rate among some, the best in closed form first; None: not above the rival's."""
-    from xsimulator.capacity import PRECISION, CapacitySearch
+    from xsimulator.capacity import CapacitySearch
 
     best = rival
     for plan, predicted in candidates:
-        if best is not None and predicted < (1 - DOUBT) * best.rate:
+        if best is not None and predicted < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
             break
         search = CapacitySearch(plan, profile, predicted)
-        if best is None or search.keeps((1 + PRECISION) * best.rate):
+        if best is None or search.keeps((1 + best.precision) * best.rate):
             best = search
     return None if best is rival else best
 
 
 def _best_neighbour(of: Scheduler, best: CapacitySearch) -> CapacitySearch:
     """The best plan, or one whose settings are near to its own and which keeps a higher rate."""
-    like = {"admission": best.plan.admission, "search": best.plan.search}
-    near = [(other.model_copy(update=like), predicted) for other, predicted in of.neighbours(best.plan)]
+    near = [(_like(best.plan, other), predicted) for other, predicted in of.neighbours(best.plan)]
     return _best_of(sorted(near, key=lambda item: -item[1]), of.problem.profile, best) or best
+
+
+def _best_rival(of: Scheduler, best: CapacitySearch, kinds: list[str]) -> CapacitySearch:
+    """The best plan, or one of those of the highest saturated throughput, where that keeps a higher rate."""
+    best.precision = SHARP
+    try:
+        rivals = of.best_of_each(kinds)
+    except InfeasibleError:
+        return best
+    ranked = [(_like(best.plan, plan), of.predicted_rate(plan)) for plan in rivals.values()]
+    found = _best_of(sorted(ranked, key=lambda item: -item[1]), of.problem.profile, best) or best
+    found.precision = SHARP
+    return found
+
+
+def _like(plan: Plan, other: Plan) -> Plan:
+    """Another plan with this one's order of admission and certificate."""
+    order = {"order": plan.admission.order, "row_tokens": plan.admission.row_tokens}
+    return other.model_copy(update={"admission": other.admission.model_copy(update=order), "search": plan.search})
 
 
 def _with(plan: Plan, capacity: Capacity | None) -> Plan:

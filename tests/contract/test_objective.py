@@ -1,0 +1,85 @@
+"""What a plan maximises: by arrivals it serves at least what any other plan does, and what it states is so."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.app.arrivals import SHARP, rate_of, with_capacities
+from xgpt.app.planning import Subject, plan_each
+from xgpt.schema import Constraint, Plan
+from xsimulator.capacity import PRECISION, Trial
+
+SCENARIOS = (
+    ("llama-3.1-8b", "h200x1", "azure-code", 4.0),
+    ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
+    ("opt-13b", "a40x4", "summarization", 8.0),
+    ("t5-11b", "a40x8", "translation", 30.0),
+)
+
+
+def subject(model: str, cluster: str, workload: str) -> Subject:
+    of = problem(model, cluster, workload)
+    return Subject(of.model, None, of.cluster, of.workload, of.profile)
+
+
+@functools.cache
+def by_arrivals(scenario: tuple[str, str, str, float]) -> dict[str, Plan]:
+    return plan_each(subject(*scenario[:3]), Constraint(latency_bound_s=scenario[3], objective="arrivals"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
+def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tuple[str, str, str, float]) -> None:
+    of = subject(*scenario[:3])
+    best = next(iter(by_arrivals(scenario).values()))
+    saturated = with_capacities(plan_each(of, Constraint(latency_bound_s=scenario[3])), of.profile)
+    assert rate_of(best) >= (1 - SHARP) * max(map(rate_of, saturated.values()))
+    assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
+def test_each_stated_rate_is_confirmed_request_by_request(scenario: tuple[str, str, str, float]) -> None:
+    of = subject(*scenario[:3])
+    for plan in by_arrivals(scenario).values():
+        found = plan.estimate.capacity
+        assert found is not None
+        at = Trial(plan, of.profile, by_request=True).at(found.rate_per_s)
+        assert at is not None
+        kept_s = scenario[3] / (1 + plan.constraint.headroom)
+        assert np.mean(at.whole_s <= kept_s) >= 0.99
+        assert np.mean(at.whole_s <= scenario[3]) == pytest.approx(found.share_kept)
+        assert found.rate_per_s <= plan.estimate.throughput_rps
+
+
+def test_what_is_over_the_stated_rate_breaks_the_bound() -> None:
+    scenario = SCENARIOS[0]
+    plan, of = next(iter(by_arrivals(scenario).values())), subject(*scenario[:3])
+    above = Trial(plan, of.profile, by_request=True).at((1 + 1.5 * PRECISION) * rate_of(plan))
+    assert above is not None
+    assert np.mean(above.whole_s <= scenario[3] / (1 + plan.constraint.headroom)) < 0.99
+
+
+def test_without_a_bound_the_objectives_are_one() -> None:
+    of = subject("llama-3.1-8b", "h200x1", "orca")
+    arrivals, saturated = (
+        plan_each(of, Constraint(objective=name), "orca")["orca"] for name in ("arrivals", "saturated")
+    )
+    assert arrivals.policy == saturated.policy
+    assert arrivals.estimate.capacity is None
+    assert rate_of(arrivals) == saturated.estimate.throughput_rps
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    scenario = SCENARIOS[0]
+    again = plan_each(subject(*scenario[:3]), Constraint(latency_bound_s=scenario[3], objective="arrivals"))
+
+    def text(plans: dict[str, Plan]) -> list[str]:
+        return [
+            plan.model_copy(update={"search": plan.search.model_copy(update={"seconds": 0.0})}).model_dump_json()
+            for plan in plans.values()
+        ]
+
+    assert text(again) == text(by_arrivals(scenario))
