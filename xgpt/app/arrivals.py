@@ -21,7 +21,7 @@ COARSE = 0.03
 MOST_TRIED = 3
 """Plans of a policy that are simulated at most, the best in closed form first."""
 DOUBT = 0.06
-"""A plan is not simulated whose rate in closed form is this share below the best one's, simulated and in closed form."""
+"""A plan whose rate in closed form is so far below the best one, simulated and in closed form, is not simulated."""
 LOOSER = 1.04
 """By which factor a bound that is never kept is loosened until it is."""
 MOST_LOOSENED = 60
