@@ -190,6 +190,38 @@ def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before,
         assert tokens[id_] == expected[id_], id_
 
 
+def test_a_plan_that_memory_does_not_hold_is_gone_back_from(fleet, checkpoint, alone):
+    directory, _ = checkpoint(NAMES["opt"])
+    plan = one_lane(directory, "pp2", "orca", 2)
+    stages = tuple(stage.model_copy(update={"kv_blocks": 10**12}) for stage in plan.stages)
+    now, refused = [deploy(fleet, plan)], []
+
+    def redeploy(schedule):
+        now.append(now[-1].redeployed(schedule.stages))
+        return now[-1]
+
+    engine = Engine(policies.build(plan), now[0], deploy=redeploy)
+    engine.on_refused = refused.append
+    tokens = {id_: [] for id_ in range(8)}
+    try:
+        for id_ in tokens:
+            engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+        engine.step()
+        engine.apply(policies.build(plan.model_copy(update={"stages": stages})))
+        engine.submit(Generation(8, PROMPTS[8], OUTPUTS[8]))
+        ended = set()
+        while (made := engine.step()) is not None:
+            ended |= {token.id for token in made if token.finish in ("stop", "length")}
+            for token in made:
+                tokens.setdefault(token.id, []).append(token.token)
+    finally:
+        now[-1].disconnect()
+    (reason,) = refused
+    assert "the other plan cannot be deployed: worker" in reason
+    assert len(now) == 2 and 8 in ended
+    assert tokens[8] == alone("opt")[8]
+
+
 SINGLE = [
     pytest.param(family, placement, kind, microbatches, id=f"{family}-{placement}-{kind}-{microbatches}", marks=marks)
     for placement, degrees in PLACEMENTS.items()

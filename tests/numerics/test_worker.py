@@ -8,7 +8,8 @@ from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
-from xrunner.generation import Generation
+from xrunner.generation import NO_TOKEN, Generation, SamplingParams
+from xrunner.sampling import Sampler
 from xrunner.worker import build_worker
 
 
@@ -77,3 +78,28 @@ def test_options_that_cannot_take_effect_are_refused(spec):
 def test_a_device_that_is_not_here(spec):
     with pytest.raises(MachineError, match="no GPU"):
         build_worker(spec, "float32", num_blocks=8, device="cuda")
+
+
+def test_a_request_whose_token_cannot_be_chosen_fails_alone(spec, monkeypatch):
+    """The sampler's error ended the engine."""
+    worker = build_worker(spec, "float32", num_blocks=20, block_size=4)
+    drawn = Sampler.__call__
+
+    def strict(sampler, logits, rows, positions):
+        if 9 in sampler._settings["top_k"][rows]:
+            raise OverflowError("int too big to convert")
+        return drawn(sampler, logits, rows, positions)
+
+    monkeypatch.setattr(Sampler, "__call__", strict)
+    for id_, top_k in enumerate((5, 9, 0)):
+        sampling = SamplingParams(temperature=0.7, top_k=top_k, seed=3, logprobs=1)
+        worker.start(Generation(id_, (1, 2, 3), 4, sampling=sampling))
+    step = Step(tuple(Chunk(id_, 0, 3) for id_ in range(3)), ())
+    tokens = worker.execute(step)
+    assert worker.failed == {1: "no token can be chosen: OverflowError: int too big to convert"}
+    assert tokens[1] == NO_TOKEN and tokens[0] >= 0 and tokens[2] >= 0
+    assert worker.logprobs.keys() == {0, 2}
+    worker.restart()
+    assert worker.cache.num_free == 20
+    worker.start(Generation(1, (1, 2, 3), 4))
+    assert worker.execute(Step((Chunk(1, 0, 3),), ()))[1] >= 0 and not worker.failed

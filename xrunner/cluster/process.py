@@ -182,7 +182,11 @@ class Executing:
         except XgptError as error:
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, str(error), error.exit_code)))
             return
-        except (RuntimeError, MemoryError) as error:  # as torch says that memory is not there, or a peer is not
+        except (
+            RuntimeError,
+            MemoryError,
+            OSError,
+        ) as error:  # memory or a peer is not there
             reason = f"{type(error).__name__}: {error}"
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, reason, MachineError.exit_code)))
             return
