@@ -59,14 +59,18 @@ def test_das_passes_over_who_does_not_fit_and_serves_the_too_long_last():
     assert drained(queue) == [2, 1, 0]
 
 
+ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, 1))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_nobody_is_lost_or_served_twice(order, data):
+@given(data=st.data(), patience_ns=st.none() | st.integers(1, 60), accounts=st.sampled_from([ACCOUNTS[:1], ACCOUNTS]))
+def test_nobody_is_lost_or_served_twice(order, data, patience_ns, accounts):
     """Whatever comes, leaves, expires and returns: the queue is a set of requests, and who has expired is right."""
-    queue, waiting, returned = make_queue(order, 12), {}, {}
+    queue, waiting, returned = make_queue(order, 12, patience_ns), {}, {}
     for id_ in range(data.draw(st.integers(1, 40))):
-        new = request(id_, data.draw(st.integers(1, 20)), data.draw(st.none() | st.integers(0, 100)))
+        new = request(id_, data.draw(st.integers(1, 20)), data.draw(st.none() | st.integers(0, 100)), id_)
+        new.account = data.draw(st.sampled_from(accounts))
         queue.push(new)
         waiting[id_] = new
         match data.draw(st.integers(0, 5)):
@@ -85,10 +89,15 @@ def test_nobody_is_lost_or_served_twice(order, data):
                 assert queue.ahead(3)[0] is head is queue.head()
                 assert queue.pop() is head
                 assert returned.pop(head.id, None) or waiting.pop(head.id)
-                if data.draw(st.booleans()):
-                    queue.push_front(head)
-                    returned[head.id] = head
-                    assert queue.head() is head
+                queue.charge([head] * 5)
+                match data.draw(st.integers(0, 2)):
+                    case 0:
+                        queue.push_front(head)
+                        returned[head.id] = head
+                        assert queue.head() is head or len(accounts) > 1
+                    case 1:
+                        queue.push_back(head)
+                        returned[head.id] = head
         assert {one.id for one in queue} == {*waiting, *returned} and len(queue) == len(waiting) + len(returned)
     ahead = [one.id for one in queue.ahead(1000)]
     assert ahead == [one.id for one in queue.ahead(1000)]
