@@ -69,7 +69,7 @@ def unharmed(target: Target, mib: float) -> Iterator[Felt]:
     assert grown < mib
 
 
-def connect(address: tuple[str, int], timeout_s: float = 30) -> socket.socket:
+def connect(address: tuple[str, int], timeout_s: float = 30.0) -> socket.socket:
     return socket.create_connection(address, timeout=timeout_s)
 
 
