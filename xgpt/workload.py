@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.errors import InputError
+from xgpt.numbers import decimal, whole
 from xgpt.schema.workload import (
     Constant,
     Histogram,
@@ -266,7 +267,7 @@ def _json_rows(path: Path, text: str) -> Iterator[Row]:
 
 def _length(where: str, name: str, value: object) -> int:
     try:
-        number = int(value) if isinstance(value, str) else value
+        number = whole(value.strip()) if isinstance(value, str) else value
     except ValueError:
         number = None
     if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= LARGEST_LENGTH:
@@ -290,7 +291,7 @@ def _seconds(where: str, value: object) -> float:
 
 def _parse_time(text: str) -> float:
     try:
-        return float(text)
+        return decimal(text)
     except ValueError:
         moment = datetime.fromisoformat(text)
     # Without an offset, UTC: local time would bring in the jumps of daylight saving.

@@ -120,7 +120,7 @@ def test_a_deadline_ends_the_answer(url: str, executor: FakeExecutor, stream: bo
     assert ask(url, body=BODY | {"deadline_s": 5}).status_code == 200
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "1_0", "0x1"])
 def test_a_deadline_is_seconds(url: str, value: str) -> None:
     assert ask(url, x_deadline_s=value).json()["error"]["param"] == "X-Deadline-S"
 

@@ -14,14 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
-BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.workload", "xgpt.__version__"}
+BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.workload", "xgpt.__version__"}
 SHELL = BASE | {"xgpt.machine", "xgpt.checkpoint"}
 
 ALLOWED: dict[str, set[str]] = {
     "xgpt.schema": {"xgpt.schema"},
     "xgpt.errors": set(),
+    "xgpt.numbers": set(),
     "xgpt.io": {"xgpt.schema", "xgpt.errors"},
-    "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io"},
+    "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers"},
     "xgpt.machine": BASE,
     "xgpt.checkpoint": BASE | {"xgpt.config_fields"},
     "xgpt.config_fields": BASE,

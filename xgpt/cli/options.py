@@ -25,9 +25,11 @@ class Seconds(click.ParamType):
         self.allow_inf = allow_inf
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        from xgpt.numbers import decimal
+
         accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
         try:
-            seconds = float(value)
+            seconds = math.inf if value == "inf" else decimal(str(value))
         except ValueError:
             self.fail(f"{value!r} is not a number; give {accepted}", param, ctx)
         if self.allow_inf and seconds == math.inf:

@@ -202,12 +202,13 @@ def _priced(among: str) -> list[tuple[str, float]]:
     from math import isfinite
 
     from xgpt.errors import InputError
+    from xgpt.numbers import decimal
 
     found = []
     for part in among.split(","):
         name, _, price = part.strip().rpartition("=")
         try:
-            value = float(price)
+            value = decimal(price)
         except ValueError:
             value = 0.0
         if not name or not (isfinite(value) and value > 0):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.errors import InputError
+from xgpt.numbers import decimal
 from xgpt.schema import ANYONE, Account
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
 
 def _number(name: str, text: str, where: str) -> float:
     try:
-        value = float(text)
+        value = decimal(text)
     except ValueError:
         value = math.nan
     if name == "priority":

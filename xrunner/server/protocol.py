@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, cast
 import msgspec
 from msgspec import Meta
 
+from xgpt.numbers import decimal
 from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
 from xrunner.server.limits import OutputRule
@@ -261,9 +262,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             refuse("max_tokens", f"max_completion_tokens {self.max_completion_tokens} says otherwise; send one of them")
 
 
-DECIMAL = re.compile(r"[0-9]+(\.[0-9]+)?")
-"""What `float` reads beside it (1_0, nan, other alphabets' digits) is no number to anybody else."""
-
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 """The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
 
@@ -289,7 +287,10 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
     """Seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
     if header is None:
         return field_s
-    header_s = float(header) if DECIMAL.fullmatch(header) else -1.0
+    try:
+        header_s = decimal(header)
+    except ValueError:
+        header_s = -1.0
     if not 0 < header_s <= MAX_DEADLINE_S:
         refuse("X-Deadline-S", f"the header must be seconds, above 0 and at most {MAX_DEADLINE_S}")
     return header_s if field_s is None else min(header_s, field_s)
