@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
-from xgpt.policies.admission import DasQueue, Queue, make_queue, utility
+from xgpt.policies.admission import Queue, make_queue
+from xgpt.policies.orders import DasOrder, utility
 from xgpt.policies.packing import (
     BatchCost,
     RowBatch,
@@ -202,12 +203,13 @@ def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
 
 def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
     """TCB Algorithm 2: slots as long as the longest request chosen by utility; who fits none waits again."""
-    assert isinstance(queue, DasQueue)
+    order = queue.order_of("")
+    assert isinstance(order, DasOrder)
     rows, longest = [], 0
     for _ in range(system.num_rows):
         row = queue.fill_row(system.row_tokens)
         if row:
-            longest = max(longest, *(one.input_length for one in row[: queue.num_dominant]))
+            longest = max(longest, *(one.input_length for one in row[: order.num_dominant]))
             rows.append(row)
     batch, left_over = slotted_rows(rows, system.row_tokens, longest)
     for one in left_over:

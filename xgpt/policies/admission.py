@@ -158,10 +158,16 @@ class Queue:
             row_tokens -= request.input_length
         return row
 
+    def order_of(self, name: str) -> Order:
+        """The order of an account's requests that have never been inside."""
+        return self._named(name).order
+
     def _account(self, request: Request) -> _Account:
         """The account of a request that is about to change."""
         self._next = None
-        name = request.account.name
+        return self._named(request.account.name)
+
+    def _named(self, name: str) -> _Account:
         if name not in self._accounts:
             self._accounts[name] = _Account(self._make_order())
         return self._accounts[name]
