@@ -49,6 +49,8 @@ PROBE_S = 0.05, 1.0
 """First and longest time between two looks whether a client that will send no more still reads."""
 
 logger = logging.getLogger(__name__)
+_uvicorn = logging.getLogger(f"{__name__}.uvicorn")
+_uvicorn.setLevel(logging.ERROR)  # below that it tells of what clients do wrong, which their answers say
 
 
 class Phase(IntEnum):
@@ -193,7 +195,7 @@ class Protocol(H11Protocol):
 
     def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, state, app_state)
-        self.logger = logger
+        self.logger = _uvicorn
         self.access_log = False
         self._listener = listener
         self._accepted: Accepted | None = None

@@ -10,6 +10,7 @@ from xgpt import __version__
 from xrunner.server.protocol import ChatRequest, CompletionRequest
 
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array"}}}
 _EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
@@ -52,7 +53,7 @@ def describe(model_name: str) -> dict[str, Any]:
             "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
             "/metrics": {"get": _reading("Prometheus metrics.", text)},
             "/plan": {"get": _reading("The plan that is run, and the lengths that were observed.", _JSON)},
-            "/plan/history": {"get": _reading("Every decision on another plan.", _JSON)},
+            "/plan/history": {"get": _reading("Every decision on another plan.", _LIST)},
             "/live": {"get": _reading("What the page at / shows.", _JSON)},
         },
         "components": {"schemas": components},
