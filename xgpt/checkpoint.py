@@ -26,6 +26,15 @@ ACTIVATIONS = {
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls a dtype, and what we do; all that weights may be stored in."""
 
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (1e-9, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 10),
+}
+"""Settings of generation_config.json that are defaults of requests, and the values that are taken."""
+
 T5_CONTEXT = 2048
 """Longest context that T5 is given: its positions are relative, and set no limit of their own."""
 
@@ -66,6 +75,22 @@ def read_spec(directory: Path) -> ModelSpec:
         fields["tie_embeddings"] = not is_stored and (family == "t5" or fields["tie_embeddings"])
     fields |= {"name": directory.resolve().name, "family": family}
     return parse(fields, ModelSpec, str(path))
+
+
+def sampling_defaults(directory: Path) -> dict[str, float]:
+    """What generation_config.json says of how tokens are chosen: defaults of requests, as vLLM takes them.
+
+    Raises:
+        InputError: a value is out of its range.
+    """
+    path = directory / "generation_config.json"
+    generation = _read_object(path) or {}
+    found = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
+    for name, value in found.items():
+        low, high = SAMPLING_RANGES[name]
+        if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
+            raise InputError(f"{path}: {name}", value, f"it must be {low:g} to {high:g}")
+    return found
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

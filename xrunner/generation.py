@@ -27,6 +27,8 @@ class SamplingParams:
             last bits, which changes a token as seldom as the highest logit (`sampling`).
         presence_penalty: taken off the logit of every token that the output holds.
         frequency_penalty: taken off it once for each time that the output holds it.
+        repetition_penalty: divides the logit, where it is positive, of every token that prompt or output hold, and
+            multiplies it where it is negative. An encoder's prompt does not count.
         logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.
     """
 
@@ -37,11 +39,12 @@ class SamplingParams:
     seed: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logprobs: int | None = None
 
     @property
     def has_penalty(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty)
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def is_plain(self) -> bool:

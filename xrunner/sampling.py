@@ -39,11 +39,12 @@ _SETTINGS = np.dtype(
         ("seed", "u8"),
         ("presence_penalty", "f4"),
         ("frequency_penalty", "f4"),
+        ("repetition_penalty", "f4"),
         ("num_logprobs", "i2"),
         ("counts", "i4"),
     ]
 )
-_GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, -1, -1), _SETTINGS)
+_GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, 1, -1, -1), _SETTINGS)
 
 
 class Sampler:
@@ -58,6 +59,8 @@ class Sampler:
         self._active: set[int] = set()
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token stands in the output, one line for each request with a penalty."""
+        self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        """Whether it stands in the prompt."""
         self._free_counts: list[int] = []
         self._noise: Tensor | None = None
         """Of each token, made with the first draw."""
@@ -67,13 +70,13 @@ class Sampler:
         """Whether every row takes its highest logit and wants to know no more."""
         return not self._active
 
-    def start(self, row: int, params: SamplingParams, output: Sequence[int] = ()) -> None:
+    def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
         """Note what the request of `row` asks for; `output`: what it had generated before a preemption."""
         if params.is_plain:
             return
         if row >= len(self._settings):
             self._settings = np.append(self._settings, np.full(row + 1, _GREEDY))
-        counts = self._take_counts(output) if params.has_penalty else -1
+        counts = self._take_counts(output, prompt) if params.has_penalty else -1
         self._active.add(row)
         self._settings[row] = (
             params.temperature if params.temperature >= MIN_TEMPERATURE else 0,
@@ -83,6 +86,7 @@ class Sampler:
             params.seed % 2**64,
             params.presence_penalty,
             params.frequency_penalty,
+            params.repetition_penalty,
             -1 if params.logprobs is None else params.logprobs,
             counts,
         )
@@ -120,7 +124,7 @@ class Sampler:
         penalised = np.flatnonzero(settings["counts"] >= 0)
         if penalised.size:
             scores = scores.clone()
-            scores[penalised] -= self._penalties(settings[penalised])
+            scores[penalised] = self._penalise(scores[penalised], settings[penalised])
         tokens = scores.argmax(dim=-1)
         drawn = np.flatnonzero(settings["temperature"])
         if drawn.size:
@@ -141,20 +145,30 @@ class Sampler:
         settings[known] = self._settings[rows[known]]
         return settings
 
-    def _penalties(self, settings: np.ndarray) -> Tensor:
-        """What to take off the scores: a price for each time, and one for being there. # [penalised, vocab]"""
-        counts = self._counts[_lines(settings)].float()
-        frequency, presence = (_column(settings[name], counts) for name in ("frequency_penalty", "presence_penalty"))
-        return frequency * counts + presence * (counts > 0)
+    def _penalise(self, scores: Tensor, settings: np.ndarray) -> Tensor:
+        """Scores less a factor for being there at all, a price for each time, and one for being in the output.
 
-    def _take_counts(self, output: Sequence[int]) -> int:
+        # float32 [penalised, vocab] -> same
+        """
+        lines = _lines(settings)
+        counts = self._counts[lines].float()
+        names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+        frequency, presence, repetition = (_column(settings[name], counts) for name in names)
+        is_there = (counts > 0) | self._prompted[lines]
+        scores = scores.where(~is_there, torch.where(scores > 0, scores / repetition, scores * repetition))
+        return scores - frequency * counts - presence * (counts > 0)
+
+    def _take_counts(self, output: Sequence[int], prompt: Sequence[int]) -> int:
         if not self._free_counts:
             old = len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(max(8, old), self._vocab_size)])
+            self._prompted = torch.cat([self._prompted, self._prompted.new_zeros(max(8, old), self._vocab_size)])
             self._free_counts.extend(range(old, len(self._counts)))
         line = self._free_counts.pop()
         counted = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)
         self._counts[line] = torch.from_numpy(counted).to(self._counts)
+        self._prompted[line] = False
+        self._prompted[line, torch.tensor(prompt, dtype=torch.int64, device=self._prompted.device)] = True
         return line
 
 

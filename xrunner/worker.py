@@ -121,8 +121,9 @@ class Worker(OneAtATime):
         self._row[generation.id] = row
         self._prompt_len[row] = len(generation.prompt)
         if self.model.has_head and self.model.runs_decoder:
-            output = generation.prompt[len(generation.prompt) - generation.num_resumed :]
-            self._sampler.start(row, generation.sampling, output)
+            cut = len(generation.prompt) - generation.num_resumed
+            prompt = () if self.model.decoder_start else generation.prompt[:cut]
+            self._sampler.start(row, generation.sampling, generation.prompt[cut:], prompt)
         return row
 
     def cargo(self, part: Part) -> Cargo:

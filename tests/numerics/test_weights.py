@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from xgpt.checkpoint import read_spec
+from xgpt.checkpoint import read_spec, sampling_defaults
 from xgpt.errors import InputError
 from xrunner.weights import load_checkpoint, seeded
 
@@ -321,6 +321,18 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
 def test_refused_variants_of_families(checkpoint, tmp_path, name, changes, message):
     with pytest.raises(InputError, match=message):
         read_spec(copy_with(checkpoint(name)[0], tmp_path / "changed", **changes))
+
+
+def test_sampling_defaults_are_those_of_the_generation_config(small_opt, tmp_path):
+    directory = copy_with(small_opt[0], tmp_path / "changed")
+    given = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    (directory / "generation_config.json").write_text(json.dumps(given | {"do_sample": True, "min_p": None}))
+    assert sampling_defaults(directory) == given
+    (directory / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(InputError, match=r"top_p: 1\.5 is not accepted"):
+        sampling_defaults(directory)
+    (directory / "generation_config.json").unlink()
+    assert sampling_defaults(directory) == {}
 
 
 def test_directory_without_config(tmp_path):

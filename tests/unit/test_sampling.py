@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
@@ -156,6 +162,22 @@ def test_penalties_by_hand() -> None:
     sampler.release(0)
     sampler.start(0, SamplingParams(presence_penalty=0.25))  # the counts that were released are clean again
     assert [int(sampler(logits, row, row)[0][0]) for _ in range(2)] == [0, 0]
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    logits = torch.randn(30, VOCAB, generator=torch.Generator().manual_seed(9))
+    sampler = Sampler(VOCAB, CPU)
+    prompt, output = [3, 3, 11], [7]
+    sampler.start(0, SamplingParams(repetition_penalty=1.7), output, prompt)
+    warp, row = RepetitionPenaltyLogitsProcessor(1.7), np.zeros(1, dtype=np.int64)
+    for line in logits:
+        expected = int(warp(torch.tensor([[*prompt, *output]]), line[None].clone()).argmax())
+        assert int(sampler(line[None], row, row)[0][0]) == expected
+        output.append(expected)
+    assert len(set(output)) > 10
+    sampler.release(0)
+    sampler.start(0, SamplingParams(repetition_penalty=100.0))
+    assert int(sampler(logits[:1], row, row)[0][0]) == int(logits[0].argmax())
 
 
 def test_logprobs_are_the_models_own() -> None:

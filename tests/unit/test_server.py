@@ -30,7 +30,7 @@ from tests.fakes import (
 from xgpt.errors import MachineError
 from xgpt.policies import LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
-from xrunner.generation import NO_TOKEN
+from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.answer import Answer
 from xrunner.server.metrics import Histogram
@@ -397,3 +397,21 @@ def test_a_request_without_a_token_fails_alone(stream: bool) -> None:
         assert get(url, "/health").status_code == 200
         assert metric(url, 'xgpt_requests_total{finish_reason="failed"}') == 1
         assert metric(url, "xgpt_output_tokens_total") == 8 + 1 + 8 + 4
+
+
+def test_a_checkpoint_gives_defaults_for_what_requests_leave_out() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    seen: list[SamplingParams] = []
+    start = executor.start
+
+    def note(generation: Generation) -> None:
+        seen.append(generation.sampling)
+        start(generation)
+
+    executor.start = note  # type: ignore[method-assign]
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    with running(fake_app(fake_engine(executor), sampling_defaults=defaults)) as url:
+        for fields in ({}, {"temperature": 0, "top_k": None, "repetition_penalty": 1.0}):
+            assert post(url, max_tokens=2, **fields).status_code == 200
+    chosen = [(one.temperature, one.top_k, one.top_p, one.repetition_penalty) for one in seen]
+    assert chosen == [(0.6, 20, 0.9, 1.1), (0, 20, 0.9, 1.0)]

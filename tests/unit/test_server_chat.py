@@ -258,3 +258,13 @@ def test_load_chat_template(tmp_path) -> None:
         config.write_text(broken)
         with pytest.raises(InputError, match="tokenizer_config"):
             load_tokenizer(tmp_path)
+
+
+def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
+    names = ("tools", "documents")
+    source = (
+        "".join(f"{{% if {name} is not none %}}{name} {{% endif %}}" for name in names) + "{{ messages[0].content }}"
+    )
+    assert ChatTemplate(source).render([{"role": "user", "content": "hi"}]) == "hi"
+    given = {"documents": [{"title": "a"}]}
+    assert ChatTemplate(source).render([{"role": "user", "content": "hi"}], variables=given) == "documents hi"

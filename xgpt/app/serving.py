@@ -292,11 +292,13 @@ def serve_plan(
         otlp_endpoint: see `open_tracer`.
     """
     from xgpt.app.checking import check_runs, missing
+    from xgpt.checkpoint import sampling_defaults
     from xgpt.io import StepLogWriter
     from xrunner import server
 
     keys, tls = exposure.check(), exposure.tls()
     check_runs(plan, 1 if nodes is None else nodes.count, engine)
+    defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
     server.log_json(log_level)
     build = partial(build_engine, nodes=nodes) if engine == "native" else build_vllm_engine
     if engine == "vllm" and replan and not can_change_plan(plan):
@@ -331,6 +333,7 @@ def serve_plan(
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
             tracer=tracer,
+            sampling_defaults=defaults,
         )
         server.serve(
             app,

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ def create_app(
     keys: ApiKeys | None = None,
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
+    sampling_defaults: Mapping[str, float] | None = None,
 ) -> Starlette:
     """The endpoint; the engine's thread runs from the app's startup to its shutdown.
 
@@ -62,8 +63,17 @@ def create_app(
         keys: None: nobody needs one.
         hosts: names under which this server may be asked for; None: any.
         tracer: what is told of requests that have ended; None: nothing.
+        sampling_defaults: of fields that a request leaves out (`checkpoint.sampling_defaults`).
     """
-    service = Service(engine_thread, model_name, spec, tokenizer, frozenset(eos_token_ids), limits or Limits())
+    service = Service(
+        engine_thread,
+        model_name,
+        spec,
+        tokenizer,
+        frozenset(eos_token_ids),
+        limits or Limits(),
+        sampling_defaults or {},
+    )
     created = int(time.time())
     description = describe(model_name)
     live = None if engine_thread.watch is None else Live(engine_thread, engine_thread.watch)

@@ -51,7 +51,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, in its own words.
         """
-        given = (variables or {}) | self._special_tokens
+        given = {"tools": None, "documents": None} | (variables or {}) | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)

@@ -20,11 +20,15 @@ _REFUSALS = {
     "408": "The body did not come in time.",
     "413": "The body is too long.",
     "429": "Too many requests wait, or the key has had its share of this minute; Retry-After says when to come again.",
-    "500": "The engine has failed.",
+    "500": "The engine has failed, or could not go on with this request.",
     "503": "The server is shutting down.",
     "504": "The answer was not complete at the request's deadline, or in the time that the server gives.",
 }
 
+_SAMPLING = (
+    "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "
+    "generation_config.json, or else OpenAI's defaults. "
+)
 _COMPLETION = "Without max_tokens an output has 16 tokens at most, or as many as --default-max-tokens says."
 _CHAT = (
     "Without max_tokens an output may fill the context, or as much of it as --default-max-tokens says. K/V memory is "
@@ -64,7 +68,7 @@ def _generation(summary: str, body: dict[str, Any], description: str = _COMPLETI
     refusals = {status: {"description": reason, "content": _JSON} for status, reason in _REFUSALS.items()}
     return {
         "summary": summary,
-        "description": description,
+        "description": _SAMPLING + description,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": {"description": "The answer.", "content": _JSON | _EVENTS}} | refusals,
     }

@@ -5,6 +5,7 @@ the plan's quantile of outputs; where an output outgrows that and others need th
 
 Beside OpenAI's fields a request may carry:
     top_k, min_p: further cuts of the distribution.
+    repetition_penalty: a factor on the logits of tokens that prompt or output hold, as vLLM has it.
     ignore_eos: run on to max_tokens, whatever tokens come.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
@@ -103,6 +104,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -148,8 +150,15 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             seed=seed % 2**64,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logprobs=self.num_logprobs,
         )
+
+    def fill(self, defaults: Mapping[str, float]) -> None:
+        """Give fields that are left out, or null, the checkpoint's defaults."""
+        for field, value in defaults.items():
+            if getattr(self, field) is None:
+                setattr(self, field, value)
 
     def check(self) -> None:
         """What fields say together. Raises ApiError (400)."""

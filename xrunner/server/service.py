@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -49,7 +50,9 @@ class Service:
         codec: TextCodec | None,
         eos_token_ids: frozenset[int],
         limits: Limits,
+        sampling_defaults: Mapping[str, float],
     ) -> None:
+        self._sampling_defaults = sampling_defaults
         self._engine_thread = engine_thread
         self._model_name = model_name
         self._spec = spec
@@ -118,6 +121,7 @@ class Service:
         return self._answer(http, request, tokens, ChatWriter)
 
     def _check(self, request: GenerationRequest) -> None:
+        request.fill(self._sampling_defaults)
         if request.model != self._model_name:
             raise ApiError(
                 404,

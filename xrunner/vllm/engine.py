@@ -242,6 +242,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, float]:
         given |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         given["seed"] = sampling.seed % 2**63
     given |= {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    given["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logprobs is not None:
         given["logprobs"] = sampling.logprobs
     return given
