@@ -5,32 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from xgpt import policies
 from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
-from xgpt.schema.step_log import Arrival, Lane, StepRecord
+from xgpt.schema.step_log import Arrival, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
+from xrunner.recorder import Recorder
 from xrunner.suspects import Suspects
 
 logger = logging.getLogger(__name__)
-
-
-class _Begun(NamedTuple):
-    """What a step's record needs to know of its beginning."""
-
-    number: int
-    start_ns: int
-    settled: int
-    arrivals: tuple[Arrival, ...]
-    cancelled: tuple[int, ...]
 
 
 class Engine:
@@ -72,14 +61,10 @@ class Engine:
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
-        self._listeners = [] if on_step is None else [on_step]
+        self._recorder = Recorder([] if on_step is None else [on_step])
         self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
         self._wake = threading.Event()
-        self._arrivals: list[Arrival] = []
-        self._cancelled: list[int] = []
-        self._under_way: dict[tuple[Lane, int], deque[_Begun]] = defaultdict(deque)
-        """Of each lane's micro-batch, in the order in which the steps end."""
-        self._num_begun = self._num_settled = self._now_ns = 0
+        self._now_ns = 0
         self._generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
         """Output so far of each request, should it be preempted or lost."""
@@ -88,7 +73,7 @@ class Engine:
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
         """Have further steps reported, in the thread that calls `step`."""
-        self._listeners.append(on_step)
+        self._recorder.listen(on_step)
 
     @property
     def pool(self) -> Pool:
@@ -158,7 +143,7 @@ class Engine:
             self._take_in(self._clock())
             try:
                 self._begin_all()
-                if self._num_begun == self._num_settled:
+                if self._recorder.is_idle:
                     self._executor.check()
                     return None
                 ended = self._executor.collect()
@@ -167,7 +152,7 @@ class Engine:
                 return []
         step, sampled = ended
         tokens = self._settle(step, sampled)
-        self._record(step, tokens)
+        self._recorder.end(step, self._clock, [token.id for token in tokens if token.finish])
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
@@ -185,7 +170,7 @@ class Engine:
                 case int() as id_ if self._suspects.forget(id_):
                     self._forget([id_])
                 case int() as id_ if id_ in self._generations:
-                    self._cancelled.append(id_)
+                    self._recorder.cancelled.append(id_)
                     self._forget(self._schedule.cancel(id_))
                 case int() as id_:
                     self._parked.pop(id_, None)
@@ -193,7 +178,7 @@ class Engine:
         if (request := self._suspects.next()) is not None:
             self._take_in_again(request)
         is_empty = self._schedule.pool.is_idle and not self._suspects
-        if self._next is not None and is_empty and self._num_begun == self._num_settled:
+        if self._next is not None and is_empty and self._recorder.is_idle:
             self._redeploy(self._next)
 
     def _enter(self, generation: Generation) -> None:
@@ -218,7 +203,7 @@ class Engine:
             return
         self._generations[generation.id] = generation
         self._schedule.submit(request)
-        self._arrivals.append(arrival)
+        self._recorder.arrivals.append(arrival)
 
     def _go_over(self, schedule: Schedule) -> None:
         if self._next is None and self._schedule.apply(schedule):
@@ -230,7 +215,7 @@ class Engine:
             if request.id in self._generated:
                 continue  # preempted: it has begun, and ends here
             self._parked[request.id] = self._generations[request.id]
-            self._cancelled.append(request.id)
+            self._recorder.cancelled.append(request.id)
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self, schedule: Schedule) -> None:
@@ -267,38 +252,7 @@ class Engine:
             if chunk.start == 0:
                 self._executor.start(self._resumed(self.pool.running[chunk.id]))
         self._executor.begin(step)
-        begun = _Begun(self._num_begun, self._now_ns, self._num_settled, tuple(self._arrivals), tuple(self._cancelled))
-        self._under_way[step.lane, step.microbatch].append(begun)
-        self._num_begun += 1
-        self._arrivals.clear()
-        self._cancelled.clear()
-
-    def _record(self, step: Step, tokens: list[Token]) -> None:
-        begun = self._under_way[step.lane, step.microbatch].popleft()
-        self._num_settled += 1
-        if not self._listeners:
-            return
-        record = StepRecord(
-            begun.start_ns,
-            self._clock(),
-            step.encode,
-            step.decode,
-            tuple(token.id for token in tokens if token.finish),
-            begun.arrivals,
-            begun.cancelled,
-            step.preempted,
-            step.transfer,
-            step.lane,
-            step.microbatch,
-            begun.number,
-            begun.settled,
-        )
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except Exception as error:  # it is no reason to lose the step's tokens
-                logger.error("steps are no longer reported to %r: %s", listener, error)
-                self._listeners.remove(listener)
+        self._recorder.begin(step, self._now_ns)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
@@ -361,10 +315,7 @@ class Engine:
         everybody = [*self._suspects.recall(), *old.running.values(), *old.waiting]
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
         self._schedule = self._schedule.fresh()
-        self._under_way.clear()
-        self._num_begun = self._num_settled = 0
-        self._arrivals.clear()
-        self._cancelled.clear()
+        self._recorder.clear()
         for request in everybody:
             if request.id in self._generations and not self._suspects.hold(request.id, request):
                 self._take_in_again(request)
@@ -384,7 +335,7 @@ class Engine:
             again.input_length, again.max_output = len(generation.prompt), generation.max_output
         self._schedule.submit(again)
         size = again.input_length, again.max_output
-        self._arrivals.append(
+        self._recorder.arrivals.append(
             Arrival(again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account)
         )
 

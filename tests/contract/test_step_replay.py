@@ -74,8 +74,12 @@ class Executor:
         self._under_way: dict[str, list[Step]] = {}
         self.running: dict[int, Generation] = {}
         self.logprobs: dict[int, Logprobs] = {}
+        self.failed: dict[int, str] = {}
         self.while_waiting: Callable[[], None] = lambda: None
         self._is_interrupted = False
+
+    def accept(self, generation: Generation) -> None:
+        assert generation.id not in self.running
 
     def start(self, generation: Generation) -> None:
         assert generation.id not in self.running

@@ -1,0 +1,90 @@
+"""Steps as they begin and end, put down as the records from which a schedule is replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from xgpt.policies import Step
+from xgpt.schema.step_log import Arrival, Lane, StepRecord
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[StepRecord], None]
+
+
+class _Begun(NamedTuple):
+    """What a step's record needs to know of its beginning."""
+
+    number: int
+    start_ns: int
+    settled: int
+    arrivals: tuple[Arrival, ...]
+    cancelled: tuple[int, ...]
+
+
+class Recorder:
+    """Makes the record of each step, and hands it to who listens.
+
+    Attributes:
+        arrivals, cancelled: of requests since the last step began.
+    """
+
+    def __init__(self, listeners: Collection[OnStep]) -> None:
+        self._listeners = list(listeners)
+        self.clear()
+
+    def listen(self, on_step: OnStep) -> None:
+        """Have further records handed out, in the thread that calls `end`."""
+        self._listeners.append(on_step)
+
+    def clear(self) -> None:
+        """A new log begins."""
+        self.arrivals: list[Arrival] = []
+        self.cancelled: list[int] = []
+        self._under_way: dict[tuple[Lane, int], deque[_Begun]] = defaultdict(deque)
+        """Of each lane's micro-batch, in the order in which the steps end."""
+        self._num_begun = self._num_settled = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way."""
+        return self._num_begun == self._num_settled
+
+    def begin(self, step: Step, start_ns: int) -> None:
+        """A step begins that was scheduled at that time."""
+        begun = _Begun(self._num_begun, start_ns, self._num_settled, tuple(self.arrivals), tuple(self.cancelled))
+        self._under_way[step.lane, step.microbatch].append(begun)
+        self._num_begun += 1
+        self.arrivals.clear()
+        self.cancelled.clear()
+
+    def end(self, step: Step, clock: Callable[[], int], finished: Collection[int]) -> None:
+        """A step has been settled, and these requests have ended in it."""
+        begun = self._under_way[step.lane, step.microbatch].popleft()
+        self._num_settled += 1
+        if not self._listeners:
+            return
+        record = StepRecord(
+            begun.start_ns,
+            clock(),
+            step.encode,
+            step.decode,
+            tuple(finished),
+            begun.arrivals,
+            begun.cancelled,
+            step.preempted,
+            step.transfer,
+            step.lane,
+            step.microbatch,
+            begun.number,
+            begun.settled,
+        )
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception as error:  # it is no reason to lose the step's tokens
+                logger.error("steps are no longer reported to %r: %s", listener, error)
+                self._listeners.remove(listener)
