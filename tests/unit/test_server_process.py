@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import shutil
 import signal
 import socket
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,6 +20,7 @@ import pytest
 
 from xgpt.client import ClientRequest, replay
 from xgpt.errors import InputError, MachineError
+from xrunner.server.connections import most_connections
 from xrunner.server.tls import server_context
 
 PROGRAM = """
@@ -34,11 +38,12 @@ print("cleaned up")
 """
 
 
-def start(options: str = "") -> tuple[subprocess.Popen[str], str]:
-    """The process and its URL; `options` are further arguments of `serve`."""
+def start(options: str = "", files: int | None = None) -> tuple[subprocess.Popen[str], str]:
+    """The process and its URL; `options` are further arguments of `serve`, `files` how many it may open."""
+    limit = None if files is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files))
     program = PROGRAM.replace("OPTIONS", options)
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
     )
     assert process.stderr is not None
     ready = process.stderr.readline()
@@ -206,3 +211,23 @@ except XgptError as error:
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=10).status_code == 500
         out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (4, "the engine has failed: RuntimeError: the device has gone\n")
+
+
+def test_more_idle_sockets_than_files() -> None:
+    process, url = start(files=256)
+    with process, ExitStack() as idle:
+        for _ in range(300):
+            idle.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+        for _ in range(5):
+            begin_s = time.monotonic()
+            assert get(url, "/health") == 200
+            assert time.monotonic() - begin_s < 3
+        process.terminate()
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "cleaned up\n", "")
+
+
+def test_too_few_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    with pytest.raises(MachineError, match="80 open files are too few"):
+        most_connections()
