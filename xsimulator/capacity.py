@@ -29,7 +29,7 @@ PRECISION = 0.02
 """Of the rate, relative."""
 EDGE = 0.05
 """By which share bounds are tightened and loosened to show how sensitive the rate is."""
-KNOWN_BEYOND = 1.06
+KNOWN_BEYOND = 1.02
 """Runs are given up once the quantile cannot keep so many times the bounds: how far beyond says where to look next."""
 LEAST_SHARE = 0.05
 """Of saturation: a plan that breaks its bounds at less has no capacity."""
@@ -146,7 +146,7 @@ class CapacitySearch:
 
     def keeps(self, rate: float) -> bool:
         """Whether the bounds are kept at a rate."""
-        return rate < self._most and self._excess_at(rate, self._slack) <= self._slack
+        return 0 < rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
         """What has been found.

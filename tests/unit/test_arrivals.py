@@ -14,7 +14,7 @@ from xgpt.app.simulating import clock_of
 from xgpt.schema import Constraint, Plan
 from xgpt.workload import poisson_arrivals, sample
 from xsimulator.arrivals import Kv, OneLaneRun, Run, Stream, TwoLaneRun
-from xsimulator.capacity import PRECISION, Trial, capacity
+from xsimulator.capacity import PRECISION, CapacitySearch, Trial, capacity
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.step_cost import lanes_of
 
@@ -120,3 +120,9 @@ def test_the_engine_stands_in_where_counts_do_not_tell(kv: str) -> None:
     # Without deadlines "edf" is "fcfs", and memory is not short here.
     assert engine.whole_s == pytest.approx(counts.whole_s)
     assert engine.first_s == pytest.approx(counts.first_s)
+
+
+def test_no_rate_is_not_kept() -> None:
+    """A plan that keeps its bounds at no rate is no rival: what beats it must keep a rate."""
+    plan, of = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
+    assert not CapacitySearch(plan, of.profile).keeps(0.0)

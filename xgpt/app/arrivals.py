@@ -144,7 +144,7 @@ def _best_of(
         if best is not None and predicted < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
             break
         search = CapacitySearch(plan, profile, predicted)
-        if best is None or search.keeps((1 + best.precision) * best.rate):
+        if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
             best = search
     return None if best is rival else best
 
