@@ -57,6 +57,18 @@ def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
     assert found[1] < 0.97 * found[None]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("model", "cluster"), [("t5-11b", "a40x8"), ("opt-13b", "a40x4")])
+def test_plans_do_in_simulation_what_they_claim(model: str, cluster: str, kind: str) -> None:
+    """On the stages, blocks and settings that the plan itself names, with K/V memory as it binds."""
+    of = problem(model, cluster, "translation", 12.0)
+    plan = Scheduler(of).best((kind,))
+    assert all(stage.kv_blocks > 100 for stage in plan.stages)
+    measured, _ = simulate_plan(plan, of.profile, of.workload, 1500, np.random.default_rng(3))
+    assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
+    assert measured.latency_s == pytest.approx(plan.estimate.latency_s, rel=0.08)
+
+
 def equal_stages(num_stages: int) -> LaneCost:
     """Stages that cost the same: no embedding, no head."""
     of = problem("gpt3-175b", "a40x32", "summarization")
