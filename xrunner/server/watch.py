@@ -42,6 +42,9 @@ class Watch:
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
         """The plan before the running one, should that not be deployed."""
+        self._is_asking = False
+        self._refusal: str | None = None
+        """Why the engine has refused a plan while it was asked for it."""
         self._refused: list[tuple[object, object]] = []
         """Settings and stages of plans that could not be."""
         self._judging: asyncio.Task[None] | None = None
@@ -114,6 +117,9 @@ class Watch:
 
         The same plan is not tried again.
         """
+        if self._is_asking:
+            self._refusal = reason
+            return
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
             return
@@ -159,16 +165,17 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     async def _go_over(self, plan: Plan) -> None:
-        """The engine may say that it cannot before it is asked whether it can: both must know of the plan by then."""
+        """Have the engine follow another plan; it may refuse before this thread knows that it was asked."""
         assert self._apply is not None
-        self._before = before = self.plan
-        self.go_over_to(plan)
+        self._refusal, self._is_asking = None, True
         try:
             await asyncio.to_thread(self._apply, plan)
-        except BaseException:
-            self._before = None
-            self.go_over_to(before)
-            raise
+        finally:
+            self._is_asking = False
+        self._before = self.plan
+        self.go_over_to(plan)
+        if self._refusal is not None:
+            self.go_back(self._refusal)
 
 
 class Recent:
