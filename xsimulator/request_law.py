@@ -30,7 +30,8 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 
 NUM_GROUPS = 10
-"""Consecutive admissions are put into so many groups, whose quantiles tell how well their mean is known."""
+"""Consecutive admissions, which have much in common, are put into so many groups."""
+NUM_DRAWS = 40
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,20 @@ class RequestLaw:
         return float(reached[index - 1]) if index else 0.0
 
     def error(self, q: float) -> float:
-        """Standard error of that quantile, relative, from groups of admissions."""
-        groups = [part for part in np.array_split(self.seconds, NUM_GROUPS) if len(part)]
-        found = np.asarray([RequestLaw(part, self.probabilities).quantile(q) for part in groups])
-        return float(found.std(ddof=1) / np.sqrt(len(found)) / found.mean()) if len(found) > 1 else 0.0
+        """Standard error of that quantile, relative: groups of admissions are drawn again and again in their place."""
+        num_groups = min(NUM_GROUPS, len(self.seconds))
+        group = np.arange(len(self.seconds)) * num_groups // len(self.seconds)
+        rng = np.random.default_rng(0)
+        order = np.argsort(self.seconds, axis=None)
+        rows, columns = np.divmod(order, len(self.probabilities))
+        weights, of = self.probabilities[columns], group[rows]
+        found = []
+        for _ in range(NUM_DRAWS):
+            times = np.bincount(rng.integers(num_groups, size=num_groups), minlength=num_groups)
+            reached = np.cumsum(weights * times[of])
+            index = int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12)))
+            found.append(self.seconds.flat[order[min(index, len(order) - 1)]])
+        return float(np.std(found, ddof=1) / np.mean(found))
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
@@ -131,8 +142,8 @@ class _Seen:
                 empty[batch].append(len(steps[batch]))
             if waiting <= 0 and self._last == len(log):
                 self._last = i
-        self._steps = {batch: np.asarray(of) for batch, of in steps.items()}
-        self._empty = {batch: np.asarray(empty[batch], int) for batch in steps}
+        self._steps = {batch: np.asarray(of, int) for batch, of in steps.items() if of}
+        self._empty = {batch: np.asarray(empty[batch], int) for batch in self._steps}
         """Numbers of the decode steps that find nothing from before in decode."""
         self._mixed = any(record.encode and record.decode for record in log)
 
@@ -150,12 +161,12 @@ class _Seen:
             joined = np.asarray([self._joined[ids[row]][1] for row in rows])
             end = self._end[steps]
             # The last decode step that these requests are known to meet.
-            empty = np.sort(np.concatenate([self._empty[batch], [np.searchsorted(steps, self._last)]]))
-            until = np.maximum(empty[np.searchsorted(empty, joined + 1)], joined + 1)
-            until = np.minimum(until, len(steps))
-            known = np.minimum(decodes, (until - joined)[:, None])  # [rows, decodes]
+            ends = [int(np.searchsorted(steps, self._last)), len(steps) + 1]
+            empty = np.sort(np.concatenate([self._empty[batch], ends]))
+            until = np.minimum(empty[np.searchsorted(empty, joined + 1)], len(steps))
+            known = np.minimum(decodes, np.maximum(until - joined, 0)[:, None])  # [rows, decodes]
             last = np.clip(joined[:, None] + known - 1, 0, len(steps) - 1)
-            own = end[last] - first[rows, None]
+            own = np.where(known > 0, end[last] - first[rows, None], 0.0)
             if self._mixed:
                 own *= self._met_over_all(steps, opens)
             behind = self._gaps_by_age(batch, opens)

@@ -277,10 +277,12 @@ class TwoLaneModel:
         """An encode step on each kind of stage, through all with its hops, and its transfer, against its prompts."""
         alone, hop, tokens = self.encode.encode(self.lengths), self.encode.hop, self.lengths.mean_input
         moving = self.transfer.line
-        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / tokens]))
+        # Requests that end with the first token, which the encode lane makes, are not transferred.
+        sent = tokens if self.decode.has_encoder else tokens * (float(self.lengths.survival[0]) or 1.0)
+        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / sent]))
         cost = alone(points)
         through = self._encode_pipeline.through(cost, hop(points * tokens))
-        return Table(points, np.concatenate([cost, through[None], moving(points * tokens)[None]]))
+        return Table(points, np.concatenate([cost, through[None], moving(points * sent)[None]]))
 
     @cached_property
     def _decode_grid(self) -> tuple[Array, Array, Array]:

@@ -1,0 +1,152 @@
+"""What `xgpt plan` claims holds for random problems: one to four devices, any lengths, bounds and SLAs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.scenarios import random_profile
+from xgpt.app.planning import PolicyChoice, Subject, plan_each, scheduler
+from xgpt.app.simulating import simulate
+from xgpt.app.verifying import request_law
+from xgpt.errors import InfeasibleError
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import Constraint, Histogram, Plan, Workload
+from xgpt.schema.plan import Sla
+from xscheduler.space import POLICIES
+
+SPEC, _ = load_model("opt-125m")
+CLUSTER = load_cluster("a40x4")
+ROUNDING = 1e-9
+SHARES = (0.3, 0.6, 1.2)
+"""Bounds, as shares of the latency of the plan without one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem; `__repr__` is what a failure shows."""
+
+    seed: int
+    num_devices: int
+    policy: PolicyChoice
+    sla: Sla
+    monotone: bool
+    quantile: float
+
+    @property
+    def subject(self) -> Subject:
+        rng = np.random.default_rng(self.seed)
+        profile = random_profile(rng, monotone=self.monotone, degrees=(1, 2))
+        return Subject(SPEC, None, CLUSTER, random_workload(rng), profile)
+
+    def plans(self, bound_s: float | None) -> dict[str, Plan]:
+        """Each policy's plan; none where nothing keeps the bound."""
+        constraint = Constraint(latency_bound_s=bound_s, sla=self.sla, quantile=self.quantile, objective="saturated")
+        try:
+            return plan_each(self.subject, constraint, self.policy, max_devices=self.num_devices)
+        except InfeasibleError:
+            return {}
+
+
+def random_workload(rng: np.random.Generator) -> Workload:
+    """Histograms of a few lengths each, of any shape."""
+
+    def lengths(longest: int) -> Histogram:
+        values = np.unique(rng.integers(1, longest, rng.integers(1, 9)))
+        shares = rng.dirichlet(np.full(len(values), rng.choice([0.3, 1.0, 10.0])))
+        return Histogram(lengths=tuple(values.tolist()), probabilities=tuple((shares / shares.sum()).tolist()))
+
+    return Workload(
+        name="random", input=lengths(int(rng.choice([8, 60, 250]))), output=lengths(int(rng.choice([4, 40])))
+    )
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 2**32 - 1),
+    num_devices=st.integers(1, 4),
+    policy=st.sampled_from(("auto", *POLICIES)),
+    sla=st.integers(0, 11).map(lambda drawn: "length" if drawn else "request"),
+    monotone=st.booleans(),
+    quantile=st.sampled_from((0.5, 0.9, 0.99)),
+)
+
+
+def in_ci(num_cases: int):  # type: ignore[no-untyped-def]
+    return settings(
+        max_examples=num_cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    )
+
+
+def claims_hold(case: Case) -> None:
+    free = case.plans(None)
+    if not free:
+        return  # a policy for more devices
+    loosest_s = max(plan.estimate.latency_s for plan in free.values())
+    best_rps, kept = 0.0, False
+    for share in SHARES:
+        bound_s = share * loosest_s
+        plans = case.plans(bound_s)
+        assert plans or not kept, f"{bound_s} s is infeasible, a tighter bound is not"
+        if not plans:
+            continue
+        kept = True
+        best = next(iter(plans.values()))
+        slack = 1 + (best.search.gap or 0.0)
+        assert best.estimate.throughput_rps * slack >= best_rps * (1 - ROUNDING), "a tighter bound serves more"
+        best_rps = max(best_rps, best.estimate.throughput_rps)
+        for plan in plans.values():
+            assert plan.estimate.latency_s <= bound_s * (1 + ROUNDING), "a bound that is not kept"
+            assert plan.search.evaluations <= plan.search.space_size, "more points than there are"
+            assert Plan.model_validate_json(plan.model_dump_json()) == plan, "a plan that reads back differently"
+        assert best.estimate.throughput_rps == max(plan.estimate.throughput_rps for plan in plans.values())
+        if best.search.gap is not None:
+            nothing_beats(case, best)
+    figures_are_simulated(case, best if kept else next(iter(free.values())))
+
+
+def nothing_beats(case: Case, best: Plan) -> None:
+    """Random settings on random placements serve no more than the certificate allows."""
+    rng = np.random.default_rng(case.seed)
+    of = scheduler(case.subject, best.constraint, "branch-and-bound", max_devices=case.num_devices)
+    kinds = POLICIES if case.policy == "auto" else (case.policy,)
+    for kind in kinds:
+        spaces = [space for space in of.spaces(kind) if space.num_points]
+        for i in rng.choice(len(spaces), min(len(spaces), 2), replace=False) if spaces else ():
+            points = spaces[i].points(rng.integers(0, spaces[i].num_points, 60))
+            evaluation = spaces[i].evaluate(points)
+            most = evaluation.throughput[evaluation.feasible].max(initial=0.0)
+            assert best.search.gap is not None
+            assert most <= best.estimate.throughput_rps * (1 + best.search.gap) * (1 + ROUNDING), (kind, "beats it")
+
+
+def figures_are_simulated(case: Case, plan: Plan) -> None:
+    """Other requests than those that settled the plan show what it says."""
+    subject, rng = case.subject, np.random.default_rng(case.seed + 1)
+    error = plan.estimate.latency_error
+    if error is not None:
+        law = request_law(plan, subject.profile, seed=case.seed % 1000 + 1)
+        # Between two lengths the latency of a quantile may jump: what lies a little to either side counts.
+        q, near = plan.constraint.quantile, 0.2 * (1 - plan.constraint.quantile)
+        low, high = law.quantile(q - near), law.quantile(q + near)
+        room = 4 * (error + law.error(q)) + 0.01
+        assert low * (1 - room) <= plan.estimate.latency_s <= high * (1 + room), (low, plan.estimate.latency_s, high)
+    measured, _ = simulate(plan, subject.profile, subject.workload, 400, rng)
+    assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.25)
+
+
+@in_ci(300)
+@given(cases)
+def test_claims_hold(case: Case) -> None:
+    claims_hold(case)
+
+
+@pytest.mark.long
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases)
+def test_claims_hold_of_many(case: Case) -> None:
+    claims_hold(case)
