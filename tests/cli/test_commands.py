@@ -52,6 +52,21 @@ def test_a_broken_trace_is_refused(xgpt: Xgpt, tmp_path: Path, text: str, said: 
     assert said in xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM[:4], "--workload", str(trace))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("serve", "x", "--port", "8_000"),
+        ("serve", "x", "--answer-within", "nan"),
+        ("serve", "x", "--drain-timeout", "inf"),
+        ("bench", "x", "--seed", "-1"),
+        ("bench", "x", "--requests", "\u0663"),
+        ("plan", "--latency-bound", "1_0"),
+    ],
+)
+def test_numbers_are_written_as_everybody_writes_them(xgpt: Xgpt, options: tuple[str, ...]) -> None:
+    assert options[-1] in xgpt.fails(2, *options)
+
+
 @pytest.mark.parametrize("bound", ["0", "-1", "nan", "fast", "", "-inf"])
 def test_a_bound_that_is_none_is_refused(xgpt: Xgpt, bound: str) -> None:
     line = xgpt.fails(2, "plan", "--latency-bound", bound, *PROBLEM)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from xgpt.cli.options import engine_option, json_option
+from xgpt.cli.options import Decimal, Whole, engine_option, json_option
 
 if TYPE_CHECKING:
     from xgpt.schema import EngineKind
@@ -16,19 +16,17 @@ if TYPE_CHECKING:
 @click.command("bench")
 @click.argument("target", metavar="PLAN.JSON|URL")
 @click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
-@click.option("--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True)
+@click.option("--requests", "num_requests", type=Whole(1), default=300, show_default=True)
 @click.option(
-    "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+    "--arrival-rate", type=Decimal(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
 )
-@click.option(
-    "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Outstanding requests (URL only)."
-)
+@click.option("--concurrency", type=Whole(1), default=32, show_default=True, help="Outstanding requests (URL only).")
 @click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
 @click.option("--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps; write it.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
 @click.option("--ca-file", metavar="FILE", help="Authorities of an https URL, in PEM; the system's by default.")
 @engine_option
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=Whole(0), default=0, show_default=True)
 @json_option
 def command(
     target: str,

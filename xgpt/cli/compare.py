@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import constraint_options, json_option, problem_options, read_constraint, search_options
+from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, read_constraint, search_options
 
 
 @click.command("compare")
@@ -15,10 +15,8 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, r
 @search_options
 @click.option("--current", metavar="COMMAND", help="What runs now, as its vllm serve command; scored beside the rest.")
 @click.option("--measure", is_flag=True, help="Run each plan here, too.")
-@click.option(
-    "--requests", "num_requests", type=click.IntRange(1), default=300, show_default=True, help="With --measure."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="With --measure.")
+@click.option("--requests", "num_requests", type=Whole(1), default=300, show_default=True, help="With --measure.")
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure.")
 @json_option
 def command(
     latency_bound: float | None,

@@ -16,6 +16,30 @@ DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Whole(click.IntRange):
+    """click's, but for 1_0 and other alphabets' digits, which only Python takes for numbers."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from xgpt.numbers import whole
+
+        try:
+            return super().convert(whole(value) if isinstance(value, str) else value, param, ctx)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+
+
+class Decimal(click.FloatRange):
+    """The same for numbers with a point; nan and inf are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from xgpt.numbers import decimal
+
+        try:
+            return super().convert(decimal(value) if isinstance(value, str) else value, param, ctx)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+
+
 class Seconds(click.ParamType):
     """A time above zero; `inf` (where allowed) means no bound and becomes None."""
 
@@ -59,7 +83,7 @@ def problem_options(command: F) -> F:
             ),
             click.option(
                 "--price",
-                type=click.FloatRange(0, min_open=True),
+                type=Decimal(0, min_open=True),
                 metavar="P",
                 help="Of one device for an hour, in any currency; the cluster's own by default.",
             ),
@@ -92,7 +116,7 @@ def constraint_options(command: F) -> F:
             ),
             click.option(
                 "--quantile",
-                type=click.FloatRange(0, 1, min_open=True, max_open=True),
+                type=Decimal(0, 1, min_open=True, max_open=True),
                 default=0.99,
                 show_default=True,
             ),
@@ -106,7 +130,7 @@ def constraint_options(command: F) -> F:
             click.option("--tpot", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
             click.option(
                 "--headroom",
-                type=click.FloatRange(0, 1, max_open=True),
+                type=Decimal(0, 1, max_open=True),
                 metavar="SHARE",
                 help="By which share steps may take longer than predicted before a bound is broken.  [default: the "
                 "known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 by a datasheet), or its spread]",

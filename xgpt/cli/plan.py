@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import constraint_options, json_option, problem_options, read_constraint, search_options
+from xgpt.cli.options import Decimal, constraint_options, json_option, problem_options, read_constraint, search_options
 
 if TYPE_CHECKING:
     from xgpt.app.planning import Subject
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @search_options
 @click.option(
     "--arrival-rate",
-    type=click.FloatRange(0, min_open=True),
+    type=Decimal(0, min_open=True),
     metavar="R",
     help="Sustain so many requests a second; the latency bound then holds for the whole time, waiting included.",
 )

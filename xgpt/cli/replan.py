@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from xgpt.cli.options import json_option
+from xgpt.cli.options import Decimal, json_option
 
 
 @click.command("replan")
@@ -20,7 +20,7 @@ from xgpt.cli.options import json_option
 @click.option(
     "--horizon",
     "horizon_s",
-    type=click.FloatRange(0, min_open=True),
+    type=Decimal(0, min_open=True),
     default=600,
     show_default=True,
     metavar="S",
@@ -28,7 +28,7 @@ from xgpt.cli.options import json_option
 )
 @click.option(
     "--least-gain",
-    type=click.FloatRange(0, 1),
+    type=Decimal(0, 1),
     default=0.05,
     show_default=True,
     metavar="SHARE",

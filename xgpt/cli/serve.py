@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from xgpt.cli.options import engine_option
+from xgpt.cli.options import Decimal, Whole, engine_option
 
 if TYPE_CHECKING:
     from xgpt.schema import EngineKind
@@ -17,12 +17,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.command("serve")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Beyond this machine only with --api-key-file.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option("--port", type=Whole(0, 65535), default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key-file", metavar="FILE", help="Lines of [NAME] KEY [SETTINGS]; SIGHUP reloads.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
 @click.option(
     "--max-waiting",
-    type=click.IntRange(1),
+    type=Whole(1),
     default=4096,
     show_default=True,
     help="Waiting requests; more get 429.",
@@ -30,14 +30,14 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option(
     "--answer-within",
     "answer_within_s",
-    type=click.FloatRange(0, min_open=True),
+    type=Decimal(0, min_open=True),
     metavar="S",
     help="Time to a whole answer, waiting included; a request that would take longer gets 429.",
 )
 @click.option(
     "--request-timeout",
     "request_timeout_s",
-    type=click.FloatRange(0),
+    type=Decimal(0),
     default=600.0,
     show_default=True,
     metavar="S",
@@ -45,18 +45,18 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 )
 @click.option(
     "--default-max-tokens",
-    type=click.IntRange(1),
+    type=Whole(1),
     metavar="N",
     help="Of a request that names none.  [default: completions 16, chats the rest of the context]",
 )
-@click.option("--max-max-tokens", type=click.IntRange(1), metavar="N", help="Largest max_tokens of a request.")
+@click.option("--max-max-tokens", type=Whole(1), metavar="N", help="Largest max_tokens of a request.")
 @click.option(
-    "--drain-timeout", "drain_s", type=click.FloatRange(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
+    "--drain-timeout", "drain_s", type=Decimal(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
 )
 @click.option(
     "--shutdown-delay",
     "shutdown_delay_s",
-    type=click.FloatRange(0),
+    type=Decimal(0),
     default=0,
     metavar="S",
     help="After SIGTERM only /ready changes for so long: load balancers learn to send no more.  [default: 0]",
@@ -68,8 +68,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
 @click.option("--checkpoint", metavar="DIR", help="The weights, where they are not where the plan says.")
 @engine_option
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that run it together.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
+@click.option("--nnodes", type=Whole(1), default=1, show_default=True, help="Machines that run it together.")
+@click.option("--node-rank", type=Whole(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
 @click.option("--otlp-endpoint", metavar="URL", help="Send traces there; the standard OTEL_... variables count, too.")

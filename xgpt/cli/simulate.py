@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import click
 
-from xgpt.cli.options import json_option
+from xgpt.cli.options import Decimal, Whole, json_option
 
 
 @click.command("simulate")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
-@click.option("--requests", "num_requests", type=click.IntRange(1), default=2000, show_default=True)
+@click.option("--requests", "num_requests", type=Whole(1), default=2000, show_default=True)
 @click.option(
-    "--arrival-rate", type=click.FloatRange(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+    "--arrival-rate", type=Decimal(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
 )
 @click.option(
     "--burstiness",
-    type=click.FloatRange(0, min_open=True),
+    type=Decimal(0, min_open=True),
     metavar="CV",
     help="Variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.",
 )
 @click.option("--own-times", is_flag=True, help="Replay the workload, a trace, as it was: joint lengths, own times.")
 @click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
 @click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=Whole(0), default=0, show_default=True)
 @json_option
 def command(
     plan_path: str,
