@@ -337,3 +337,14 @@ def test_headroom_is_what_is_asked_for(xgpt: Xgpt) -> None:
     assert [document["constraint"]["headroom"] for document in documents] == [0.12, 0.0, 0.3]
     rates = [document["estimate"]["capacity"]["rate_per_s"] for document in documents]
     assert rates[2] < rates[0] < rates[1]
+
+
+def test_simulated_arrivals_say_which_share_kept_the_bound(xgpt: Xgpt) -> None:
+    asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca", "-o", "served.json")
+    assert xgpt(*asked).code == 0
+    found = load_json(Path("served.json"), Plan, "plan").estimate.capacity
+    assert found is not None
+    at = ("simulate", "served.json", "--requests", "1000", "--json", "--arrival-rate")
+    half, above = (json.loads(xgpt(*at, str(factor * found.rate_per_s)).out) for factor in (0.5, 1.5))
+    assert half["share_within_bound"] >= 0.99 > above["share_within_bound"]
+    assert half["whole_time_s"] <= 4 < above["whole_time_s"]

@@ -167,14 +167,16 @@ def bench_table(report: BenchReport) -> Table:
 
 def bench_notes(report: BenchReport) -> list[str]:
     notes = [f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}"]
-    if report.latency_bound_s is not None:
+    rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:g} requests/s"
+    if report.latency_bound_s is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
-        assert report.share_within_bound is not None
-        notes.append(
-            f"latency bound {report.latency_bound_s:g} s: {kept}; {100 * report.share_within_bound:.1f}% of all "
-            "requests within it"
-        )
-    notes.append(f"end to end with waiting, p99: {report.end_to_end_p99_s:.2f} s")
+        share = f"{100 * report.share_within_bound:.1f}% of all requests within it"
+        if report.counts_waiting:
+            what = f"{share} from arrival to the last token{rate}, {100 * report.quantile:g}% were to be"
+        else:
+            what = f"by the plan's own latency, from admission; {share}"
+        notes.append(f"latency bound {report.latency_bound_s:g} s: {kept}; {what}")
+    notes.append(f"end to end with waiting{rate}, p99: {report.end_to_end_p99_s:.2f} s")
     notes.append("machine before and after: " + ", ".join(f"{rate:.0f} GFLOP/s" for rate in report.calibration_gflops))
     notes += [f"failure: {failure}" for failure in report.failures]
     return notes

@@ -81,7 +81,10 @@ def command(
     idle = idle_shares(spans)
     figures["idle_share"] = sum(idle.values()) / len(idle)
     if own_times or arrival_rate is not None:
-        figures["whole_time_s"] = float(np.quantile(whole_times(log), plan.constraint.quantile))
+        whole_s, bound_s = whole_times(log), plan.constraint.latency_bound_s
+        figures["whole_time_s"] = float(np.quantile(whole_s, plan.constraint.quantile))
+        if bound_s is not None:
+            figures["share_within_bound"] = float(np.mean(whole_s <= bound_s))
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:

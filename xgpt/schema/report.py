@@ -40,6 +40,10 @@ class Calibration(Frozen):
 class BenchReport(Frozen):
     """A replay of a workload against a plan.
 
+    Of a plan that maximises arrivals, `bound_kept` and `share_within_bound` are those of all requests, from arrival to
+    the last token, and not known where requests always wait. Of others, `bound_kept` is the plan's own latency's, and
+    both count from admission.
+
     `calibration_gflops` is the rate of a fixed matrix product before and after the run: machines whose clock moves
     show it here.
     """
@@ -55,6 +59,10 @@ class BenchReport(Frozen):
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None
+    quantile: float = 0.99
+    """Share of requests that are to keep the bound."""
+    counts_waiting: bool = False
+    """Whether the bound is on the time from arrival."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
