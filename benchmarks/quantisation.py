@@ -1,0 +1,139 @@
+"""What fewer bits change: a small model trained here on text at hand, run by the engine in each precision.
+
+    python -m benchmarks.quantisation [--steps 600]
+
+Random weights say little of quantisation, so a byte-level Llama is trained on the sources of Python's standard library
+(minutes on two cores; kept for the next run). On text that it has not seen: perplexity, the divergence of the
+next-token distribution from float32's, and how often the likeliest token is the same. Writes results/quantisation.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xgpt.checkpoint import read_spec
+from xgpt.io import cache_dir, write_atomic
+from xgpt.schema import RunDType
+from xrunner.attention import make_batch
+from xrunner.worker import Worker, build_worker
+
+CONTEXT, BATCH, BLOCK_SIZE = 256, 16, 16
+NUM_WINDOWS = 64
+HELD_OUT = 20
+"""Every so many files are not trained on."""
+PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
+
+
+@click.command()
+@click.option("--steps", default=600, show_default=True, help="Of training.")
+def main(steps: int) -> None:
+    """Train where no such model is kept, then compare."""
+    train, test = texts()
+    checkpoint = trained(train, steps)
+    windows = test[: NUM_WINDOWS * CONTEXT].reshape(NUM_WINDOWS, CONTEXT)
+    rows = compare(checkpoint, windows)
+    click.echo("| precision | perplexity | over float32 | KL, nats | same likeliest token |\n|---|---|---|---|---|")
+    for row in rows:
+        click.echo(
+            f"| {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | {row['kl']:.6f} | "
+            f"{100 * row['same_token']:.2f}% |"
+        )
+    write_atomic(Path("results/quantisation.json"), json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
+
+
+def texts() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on, and others. # uint8"""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for number, path in enumerate(files):
+        parts[number % HELD_OUT == 0].append(path.read_bytes())
+    train, test = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return train, test
+
+
+def trained(text: np.ndarray, steps: int) -> Path:
+    """The checkpoint of a model of two million parameters."""
+    import transformers
+
+    directory = cache_dir() / "quantisation" / str(steps)
+    if (directory / "config.json").exists():
+        return directory
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        max_position_embeddings=2 * CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    rng = np.random.default_rng(0)
+    with click.progressbar(range(steps), label="training") as bar:
+        for _ in bar:
+            starts = rng.integers(0, len(text) - CONTEXT, BATCH)
+            tokens = torch.from_numpy(np.stack([text[start : start + CONTEXT] for start in starts]).astype(np.int64))
+            loss = model(input_ids=tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    model.save_pretrained(directory)
+    return directory
+
+
+def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
+    """A row for each precision; float32's is the reference."""
+    reference: Tensor | None = None
+    rows: list[dict[str, Any]] = []
+    targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
+    for precision in PRECISIONS:
+        spec = read_spec(checkpoint)
+        worker = build_worker(
+            spec, precision, checkpoint=checkpoint, num_blocks=CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE
+        )
+        log_p = torch.cat([log_probabilities(worker, window) for window in windows])
+        reference = log_p if reference is None else reference
+        perplexity = float(F.nll_loss(log_p, targets).exp())
+        rows.append(
+            {
+                "precision": precision,
+                "perplexity": perplexity,
+                "over_float32": perplexity / (rows[0]["perplexity"] if rows else perplexity) - 1,
+                "kl": float(F.kl_div(log_p, reference, log_target=True, reduction="batchmean")),
+                "same_token": float((log_p.argmax(dim=1) == reference.argmax(dim=1)).double().mean()),
+            }
+        )
+    return rows
+
+
+def log_probabilities(worker: Worker, window: np.ndarray) -> Tensor:
+    """Of every next token, after each token of a prompt but its last. # [tokens - 1, vocab]"""
+    length = np.asarray([len(window)], np.int32)
+    blocks = np.arange(len(window) // BLOCK_SIZE, dtype=np.int32)[None]
+    batch = make_batch(window.astype(np.int64), length, length, blocks, block_size=BLOCK_SIZE, num_decodes=0)
+    batch.logit_rows = torch.arange(len(window) - 1)
+    with torch.inference_mode():
+        logits = worker.logits(batch)
+    assert logits is not None
+    return logits.log_softmax(dim=-1)
+
+
+if __name__ == "__main__":
+    main()
