@@ -31,7 +31,7 @@ EDGE = 0.05
 """By which share bounds are tightened and loosened to show how sensitive the rate is."""
 KNOWN_BEYOND = 1.02
 """Runs are given up once the quantile cannot keep so many times the bounds: how far beyond says where to look next."""
-LEAST_SHARE = 0.05
+LEAST_SHARE = 0.1
 """Of saturation: a plan that breaks its bounds at less has no capacity."""
 SEED = 0
 
@@ -141,7 +141,7 @@ class CapacitySearch:
 
     @property
     def rate(self) -> float:
-        """The rate; 0: below a twentieth of saturation, or none."""
+        """The rate; 0: below a tenth of saturation, or none."""
         return self._highest(self._slack, self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -201,7 +201,7 @@ class CapacitySearch:
     def _between(self, low: float, high: float, slack: float, step: float, precision: float, *, bisect: bool) -> float:
         """The next rate to try."""
         if not low:
-            return max(high / (1 + step), high / 2)
+            return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
         # Both ends are known: where the line between them meets the slack, or as far beyond an end as settles it.

@@ -18,6 +18,8 @@ SHARP = 0.005
 """Precision of the best plan's rate; by so much another one must exceed it."""
 COARSE = 0.03
 """Precision of the rate of a policy that is far behind."""
+BEHIND = 0.7
+"""A policy is far behind whose rate in closed form is less than this share of the best simulated one."""
 MOST_TRIED = 3
 """Plans of a policy that are simulated at most, the best in closed form first."""
 DOUBT = 0.06
@@ -103,7 +105,7 @@ def best_by_arrivals(
     for kind in ranked:
         started = time.perf_counter()
         # A policy that is far behind gets a figure, and no contest within it.
-        hopeless = best is not None and candidates[kind][0][1] < best.rate / 2
+        hopeless = best is not None and candidates[kind][0][1] < BEHIND * best.rate
         plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
         search = _best_of(plans, of.problem.profile, best if only_best else None)
         if search is not None and hopeless:
@@ -116,7 +118,7 @@ def best_by_arrivals(
         raise _never_kept(of, tuple(candidates))
     started, kind = time.perf_counter(), best.plan.policy.kind
     best = _best_rival(
-        of, _best_neighbour(of, best), [name for name in ranked if candidates[name][0][1] > best.rate / 2]
+        of, _best_neighbour(of, best), [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
     )
     kind = best.plan.policy.kind
     found[kind] = best
