@@ -1,6 +1,7 @@
 """ExeGPT's scenarios (sec. 7.3, 7.4): what is chosen under each bound, how fast, and how much is looked at.
 
     python -m benchmarks.scheduler [--only opt-13b] [--check] [--markdown FILE]
+    python -m benchmarks.scheduler --sla request [--only opt-13b]
 
 FasterTransformer (FT) is static batching with all devices of a node in one tensor-parallel group and the nodes in a
 pipeline. Its batches in multiples of four give the bounds, as in sec. 7.1: the bottom 10%, 30%, 70% of its latencies at
@@ -26,6 +27,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from benchmarks import all_requests
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_workload
@@ -331,8 +333,14 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 @click.option("--only", help="One model.")
 @click.option("--check", is_flag=True, help="Compare with a sweep of all points, or of a sample.")
 @click.option("--again", is_flag=True, help="Search again what has been searched.")
+@click.option("--sla", type=click.Choice(["length", "request"]), default="length", help="request: of all requests.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
-def main(only: str | None, check: bool, again: bool, page: Path | None) -> None:
+def main(only: str | None, check: bool, again: bool, sla: str, page: Path | None) -> None:
+    if sla == "request":
+        names = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]
+        free = [problem(*name, None) for name in names]
+        all_requests.show([(of, faster_transformer(of)[0].tolist()) for of in free])
+        return
     click.echo(
         "model      cluster  workload         bound choice    req/s latency    /FT /static  evals      space   share"
         "  sec.   gap  sweep            chosen"

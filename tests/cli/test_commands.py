@@ -348,3 +348,11 @@ def test_simulated_arrivals_say_which_share_kept_the_bound(xgpt: Xgpt) -> None:
     half, above = (json.loads(xgpt(*at, str(factor * found.rate_per_s)).out) for factor in (0.5, 1.5))
     assert half["share_within_bound"] >= 0.99 > above["share_within_bound"]
     assert half["whole_time_s"] <= 4 < above["whole_time_s"]
+
+
+def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
+    ran = xgpt("plan", "--latency-bound", "15", "--sla", "request", *PROBLEM[:4], "--workload", "azure-conv")
+    assert ran.code == 0
+    assert "no plan keeps the bounds: waa" in ran.out
+    assert re.search(r"in closed form, as they serve less: .*static", ran.out)
+    assert "no proof of optimality (latencies of all requests are simulated" in " ".join(ran.out.split())

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
 
 
+POLICY_GROUPS: dict[str, tuple[str, ...]] = {
+    "auto": ("rra", "chunked", "orca", "static", "waa"),
+    "exegpt": ("rra", "waa"),
+}
+"""Choices that stand for several policies."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is planned for, resolved."""
@@ -140,12 +147,10 @@ def plan_each(
 
     from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
-    from xscheduler.space import POLICIES
 
-    groups = {"auto": tuple(POLICIES), "exegpt": ("rra", "waa")}
-    if subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
-        groups["auto"] = tuple(kind for kind in POLICIES if kind != "static")
-    kinds = groups.get(policy, (policy,))
+    kinds = POLICY_GROUPS.get(policy, (policy,))
+    if policy == "auto" and subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+        kinds = tuple(kind for kind in kinds if kind != "static")
     if constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
         constraint = constraint.model_copy(update={"objective": "arrivals"})
     if constraint.maximises_arrivals:

@@ -93,6 +93,18 @@ def headroom_in_words(plan: Plan) -> list[str]:
     ]
 
 
+def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
+    """The policies of a choice that have no plan in the table, and those whose latency is not simulated there."""
+    from xgpt.app.planning import POLICY_GROUPS
+
+    missing = [kind for kind in POLICY_GROUPS.get(policy, (policy,)) if kind not in plans]
+    lines = [f"no plan keeps the bounds: {', '.join(missing)}"] if missing else []
+    closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
+    if closed:
+        lines.append(f"in closed form, as they serve less: {', '.join(closed)}; latencies of the others are simulated")
+    return lines
+
+
 def joint_in_words(plan: Plan) -> list[str]:
     """What the estimate misses where a trace's outputs depend on their inputs."""
     joint = plan.estimate.joint_lengths

@@ -1,0 +1,69 @@
+"""The scheduler benchmark's scenarios under a bound on all requests (`benchmarks.scheduler --sla request`).
+
+For each task, bounds from the bottom 10% to the bottom 70% of FasterTransformer's latencies, and in between: what is
+chosen, how many plans were simulated, seconds and seconds of the processor. Throughput must not fall from one bound to
+the next looser one, nor must a bound be infeasible where a tighter one is kept: the last line counts where it is so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import click
+import numpy as np
+
+from xgpt.app.planning import Subject, plan_each
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Constraint, Plan
+from xscheduler.schedule import Problem
+
+NUM_BOUNDS = 7
+
+
+def rows(of: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
+    """A line for each bound of one task, the tightest first, and how often a looser one did worse.
+
+    Args:
+        latencies: FasterTransformer's.
+    """
+    subject = Subject(of.model, None, of.cluster, of.workload, of.profile)
+    lines, fallen, best_rps = [], 0, 0.0
+    for bound_s in np.geomspace(*np.quantile(latencies, (0.1, 0.7)), NUM_BOUNDS).tolist():
+        constraint = Constraint(latency_bound_s=bound_s, sla="request")
+        started, on_processor = time.perf_counter(), time.process_time()
+        best: Plan | None = None
+        with suppress(InfeasibleError):
+            best = next(iter(plan_each(subject, constraint).values()))
+        seconds = time.perf_counter() - started, time.process_time() - on_processor
+        rps = 0.0 if best is None else best.estimate.throughput_rps
+        fallen += rps < best_rps * (1 - 1e-9)
+        best_rps = max(best_rps, rps)
+        what = "no schedule keeps it" if best is None else _found(best)
+        where = f"{of.model.name:10} {of.cluster.name:8} {of.workload.name:15}"
+        lines.append(f"{where} {bound_s:7.2f}  {what:62} {seconds[0]:6.2f} {seconds[1]:6.2f}")
+    return lines, fallen
+
+
+def _found(plan: Plan) -> str:
+    e, values = plan.estimate, "/".join(str(getattr(plan.policy, variable.name)) for variable in plan.policy.variables)
+    error = 100 * (e.latency_error or 0.0)
+    return (
+        f"{plan.policy.kind:8} {values:12} {e.throughput_rps:8.3f} {e.latency_s:7.2f} {error:6.2f}% "
+        f"{plan.search.simulations:6}"
+    )
+
+
+def show(tasks: Sequence[tuple[Problem, Sequence[float]]]) -> None:
+    """Print the table."""
+    click.echo(
+        "model      cluster  workload          bound  policy   settings        req/s latency   error simulated"
+        "           s  cpu s"
+    )
+    total = 0
+    for of, latencies in tasks:
+        lines, fallen = rows(of, latencies)
+        total += fallen
+        click.echo("\n".join(lines))
+    click.echo(f"bounds under which less is served than under a tighter one: {total} of {NUM_BOUNDS * len(tasks)}")
