@@ -262,9 +262,14 @@ class Space:
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
         """The inverse of `points`, for those of these settings that are points of the space."""
         outer, inner, counts = self.lines
-        line: Ints | int = 0 if outer is None else outer.values.searchsorted(columns[outer.variable.name])
         along = columns[inner.variable.name] - inner.values[0]
-        inside = (along >= 0) & (along < counts[line])
+        line: Ints = np.zeros_like(along)
+        on_line = along >= 0
+        if outer is not None:  # settings that were not searched for need lie on none
+            values = columns[outer.variable.name]
+            line = np.minimum(outer.values.searchsorted(values), len(outer.values) - 1)
+            on_line &= outer.values[line] == values
+        inside = on_line & (along < counts[line])
         return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
 
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:

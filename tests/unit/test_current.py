@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.scenarios import problem
 from xgpt.app.comparing import check_current, score_current
 from xgpt.app.current import read_vllm_command
 from xgpt.app.planning import Subject, resolve
@@ -182,3 +183,13 @@ def test_memory_for_k_and_v_follows_the_share(subject: Subject) -> None:
     assert score_current(subject, Constraint(), replace(default, usable_memory=0.92)) == score_current(
         subject, Constraint(), default
     )
+
+
+def test_a_budget_that_no_plan_would_try_is_scored() -> None:
+    """vLLM's default on a B200 lies beyond the budgets of the search."""
+    of = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
+    subject = Subject(of.model, None, of.cluster, of.workload, of.profile)
+    current = read_vllm_command("vllm serve m -tp 8", of.cluster)
+    plan = score_current(subject, Constraint(latency_bound_s=6.0, objective="arrivals"), current)
+    assert plan.policy.token_budget == current.max_num_batched_tokens  # type: ignore[union-attr]
+    assert plan.estimate.capacity is not None and plan.estimate.capacity.rate_per_s > 0
