@@ -117,9 +117,8 @@ def best_by_arrivals(
     if best is None:
         raise _never_kept(of, tuple(candidates))
     started, kind = time.perf_counter(), best.plan.policy.kind
-    best = _best_rival(
-        of, _best_neighbour(of, best), [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
-    )
+    near = [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
+    best = _best_rival(of, _best_neighbour(of, best, finish), near, finish)
     kind = best.plan.policy.kind
     found[kind] = best
     capacities = {name: search.found(edges=search is best) for name, search in found.items()}
@@ -151,29 +150,31 @@ def _best_of(
     return None if best is rival else best
 
 
-def _best_neighbour(of: Scheduler, best: CapacitySearch) -> CapacitySearch:
+def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan], Plan]) -> CapacitySearch:
     """The best plan, or one whose settings are near to its own and which keeps a higher rate."""
-    near = [(_like(best.plan, other), predicted) for other, predicted in of.neighbours(best.plan)]
+    near = [
+        (finish(other).model_copy(update={"search": best.plan.search}), predicted)
+        for other, predicted in of.neighbours(best.plan)
+    ]
     return _best_of(sorted(near, key=lambda item: -item[1]), of.problem.profile, best) or best
 
 
-def _best_rival(of: Scheduler, best: CapacitySearch, kinds: list[str]) -> CapacitySearch:
+def _best_rival(
+    of: Scheduler, best: CapacitySearch, kinds: list[str], finish: Callable[[Plan], Plan]
+) -> CapacitySearch:
     """The best plan, or one of those of the highest saturated throughput, where that keeps a higher rate."""
     best.precision = SHARP
     try:
         rivals = of.best_of_each(kinds)
     except InfeasibleError:
         return best
-    ranked = [(_like(best.plan, plan), of.predicted_rate(plan)) for plan in rivals.values()]
+    ranked = [
+        (finish(plan).model_copy(update={"search": best.plan.search}), of.predicted_rate(plan))
+        for plan in rivals.values()
+    ]
     found = _best_of(sorted(ranked, key=lambda item: -item[1]), of.problem.profile, best) or best
     found.precision = SHARP
     return found
-
-
-def _like(plan: Plan, other: Plan) -> Plan:
-    """Another plan with this one's order of admission and certificate."""
-    order = {"order": plan.admission.order, "row_tokens": plan.admission.row_tokens}
-    return other.model_copy(update={"admission": other.admission.model_copy(update=order), "search": plan.search})
 
 
 def _with(plan: Plan, capacity: Capacity | None) -> Plan:

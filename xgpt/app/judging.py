@@ -87,8 +87,8 @@ def _best(problem: Problem, kinds: Iterable[str], plan: Plan) -> Plan | None:
     from xscheduler.schedule import Scheduler
 
     def admitting(found: Plan) -> Plan:
-        order = {"order": plan.admission.order, "row_tokens": plan.admission.row_tokens}
-        return found.model_copy(update={"admission": found.admission.model_copy(update=order)})
+        running = plan.admission.model_copy(update={"max_running": found.admission.max_running})
+        return found.model_copy(update={"admission": running})
 
     try:
         return next(iter(best_by_arrivals(Scheduler(problem), kinds, finish=admitting, only_best=True).values()))
