@@ -75,7 +75,7 @@ def requests_of(phases: Sequence[Phase], rng: np.random.Generator) -> Iterator[S
 
 
 class _SimulatedWatch:
-    """What `xrunner.server.watch` does, on the simulated clock.
+    """What `xrunner.server.observe.watch` does, on the simulated clock.
 
     Args:
         slowdown: how many times as long as the profile says the simulated machine takes.

@@ -31,8 +31,8 @@ from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
 from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
-from xrunner.server.connections import Listener
-from xrunner.server.process import Server
+from xrunner.server.http.connections import Listener
+from xrunner.server.http.process import Server
 from xrunner.server.served import ServedEngine
 
 VOCAB_SIZE = 1000

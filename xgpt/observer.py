@@ -1,8 +1,8 @@
 """When to have a running plan judged, and under what: lengths that have changed, or steps that last longer.
 
 Requests and steps enter as they end; an Observation leaves where the plan is to be judged. Reads no clock: times are
-given. What a real server does (`xrunner.server.watch`) and what is simulated are the same. May be imported by every
-package.
+given. What a real server does (`xrunner.server.observe.watch`) and what is simulated are the same. May be imported by
+every package.
 """
 
 from __future__ import annotations

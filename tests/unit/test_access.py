@@ -15,7 +15,7 @@ from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.errors import InputError
 from xgpt.schema import Account
 from xrunner.server import AllowedHosts, ApiKeys, check_exposure, log_json
-from xrunner.server.keys import Key
+from xrunner.server.access.keys import Key
 
 KEY, OTHER = "correct-horse-battery", "staple-staple-staple"
 BODY = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}

@@ -14,7 +14,7 @@ from xgpt import policies
 from xgpt.app.simulating import clock_of
 from xgpt.schema import ANYONE, Plan
 from xgpt.workload import sample
-from xrunner.server.backlog import Backlog
+from xrunner.server.observe.backlog import Backlog
 from xscheduler.schedule import Scheduler
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 

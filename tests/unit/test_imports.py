@@ -38,6 +38,11 @@ ALLOWED: dict[str, set[str]] = {
     "xsimulator": BASE | {"xgpt.policies", "xsimulator"},
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
     "xrunner": SHELL | {"xgpt.observation", "xgpt.observer", "xgpt.pages", "xgpt.policies", "xrunner"},
+    "xrunner.server.api": SHELL | {"xrunner.generation", "xrunner.server.api"},
+    "xrunner.server.access": SHELL | {"xrunner.server.access", "xrunner.server.api.errors"},
+    "xrunner.server.observe": SHELL
+    | {"xgpt.observation", "xgpt.observer"}
+    | {"xrunner.server.observe", "xrunner.server.served", "xrunner.server.request_info"},
     "xrunner.vllm": SHELL | {"xgpt.policies", "xrunner.vllm"},
     "xrunner.vllm.engine": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xrunner.vllm.waa": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
@@ -159,7 +164,7 @@ def test_the_check_sees(tmp_path: Path, path: str, source: str, says: str) -> No
     [
         ("xprofiler/measure.py", "import torch\nfrom xrunner.layers import Linear"),
         ("xgpt/cli/plan.py", "import click\ndef f():\n    from xscheduler import space"),
-        ("xrunner/server/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
+        ("xrunner/server/http/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
         ("xscheduler/bound.py", "from xsimulator.curves import Line\nfrom . import space"),
     ],
 )

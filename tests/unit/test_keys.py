@@ -16,7 +16,7 @@ from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.errors import InputError
 from xgpt.schema import Account
 from xrunner.server import ApiKeys, log_json
-from xrunner.server.keys import Key
+from xrunner.server.access.keys import Key
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"
 FILE = f"""

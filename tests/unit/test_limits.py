@@ -13,11 +13,11 @@ from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import Account, Admission, AdmissionOrder, Histogram, StaticSettings, Workload
 from xrunner.server import ApiKeys, Limits, Watch
-from xrunner.server.backlog import Backlog
-from xrunner.server.keys import Key
-from xrunner.server.limits import OutputRule
-from xrunner.server.protocol import ApiError, check_tokens, parse_chat, parse_completion
-from xrunner.server.quota import Quotas
+from xrunner.server.access.keys import Key
+from xrunner.server.access.quota import Quotas
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.protocol import OutputRule, check_tokens, parse_chat, parse_completion
+from xrunner.server.observe.backlog import Backlog
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs-", "operators-operators-"

@@ -15,7 +15,7 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
-from xrunner.server.metrics import Metrics
+from xrunner.server.observe.metrics import Metrics
 from xrunner.suspects import EngineFailed
 
 

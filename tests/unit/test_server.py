@@ -32,9 +32,9 @@ from xgpt.policies import LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
-from xrunner.server.answer import Answer
-from xrunner.server.metrics import Histogram
-from xrunner.server.writers import Delta
+from xrunner.server.api.writers import Delta
+from xrunner.server.http.answer import Answer
+from xrunner.server.observe.metrics import Histogram
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}

@@ -22,7 +22,7 @@ from tests.fakes import (
 )
 from xgpt.errors import InputError
 from xrunner.server import ChatTemplate, load_tokenizer
-from xrunner.server.chat import load_chat_template
+from xrunner.server.api.chat import load_chat_template
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé"}]

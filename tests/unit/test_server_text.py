@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import byte_codec
 from xgpt.errors import InputError
-from xrunner.server.text import REPLACEMENT, Detokenizer, StopStrings, TextCodec, load_tokenizer
-from xrunner.server.writers import ChatWriter, CompletionWriter, Delta
+from xrunner.server.api.text import REPLACEMENT, Detokenizer, StopStrings, TextCodec, load_tokenizer
+from xrunner.server.api.writers import ChatWriter, CompletionWriter, Delta
 
 CODEC = byte_codec()
 TOKENIZER = CODEC.tokenizer

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.fakes import byte_codec
-from xrunner.server.tokenising import Tokenising, TooLong
+from xrunner.server.api.tokenising import Tokenising, TooLong
 
 CONTEXT = 1000
 

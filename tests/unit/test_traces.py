@@ -19,7 +19,7 @@ from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.app.serving import open_tracer
 from xgpt.errors import InputError
 from xrunner.server import ApiKeys
-from xrunner.server.traces import Tracer
+from xrunner.server.observe.traces import Tracer
 
 KEY = "alices-alices-alices"
 BODY = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}

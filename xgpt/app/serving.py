@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
     from xrunner.server import ApiKeys, Limits
-    from xrunner.server.traces import Tracer
+    from xrunner.server.observe.traces import Tracer
     from xrunner.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class Exposure:
         Raises:
             InputError: it cannot be read, or does not go with its key.
         """
-        from xrunner.server.tls import KEY, server_context
+        from xrunner.server.http.tls import KEY, server_context
 
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
@@ -361,7 +361,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise InputError("--otlp-endpoint", endpoint, "give a URL, as in http://localhost:4318")
     try:
-        from xrunner.server.traces import Tracer
+        from xrunner.server.observe.traces import Tracer
     except ImportError as error:
         if endpoint is None:
             # Whoever runs the cluster sets the variables for every program on it.

@@ -3,16 +3,16 @@
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
 """
 
-from xrunner.server.access import AllowedHosts, check_exposure
-from xrunner.server.app import create_app
-from xrunner.server.chat import ChatTemplate
+from xrunner.server.access.hosts import AllowedHosts, check_exposure
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.text import TextCodec, load_tokenizer
 from xrunner.server.engine_thread import EngineThread, single_thread
-from xrunner.server.keys import ApiKeys
-from xrunner.server.limits import Limits
-from xrunner.server.logs import log_json
-from xrunner.server.process import DRAIN_S, serve
-from xrunner.server.text import TextCodec, load_tokenizer
-from xrunner.server.watch import Watch
+from xrunner.server.http.app import create_app
+from xrunner.server.http.limits import Limits
+from xrunner.server.http.process import DRAIN_S, serve
+from xrunner.server.observe.logs import log_json
+from xrunner.server.observe.watch import Watch
 
 __all__ = [
     "DRAIN_S",

@@ -18,11 +18,13 @@ from xgpt.observation import Seen
 from xgpt.policies import Request
 from xgpt.schema.step_log import ANYONE, Account, StepRecord
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
-from xrunner.server.backlog import Backlog
-from xrunner.server.metrics import Metrics
-from xrunner.server.protocol import Allowance, ApiError
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.protocol import Allowance
+from xrunner.server.observe.backlog import Backlog
+from xrunner.server.observe.live import Live
+from xrunner.server.observe.metrics import Metrics
+from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
-from xrunner.server.watch import Watch
 
 MAX_RETRY_AFTER_S = 60
 IDLE_S = 0.1
@@ -109,6 +111,7 @@ class EngineThread:
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
+        self.live = None if watch is None else Live(engine, self._backlog, watch)
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from xrunner.server.info import RequestInfo
-from xrunner.server.limits import Limits
-from xrunner.server.protocol import ApiError
+from xrunner.server.api.errors import ApiError
+from xrunner.server.http.limits import Limits
+from xrunner.server.request_info import RequestInfo
 
 FREE_BYTES = 64 << 10
 """Of each body that do not count: however much others send, a request of usual size comes through."""

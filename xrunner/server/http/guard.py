@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xrunner.server.access import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
-from xrunner.server.answer import error_response
-from xrunner.server.info import RequestInfo
-from xrunner.server.keys import ApiKeys
-from xrunner.server.protocol import ApiError
+from xrunner.server.access.hosts import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.request_info import RequestInfo
 
 if TYPE_CHECKING:
-    from xrunner.server.traces import Tracer
+    from xrunner.server.observe.traces import Tracer
 
 logger = logging.getLogger("xrunner.server.access")
 

@@ -27,7 +27,7 @@ from msgspec import Meta
 from xgpt.numbers import decimal
 from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
-from xrunner.server.limits import OutputRule
+from xrunner.server.api.errors import ApiError
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -43,37 +43,20 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape.
+class OutputRule(NamedTuple):
+    """How long an output may be.
 
-    Args:
-        retry_after_s: when to try again, where that may help.
-        headers: further ones of the answer.
+    Attributes:
+        default: where its request names no maximum; None: a completion's is OpenAI's, a chat's fills the context.
+        most: what a request may name; None: as much as the model's context holds.
+        promised: tokens that K/V memory is set aside for where a request names no maximum; None: for all that may come.
+        may_outgrow: whether an output may run on beyond that.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-        if retry_after_s is not None:
-            self.headers["retry-after"] = str(retry_after_s)
-
-    def body(self) -> bytes:
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
-        type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+    default: int | None = None
+    most: int | None = None
+    promised: int | None = None
+    may_outgrow: bool = True
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

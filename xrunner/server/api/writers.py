@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from xrunner.server.text import REPLACEMENT
+from xrunner.server.api.text import REPLACEMENT
 
 if TYPE_CHECKING:
-    from xrunner.server.choices import Choice
+    from xrunner.server.api.choices import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from xgpt.errors import InputError
-from xrunner.server.keys import ApiKeys
+from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask for; it says nothing about anybody's requests."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from xrunner.generation import Token
-from xrunner.server.protocol import GenerationRequest
-from xrunner.server.text import Detokenizer, StopStrings, TextCodec, token_text
-from xrunner.server.writers import Delta, LogprobsJson, TokenReport, Writer
+from xrunner.server.api.protocol import GenerationRequest
+from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_text
+from xrunner.server.api.writers import Delta, LogprobsJson, TokenReport, Writer
 
 
 class Choice:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from xrunner.server.keys import NO_KEY, Key
-from xrunner.server.quota import Quota
+from xrunner.server.access.keys import NO_KEY, Key
+from xrunner.server.access.quota import Quota
 
 ABORT = "xgpt.abort"
 """In a request's scope: breaks the connection off, whatever has not been sent yet."""

@@ -19,20 +19,18 @@ from starlette.responses import Response
 
 from xgpt.pages import render_live
 from xgpt.schema import ModelSpec
-from xrunner.server.access import AllowedHosts
-from xrunner.server.answer import error_response
+from xrunner.server.access.hosts import AllowedHosts
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.openapi import describe
+from xrunner.server.api.text import TextCodec
 from xrunner.server.engine_thread import EngineThread
-from xrunner.server.guard import Guard
-from xrunner.server.keys import ApiKeys
-from xrunner.server.limits import Limits
-from xrunner.server.live import Live
-from xrunner.server.openapi import describe
-from xrunner.server.protocol import ApiError
-from xrunner.server.service import Service
-from xrunner.server.text import TextCodec
+from xrunner.server.http.guard import Guard
+from xrunner.server.http.limits import Limits
+from xrunner.server.http.service import Service
 
 if TYPE_CHECKING:
-    from xrunner.server.traces import Tracer
+    from xrunner.server.observe.traces import Tracer
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
@@ -76,7 +74,7 @@ def create_app(
     )
     created = int(time.time())
     description = describe(model_name)
-    live = None if engine_thread.watch is None else Live(engine_thread, engine_thread.watch)
+    live = engine_thread.live
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

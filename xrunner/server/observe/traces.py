@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 
 from xgpt import __version__
-from xrunner.server.info import RequestInfo
+from xrunner.server.request_info import RequestInfo
 
 CLOSE_S = 3.0
 """How long a server that ends waits for its collector."""

@@ -11,13 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xgpt.schema import ModelSpec
-from xrunner.server.answer import Answer, Prompt
-from xrunner.server.bodies import Bodies
-from xrunner.server.engine_thread import EngineThread
-from xrunner.server.info import RequestInfo
-from xrunner.server.limits import Limits
-from xrunner.server.protocol import (
-    ApiError,
+from xrunner.server.access.quota import Quotas
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -26,10 +22,14 @@ from xrunner.server.protocol import (
     parse_completion,
     refuse,
 )
-from xrunner.server.quota import Quotas
-from xrunner.server.text import TextCodec
-from xrunner.server.tokenising import Tokenising, TooLong
-from xrunner.server.writers import ChatWriter, CompletionWriter
+from xrunner.server.api.text import TextCodec
+from xrunner.server.api.tokenising import Tokenising, TooLong
+from xrunner.server.api.writers import ChatWriter, CompletionWriter
+from xrunner.server.engine_thread import EngineThread
+from xrunner.server.http.answer import Answer, Prompt
+from xrunner.server.http.bodies import Bodies
+from xrunner.server.http.limits import Limits
+from xrunner.server.request_info import RequestInfo
 
 MAX_OUTPUTS = 1024
 """Prompts times choices of one request, at most."""

@@ -14,14 +14,15 @@ from http import HTTPStatus
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from xrunner.server.choices import Choice
+from xrunner.server.access.quota import Quota
+from xrunner.server.api.choices import Choice
+from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_deadline
+from xrunner.server.api.text import TextCodec
+from xrunner.server.api.writers import Delta, Writer
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream
-from xrunner.server.info import ABORT, RequestInfo
-from xrunner.server.limits import Limits
-from xrunner.server.protocol import Allowance, ApiError, GenerationRequest, parse_deadline
-from xrunner.server.quota import Quota
-from xrunner.server.text import TextCodec
-from xrunner.server.writers import Delta, Writer
+from xrunner.server.http.limits import Limits
+from xrunner.server.request_info import ABORT, RequestInfo
 
 LAST_WORDS_S = 1.0
 """For a client to take in that its answer has been broken off."""
@@ -330,10 +331,6 @@ _EVENT_STREAM_HEAD = {
     "status": 200,
     "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
 }
-
-
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:

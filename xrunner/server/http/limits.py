@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from xgpt.errors import InputError
 from xgpt.schema import Plan
-
-
-class OutputRule(NamedTuple):
-    """How long an output may be.
-
-    Attributes:
-        default: where its request names no maximum; None: a completion's is OpenAI's, a chat's fills the context.
-        most: what a request may name; None: as much as the model's context holds.
-        promised: tokens that K/V memory is set aside for where a request names no maximum; None: for all that may come.
-        may_outgrow: whether an output may run on beyond that.
-    """
-
-    default: int | None = None
-    most: int | None = None
-    promised: int | None = None
-    may_outgrow: bool = True
+from xrunner.server.api.protocol import OutputRule
 
 
 @dataclass(frozen=True, slots=True)

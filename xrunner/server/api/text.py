@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from xgpt.errors import InputError
-from xrunner.server.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.chat import ChatTemplate, load_chat_template
 
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""

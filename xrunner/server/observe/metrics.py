@@ -15,8 +15,8 @@ from prometheus_client.utils import floatToGoString
 
 from xgpt.schema import Account, Decision
 from xgpt.workload import mean
+from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine
-from xrunner.server.watch import Watch
 
 NAN = float("nan")
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from xgpt.schema import Histogram
-from xrunner.server.engine_thread import EngineThread
-from xrunner.server.watch import MAX_HISTORY, Watch
+from xrunner.server.observe.backlog import Backlog
+from xrunner.server.observe.watch import MAX_HISTORY, Watch
+from xrunner.server.served import ServedEngine
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 450
@@ -23,8 +24,9 @@ SHOWN_DECISIONS = 20
 class Live:
     """Reads engine and watch when asked, and every two seconds for the page's lines."""
 
-    def __init__(self, engine_thread: EngineThread, watch: Watch) -> None:
-        self._engine_thread = engine_thread
+    def __init__(self, engine: ServedEngine, backlog: Backlog, watch: Watch) -> None:
+        self._engine = engine
+        self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._start_s = time.perf_counter()
@@ -64,7 +66,7 @@ class Live:
                 "decode_batch": plan.estimate.decode_batch,
             },
             "replans": watch.can_replan,
-            "is_redeploying": self._engine_thread.is_redeploying,
+            "is_redeploying": self._engine.is_emptying,
             "observation": None if observation is None else observation.model_dump(mode="json", exclude={"workload"}),
             "now": self._figures(),
             "samples": list(self._samples),
@@ -76,7 +78,7 @@ class Live:
         }
 
     def _figures(self) -> dict[str, float | None]:
-        pool = self._engine_thread.pool
+        pool = self._engine.pool
         seconds, latencies, tokens = self._watch.recent.figures()
         return {
             "throughput_rps": self._watch.recent.rate_per_s(),
@@ -84,7 +86,7 @@ class Live:
             "latency_p50_s": float(np.quantile(latencies, 0.5)) if latencies else None,
             "latency_p99_s": float(np.quantile(latencies, 0.99)) if latencies else None,
             "running": pool.num_running,
-            "waiting": self._engine_thread.num_waiting,
+            "waiting": len(self._backlog),
             "kv_share": pool.reserved_blocks / pool.kv_blocks,
             "step_ratio": self._watch.step_ratio,
         }

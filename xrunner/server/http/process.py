@@ -17,8 +17,15 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 
-from xrunner.server.connections import ACCEPT_AT_ONCE, HEAD_TIMEOUT_S, KEEP_ALIVE_S, REST_TIMEOUT_S, Listener, Protocol
 from xrunner.server.engine_thread import EngineThread
+from xrunner.server.http.connections import (
+    ACCEPT_AT_ONCE,
+    HEAD_TIMEOUT_S,
+    KEEP_ALIVE_S,
+    REST_TIMEOUT_S,
+    Listener,
+    Protocol,
+)
 
 DRAIN_S = 30.0
 """How long running requests may go on after the first SIGTERM or SIGINT."""

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
-from xrunner.server.keys import Key
-from xrunner.server.protocol import ApiError
+from xrunner.server.access.keys import Key
+from xrunner.server.api.errors import ApiError
 
 
 class Quotas:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from xrunner.server.text import TextCodec
+from xrunner.server.api.text import TextCodec
 
 NUM_THREADS = 2
 NICENESS = 10

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from xgpt import __version__
-from xrunner.server.protocol import ChatRequest, CompletionRequest
+from xrunner.server.api.protocol import ChatRequest, CompletionRequest
 
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array"}}}

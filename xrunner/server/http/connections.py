@@ -20,10 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from xgpt.errors import MachineError
-from xrunner.server.access import OPEN_PATHS
-from xrunner.server.answer import error_response
-from xrunner.server.info import ABORT
-from xrunner.server.protocol import ApiError
+from xrunner.server.access.hosts import OPEN_PATHS
+from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
 """For a TLS handshake; for a request's head, the wait for a first one included."""

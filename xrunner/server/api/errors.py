@@ -1,0 +1,46 @@
+"""Answers other than 200, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's shape.
+
+    Args:
+        retry_after_s: when to try again, where that may help.
+        headers: further ones of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
+
+    def body(self) -> bytes:
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
+        type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def error_response(error: ApiError) -> Response:
+    """The error as an HTTP answer."""
+    return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
