@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.app.planning import Subject, plan_each
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan
-from xscheduler.schedule import Problem
+from xscheduler.problem import Problem
 
 NUM_BOUNDS = 7
 

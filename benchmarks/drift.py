@@ -28,7 +28,8 @@ from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_workload
 from xgpt.schema import Constraint, ModelSpec, Plan, Profile, Workload
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 
 RESULTS = Path("results/drift.json")
 SMALL = ModelSpec(

@@ -33,7 +33,8 @@ from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import Constraint, Plan
 from xprofiler import analytic
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xscheduler.space import POINTS_AT_ONCE, POLICIES, Evaluation, Space
 
 RESULTS = Path("results/scenarios")

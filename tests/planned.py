@@ -10,7 +10,8 @@ from xgpt.checkpoint import read_spec
 from xgpt.schema import ClusterSpec, Constraint, DeviceKind, Efficiency, Histogram, Link, Plan, Workload
 from xprofiler import analytic
 from xscheduler.placement import Placement, Placements
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.lengths import Lengths
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from xgpt.io import sha256
 from xgpt.schema import Admission, Estimate, Plan, ProfileRef, SearchCertificate, Stage, StageLane
 from xscheduler.placement import Placement
+from xscheduler.problem import Problem
 from xscheduler.space import Settings, Space
 from xsimulator.lengths import Lengths
-
-if TYPE_CHECKING:
-    from xscheduler.schedule import Problem
 
 
 def plan_of(

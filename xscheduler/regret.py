@@ -9,7 +9,8 @@ from math import sqrt
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Outcome, Plan, Profile, Workload
 from xscheduler.placement import Placement
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xscheduler.under import at_pace, under, within_context
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import ClusterSpec, Constraint, KvPromise, ModelSpec, Plan, Profile, SearchCertificate, Workload
+from xgpt.schema import Constraint, Plan, Profile, SearchCertificate
 from xscheduler.arrival_rate import by_rate, neighbours, rate_of
 from xscheduler.frontier import Point, frontier
 from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
 from xscheduler.plan import plan_of
+from xscheduler.problem import Problem
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
-from xscheduler.space import POLICIES, Limits, Models, Settings, Space, Wish
+from xscheduler.space import POLICIES, Limits, Models, Settings, Space
 from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
@@ -27,32 +28,6 @@ from xsimulator.placement import Lane
 from xsimulator.step_cost import Degrees, LaneCost
 
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Everything that a plan answers to.
-
-    Attributes:
-        max_devices: take no more than so many of the cluster's.
-        uniform: only placements that are replicas of equal stages.
-        replicas: so many and no others.
-        placement: nowhere else. It need not be one that would be tried.
-        wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
-    """
-
-    model: ModelSpec
-    checkpoint: str | None
-    cluster: ClusterSpec
-    workload: Workload
-    profile: Profile
-    constraint: Constraint
-    kv: KvPromise = "reserve"
-    max_devices: int | None = None
-    uniform: bool = False
-    replicas: int | None = None
-    placement: Placement | None = None
-    wish: Wish | None = None
 
 
 class Scheduler:

@@ -23,7 +23,8 @@ from xgpt.app.simulating import simulate
 from xgpt.schema import Plan, StaticSettings, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xsimulator.analytic import OneLaneModel
 from xsimulator.analytic.waa import TwoLaneModel
 from xsimulator.lengths import Lengths

@@ -10,7 +10,8 @@ from benchmarks.papers.claims import Claim, judged
 from benchmarks.papers.settings import problem, workload_of
 from xgpt.schema import Constant, Workload
 from xgpt.workload import histogram, sample
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xsimulator.analytic import Performance
 from xsimulator.lengths import Lengths
 from xsimulator.placement import lane

@@ -13,7 +13,8 @@ from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import Constraint, Histogram, Plan, Workload
 from xprofiler import analytic
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 
 SMALL = (("t5-11b", "a40x8"), ("opt-13b", "a40x4"), ("gpt3-39b", "a40x16"), ("gpt3-101b", "a100x16"))
 SMALL_TASKS = ("summarization", "translation", "chat-short")

@@ -23,7 +23,7 @@ from xgpt.schema import (
 )
 from xgpt.workload import decoding_share, sample
 from xprofiler import analytic
-from xscheduler.schedule import Problem
+from xscheduler.problem import Problem
 from xscheduler.space import Settings
 from xsimulator.analytic import OneLaneModel
 from xsimulator.clock import LaneClock

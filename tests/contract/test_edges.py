@@ -17,7 +17,8 @@ from xgpt.io import load_json
 from xgpt.resolve import load_workload
 from xgpt.schema import Constant, Profile, Workload
 from xgpt.workload import histogram, read_lengths, sample
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.clock import LaneClock, Span, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest

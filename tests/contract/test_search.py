@@ -15,7 +15,8 @@ from tests.contract.spaces import EVERY_KIND, KINDS, SEEDS, Spaces
 from xgpt.errors import InfeasibleError
 from xgpt.io import dump_json
 from xgpt.schema import Constraint, Plan, StaticSettings
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xscheduler.space import Wish

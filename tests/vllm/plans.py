@@ -14,7 +14,8 @@ from xgpt.schema import (
     WaaSettings,
 )
 from xprofiler import analytic
-from xscheduler.schedule import Problem, Scheduler
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
 
 
 def plan_with(policy: SingleLaneSettings, *, kv_tokens: int = 12800, kv: KvPromise = "reserve") -> Plan:

@@ -57,7 +57,8 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
     """The highest arrival rate of a plan in closed form; None where it has no bounds."""
     from xscheduler.arrival_rate import rate_of as closed_rate
     from xscheduler.placement import Placement
-    from xscheduler.schedule import Problem, Scheduler
+    from xscheduler.problem import Problem
+    from xscheduler.schedule import Scheduler
 
     if not plan.constraint.bounds_latency:
         return None

@@ -15,8 +15,8 @@ from xgpt.schema import Observation, Outcome, Plan, Profile, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from xscheduler.problem import Problem
     from xscheduler.regret import Terms, Verdict
-    from xscheduler.schedule import Problem
 
 
 def judged_by_arrivals(
@@ -30,8 +30,8 @@ def judged_by_arrivals(
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
+    from xscheduler.problem import Problem
     from xscheduler.regret import SWAPPABLE, Terms, Verdict, in_place, in_place_of
-    from xscheduler.schedule import Problem
     from xscheduler.space import POLICIES
     from xscheduler.under import at_pace, within_context
 

@@ -103,7 +103,8 @@ def scheduler(
     """
     from typing import cast
 
-    from xscheduler.schedule import Problem, Scheduler
+    from xscheduler.problem import Problem
+    from xscheduler.schedule import Scheduler
     from xscheduler.search import Method
 
     headroom = headroom_of(constraint, subject.profile)

@@ -1,0 +1,52 @@
+"""What is planned: everything that a plan answers to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from xgpt.schema import ClusterSpec, Constraint, KvPromise, ModelSpec, Plan, Profile, Workload
+from xscheduler.placement import Placement
+from xscheduler.space import Wish
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a plan answers to.
+
+    Attributes:
+        max_devices: take no more than so many of the cluster's.
+        uniform: only placements that are replicas of equal stages.
+        replicas: so many and no others.
+        placement: nowhere else. It need not be one that would be tried.
+        wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
+    """
+
+    model: ModelSpec
+    checkpoint: str | None
+    cluster: ClusterSpec
+    workload: Workload
+    profile: Profile
+    constraint: Constraint
+    kv: KvPromise = "reserve"
+    max_devices: int | None = None
+    uniform: bool = False
+    replicas: int | None = None
+    placement: Placement | None = None
+    wish: Wish | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile) -> Problem:
+        """The problem that a plan was made for, on all of its cluster's devices."""
+        return cls(
+            plan.model,
+            plan.checkpoint,
+            plan.cluster,
+            plan.workload,
+            profile,
+            plan.constraint,
+            plan.admission.kv,
+        )
+
+    def under(self, constraint: Constraint) -> Problem:
+        """The same problem under another constraint."""
+        return replace(self, constraint=constraint)
