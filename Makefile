@@ -20,9 +20,9 @@ test: $(VENV)/.installed-test
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long
 
-# Attacks on running servers. A short form of them is part of `make test`.
+# Attacks on running servers, with a table of what came of them. A short form of them is part of `make test`.
 attack: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "long or not long" tests/attack
+	$(BIN)/python -m tests.attack --attack-report attack.json
 
 # The kernels for GPUs, in Triton's interpreter: 200 MB to download. Beside torch for CUDA, triton is there already and
 # `make test` runs them.

@@ -3,17 +3,72 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.attack.target import save_checkpoint
+from tests.attack.report import Report
+from tests.attack.target import FELT_S, MIB, TIMES_CALM, Felt, Target, Unharmed, save_checkpoint
 
 if sys.platform != "linux":
     collect_ignore_glob = ["test_*.py"]  # memory and sockets are read from /proc
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--attack-report", type=Path, metavar="FILE", help="what attacks did, as JSON and as a table")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--attack-report", None)
+    if path is not None:
+        config.pluginmanager.register(Report(path))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with a tokenizer of one token a byte and a chat template."""
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small")
+
+
+@pytest.fixture
+def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Unharmed:
+    """What an attack on the module's `target` is put in: it leaves others' answers, a probe's tokens and the memory
+    (but for so many MiB) as they were, and what it did is recorded.
+    """
+    target: Target = request.getfixturevalue("target")
+
+    @contextmanager
+    def watched(mib: float) -> Iterator[Felt]:
+        before, rss = target.probe(), target.rss_bytes()
+        peak, over = [rss], threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.05):
+                peak.append(target.rss_bytes())
+
+        with target.felt() as calm:
+            time.sleep(2)
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            with target.felt() as felt:
+                yield felt
+        finally:
+            over.set()
+            watching.join()
+        record_property("case", request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "))
+        record_property("flavour", target.flavour)
+        record_property("gap_s", [round(calm.longest_gap_s, 3), round(felt.longest_gap_s, 3)])
+        record_property("health_s", [round(calm.slowest_health_s, 3), round(felt.slowest_health_s, 3)])
+        record_property("mib", [round(at / MIB) for at in (rss, max(peak), target.rss_bytes())])
+        assert felt.failures == []
+        assert target.probe() == before
+        assert felt.longest_gap_s < max(FELT_S, TIMES_CALM * calm.longest_gap_s)
+        assert felt.slowest_health_s < max(FELT_S, TIMES_CALM * calm.slowest_health_s)
+        assert (max(peak) - rss) / MIB < mib
+
+    return watched

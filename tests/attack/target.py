@@ -6,18 +6,29 @@ Traffic goes to the loopback interface alone.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from benchmarks.placed import SPEC, Served, one_lane, plan, served, two_lanes
+from tests import fake_vllm
 from xgpt.schema import ModelSpec, Plan
+from xrunner.vllm.process import PYTHON_VARIABLE
+
+MIB = 1 << 20
+FELT_S, TIMES_CALM = 3.0, 10
+"""What a stream and a probe may feel: so much, or so many times what they feel before, where cores are busy. What the
+event loop does in one go is held to less where no other process counts: `test_loop.py`."""
 
 ADMIN_KEY = "attack-suite-key-0123456789"
 PROBE = {"prompt": [3, 50, 61, 72, 83], "max_tokens": 12, "temperature": 0}
@@ -30,6 +41,27 @@ FLAVOURS: dict[str, Callable[[ModelSpec], Plan]] = {
     "replicas": lambda model: plan(one_lane([1]), replicas=2, model=model),
 }
 """Placements that are attacked, each on at most two cores."""
+
+FAKE_VLLM, VLLM = "fake-vllm", "vllm"
+"""One device, with `--engine vllm`: `tests.fake_vllm` in its place, or vLLM itself."""
+
+REAL_VLLM = pytest.param(
+    VLLM,
+    marks=[
+        pytest.mark.long,
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(
+            PYTHON_VARIABLE not in os.environ and find_spec("vllm") is None,
+            reason=f"needs vLLM: name its python in {PYTHON_VARIABLE}",
+        ),
+    ],
+)
+EVERYWHERE = [
+    "one",
+    *(pytest.param(name, marks=pytest.mark.long) for name in (*FLAVOURS, FAKE_VLLM) if name != "one"),
+    REAL_VLLM,
+]
+"""All flavours, as parameters of a test of which one device is the short form."""
 
 
 @dataclass
@@ -57,6 +89,7 @@ class Target:
     served: Served
     model: str
     headers: dict[str, str]
+    flavour: str
 
     @property
     def url(self) -> str:
@@ -92,6 +125,13 @@ class Target:
         assert status == 200, answer
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
+
+    def metric(self, name: str) -> float:
+        """The sum of what /metrics shows under a name, whatever the labels."""
+        status, text = self.ask("GET", "/metrics")
+        assert status == 200
+        lines = [line for line in text.decode().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def rss_bytes(self) -> int:
         """Resident memory of the process that answers. Linux only."""
@@ -151,6 +191,9 @@ class Target:
             stop.wait(0.02)
 
 
+Unharmed = Callable[[float], AbstractContextManager[Felt]]
+
+
 @contextmanager
 def attacked(
     flavour: str,
@@ -161,7 +204,7 @@ def attacked(
     keys: str = "",
     change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Iterator[Target]:
-    """Serve one of FLAVOURS with these options until the end of the block.
+    """Serve one of FLAVOURS, or in vLLM, with these options until the end of the block.
 
     Args:
         checkpoint: as the fixture of that name gives it.
@@ -173,15 +216,22 @@ def attacked(
     from xgpt.checkpoint import read_spec
 
     model = read_spec(checkpoint)
-    what = change(FLAVOURS[flavour](model).model_copy(update={"checkpoint": str(checkpoint)}))
+    placement = "one" if flavour in (FAKE_VLLM, VLLM) else flavour
+    what = change(FLAVOURS[placement](model).model_copy(update={"checkpoint": str(checkpoint)}))
     headers = {"Content-Type": "application/json"}
     if key:
         key_file = directory / "keys"
         key_file.write_text(f"{ADMIN_KEY}\n{keys}")
         options += ("--api-key-file", str(key_file))
         headers["Authorization"] = f"Bearer {ADMIN_KEY}"
-    with served(what, directory, *options) as running:
-        yield Target(running, model.name, headers)
+    with pytest.MonkeyPatch.context() as patch:
+        if flavour == FAKE_VLLM:
+            patch.setenv(PYTHON_VARIABLE, str(fake_vllm.program(directory)))
+            patch.setenv("FAKE_VLLM_STEP_S", "0.005")
+        if placement != flavour:
+            options += ("--engine", "vllm")
+        with served(what, directory, *options) as running:
+            yield Target(running, model.name, headers, flavour)
 
 
 def save_checkpoint(directory: Path) -> Path:

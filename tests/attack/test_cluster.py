@@ -77,11 +77,13 @@ def inner_ports(target: Target) -> list[int]:
     return sorted(port for _, port in found if port != target.address[1])
 
 
+@pytest.mark.point(3)
 @pytest.mark.long
 def test_no_port_is_open_beyond_loopback(target: Target) -> None:
     assert {address for address, _ in listening(target.served.process.pid).values()} == {"127.0.0.1"}
 
 
+@pytest.mark.point(3)
 @pytest.mark.long
 def test_a_stranger_finds_no_store(target: Target) -> None:
     ports = [str(port) for port in inner_ports(target)]
@@ -97,6 +99,7 @@ def test_a_stranger_finds_no_store(target: Target) -> None:
     assert felt.failures == []
 
 
+@pytest.mark.point(3)
 @pytest.mark.long
 @pytest.mark.parametrize("curve", [False, True])
 def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: bool) -> None:
@@ -126,6 +129,7 @@ def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: 
         context.destroy(linger=0)
 
 
+@pytest.mark.point(3)
 @pytest.mark.long
 def test_noise_at_inner_ports_harms_nobody(target: Target) -> None:
     """Gloo's ports included, which take no credentials: what they are told once all pairs are joined is of no use."""
@@ -177,6 +181,7 @@ def narrow(model: ModelSpec) -> Plan:
     return plan(tuple(stages), model=model)
 
 
+@pytest.mark.point(7)
 @pytest.mark.long
 def test_a_prompt_that_the_encode_lane_never_holds(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +199,7 @@ def test_a_prompt_that_the_encode_lane_never_holds(
         assert felt.failures == []
 
 
+@pytest.mark.point(15)
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_full_disk_ends_the_step_log_alone(checkpoint: Path, tmp_path: Path) -> None:
@@ -207,6 +213,7 @@ def test_a_full_disk_ends_the_step_log_alone(checkpoint: Path, tmp_path: Path) -
         assert float(lost.split()[1]) > 0
 
 
+@pytest.mark.point(20)
 @pytest.mark.long
 def test_a_launcher_that_is_killed_loses_no_request(checkpoint: Path, tmp_path: Path) -> None:
     with attacked("tp", checkpoint, tmp_path) as target:
@@ -224,6 +231,7 @@ def own_namespaces() -> bool:
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("ss") is not None
 
 
+@pytest.mark.point(3, 9)
 @pytest.mark.long
 @pytest.mark.skipif(not own_namespaces(), reason="network namespaces take root, `ip` and `ss`")
 def test_two_machines_listen_on_their_link_alone(tmp_path: Path) -> None:

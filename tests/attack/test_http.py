@@ -1,4 +1,4 @@
-"""Attacks by HTTP on a server of one device: what they get, and what others feel of it."""
+"""Attacks by HTTP on a server of each flavour: what they get, and what others feel of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import multiprocessing
 import resource
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -19,54 +18,28 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.attack.target import ADMIN_KEY, Felt, Target, attacked
-
-MIB = 1 << 20
-FELT_S, TIMES_CALM = 1.0, 5
-"""What a stream and a probe may feel: so much, or so many times what they feel before, where cores are busy."""
+from tests.attack.target import ADMIN_KEY, EVERYWHERE, FAKE_VLLM, MIB, VLLM, Target, Unharmed, attacked
+from tests.fakes import eventually
+from xgpt.schema import Plan
 
 
-@pytest.fixture(scope="module")
-def target(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+@pytest.fixture(scope="module", params=EVERYWHERE)
+def target(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
     directory = tmp_path_factory.mktemp("http")
     own = shutil.copytree(checkpoint, directory / "small")
     tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
     tokenizer.add_tokens(["y" * 300])  # so that a text of 300 times the context is not refused by its length alone
     tokenizer.save(str(own / "tokenizer.json"))
-    with attacked("one", own, directory) as target:
+    with attacked(request.param, own, directory, change=of_many_places) as target:
         yield target
 
 
-@contextmanager
-def unharmed(target: Target, mib: float) -> Iterator[Felt]:
-    """The block leaves others' answers, the probe's tokens and the memory (but for so many MiB) as they were."""
-    before, rss = target.probe(), target.rss_bytes()
-    peak, over = [rss], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.05):
-            peak.append(target.rss_bytes())
-
-    with target.felt() as calm:
-        time.sleep(2)
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        with target.felt() as felt:
-            yield felt
-    finally:
-        over.set()
-        watching.join()
-    grown = (max(peak) - rss) / MIB
-    print(
-        f"gap {calm.longest_gap_s:.3f} -> {felt.longest_gap_s:.3f} s, "
-        f"/health {calm.slowest_health_s:.3f} -> {felt.slowest_health_s:.3f} s, memory +{grown:.0f} MiB"
-    )
-    assert felt.failures == []
-    assert target.probe() == before
-    assert felt.longest_gap_s < max(FELT_S, TIMES_CALM * calm.longest_gap_s)
-    assert felt.slowest_health_s < max(FELT_S, TIMES_CALM * calm.slowest_health_s)
-    assert grown < mib
+def of_many_places(plan: Plan) -> Plan:
+    """So that memory ends before places do."""
+    name = "max_decode_batch" if plan.policy.kind == "waa" else "max_batch"
+    return plan.model_copy(update={"policy": plan.policy.model_copy(update={name: 64})})
 
 
 def connect(address: tuple[str, int], timeout_s: float = 30.0) -> socket.socket:
@@ -119,10 +92,52 @@ def statuses(address: tuple[str, int], requests: list[bytes], at_once: int = 60)
         return list(threads.map(ask, requests))
 
 
+@pytest.mark.point(1, 17)
+def test_other_requests(target: Target, unharmed: Unharmed) -> None:
+    """No attack: what is felt of others alone."""
+    with unharmed(200):
+        alone = target.probe()
+        assert [target.probe() for _ in range(10)] == [alone] * 10
+        assert target.ask("GET", "/v1/models", headers={})[0] == 401
+
+
+NUMBERS: list[dict[str, object]] = [
+    {"n": 3, "max_tokens": 4},
+    {"n": 128, "max_tokens": 1, "seed": 2**63 - 1},
+    {"seed": -(2**63), "temperature": 2},
+    {"seed": 2**63},
+    {"top_k": 10**20},
+    {"top_k": 2**31 - 1},
+    {"max_tokens": 10**30},
+    {"output_length": 2**64},
+    {"stop_token_ids": [2**64]},
+    {"prompt": [2**64]},
+    {"prompt": [-1]},
+    {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1e-300},
+    {"temperature": 1e300},
+    {"deadline_s": 1e-300},
+    {"deadline_s": 1e300},
+    {"frequency_penalty": 2, "presence_penalty": -2},
+    {"logit_bias": {"5": 1e308}},
+    {"repetition_penalty": 1e-30},
+]
+
+
+@pytest.mark.point(2)
+def test_numbers_at_the_edge(target: Target, unharmed: Unharmed) -> None:
+    with unharmed(200):
+        for fields in NUMBERS:
+            status, answer = target.complete(**{"prompt": [5, 6, 7], "max_tokens": 4} | fields)
+            assert status in (200, 400, 504), (fields, answer)
+        nan = f'{{"model": "{target.model}", "prompt": [5], "temperature": NaN}}'.encode()
+        assert target.ask("POST", "/v1/completions", nan)[0] == 400
+
+
 @pytest.mark.long
-def test_idle_sockets(target: Target) -> None:
+@pytest.mark.point(4)
+def test_idle_sockets(target: Target, record_property: Callable[[str, object], None]) -> None:
     """More than there are files; the system's limit falls below what the server counts on, too."""
-    before = resource.prlimit(target.served.process.pid, resource.RLIMIT_NOFILE)
+    before, probed = resource.prlimit(target.served.process.pid, resource.RLIMIT_NOFILE), target.probe()
     num_lines = len(target.served.lines)
     with ExitStack() as clients:
         try:
@@ -135,9 +150,11 @@ def test_idle_sockets(target: Target) -> None:
         assert all(read_all(client) == b"" for client in idle)
         assert target.ask("GET", "/health", timeout_s=5)[0] == 200
     said = sum(map(len, target.served.lines[num_lines:]))
-    print(f"/health {felt.slowest_health_s:.1f} s, {said} bytes of log")
-    assert felt.slowest_health_s < 13 and said < 300_000
-    target.probe()
+    record_property("case", "idle sockets")
+    record_property("flavour", target.flavour)
+    record_property("note", f"/health {felt.slowest_health_s:.1f} s, {said} bytes of log")
+    assert felt.slowest_health_s < 20 and said < 300_000
+    assert target.probe() == probed
 
 
 def send_unfinished(address: tuple[str, int], count: int) -> None:
@@ -154,14 +171,118 @@ def send_unfinished(address: tuple[str, int], count: int) -> None:
         time.sleep(1)
 
 
-def test_unfinished_bodies(target: Target) -> None:
-    with unharmed(target, mib=300):
+@pytest.mark.point(5)
+def test_unfinished_bodies(target: Target, unharmed: Unharmed) -> None:
+    with unharmed(300):
         elsewhere(send_unfinished, target.address, 60)
 
 
-def test_long_prompts(target: Target) -> None:
+@pytest.mark.long
+@pytest.mark.point(6)
+def test_chats_without_max_tokens(
+    target: Target, unharmed: Unharmed, record_property: Callable[[str, object], None]
+) -> None:
+    """Of which 16 once held all blocks, beside requests for two tokens."""
+    chat = {"model": target.model, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+    took_s = []
+    with unharmed(300), ThreadPoolExecutor(24) as pool:
+        chats = [pool.submit(target.ask, "POST", "/v1/chat/completions", chat, None, 600) for _ in range(24)]
+        while not any(one.done() for one in chats):
+            begin_s = time.monotonic()
+            assert target.complete(prompt=[5, 6, 7], max_tokens=2)[0] == 200
+            took_s.append(time.monotonic() - begin_s)
+        for one in chats:
+            status, body = one.result()
+            assert (status, json.loads(body)["usage"]["total_tokens"]) == (200, 512)
+    record_property("note", f"two tokens within {max(took_s):.2f} s, the median {sorted(took_s)[len(took_s) // 2]:.2f}")
+    assert max(took_s) < 10
+
+
+@pytest.mark.point(11)
+def test_long_prompts(target: Target, unharmed: Unharmed) -> None:
     """As long as any that is not refused by its length alone."""
     requests = [request({"prompt": "the quick brown fox " * 7_500}) for _ in range(60)]
-    with unharmed(target, mib=300):
+    with unharmed(300):
         found = elsewhere(statuses, target.address, requests * 5)
     assert set(found) == {400}
+
+
+@pytest.mark.long
+@pytest.mark.point(12)
+def test_clients_that_do_not_read(
+    target: Target, unharmed: Unharmed, record_property: Callable[[str, object], None]
+) -> None:
+    """Their deadline frees what they hold, and their connections end."""
+    deadline_s = 4
+    raw = request(
+        {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True, "deadline_s": deadline_s}
+    )
+    with unharmed(300), ExitStack() as opened:
+        clients = []
+        begin_s = time.monotonic()
+        for _ in range(12):
+            client = opened.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(60)
+            client.connect(target.address)
+            client.sendall(raw)
+            clients.append(client)
+        time.sleep(1)
+        # The stream of the other client, and its probe at the most.
+        while target.metric("xgpt_requests_running") + target.metric("xgpt_requests_waiting") > 2:
+            assert time.monotonic() - begin_s < 60
+            time.sleep(0.2)
+        freed_s = time.monotonic() - begin_s
+        time.sleep(max(0.0, begin_s + 36 - time.monotonic()))  # 30 s to take what was written
+        for client in clients:
+            read_all(client)  # it ends
+        ended_s = time.monotonic() - begin_s
+    record_property(
+        "note", f"a deadline of {deadline_s} s freed all after {freed_s:.1f} s, all ended at {ended_s:.0f} s"
+    )
+    assert freed_s < deadline_s + 15 and ended_s < 90
+
+
+@pytest.mark.long
+@pytest.mark.point(13)
+def test_a_large_answer(target: Target, unharmed: Unharmed) -> None:
+    """As large as any that is not refused; those beyond are."""
+    fields: dict[str, Any] = {"prompt": [[1]] * 4, "n": 128, "ignore_eos": True, "temperature": 1}
+    if target.flavour != FAKE_VLLM:  # which knows no probabilities
+        fields["logprobs"] = 20
+    with unharmed(500):
+        raw = request({**fields, "max_tokens": 20 if target.flavour == VLLM else 90})
+        assert elsewhere(statuses, target.address, [raw]) == [200]
+    assert elsewhere(statuses, target.address, [request({**fields, "max_tokens": 400, "logprobs": 20})]) == [400]
+
+
+@pytest.mark.long
+@pytest.mark.point(14)
+def test_text_that_never_ends(target: Target, unharmed: Unharmed) -> None:
+    """Outputs of bytes that are seldom whole characters."""
+    with unharmed(300):
+        for stream in (False, True):
+            fields = {"prompt": "\u20ac" * 30, "n": 16, "max_tokens": 400, "temperature": 2, "ignore_eos": True}
+            assert elsewhere(statuses, target.address, [request({**fields, "stream": stream})]) == [200]
+
+
+def answers_of(address: tuple[str, int], sent: bytes) -> list[int]:
+    """Statuses of all answers, interim ones left out, to a client that sends so much and no more."""
+    with connect(address) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        found = [int(part[:3]) for part in read_all(client).split(b"HTTP/1.1 ")[1:]]
+    return [status for status in found if status >= 200]
+
+
+@pytest.mark.point(20)
+def test_half_closed_clients_and_two_lengths(target: Target, unharmed: Unharmed) -> None:
+    good = {"prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True}
+    with unharmed(200):
+        for _ in range(5):
+            sent = request(good) * 2 + request({**good, "stream": True})
+            assert answers_of(target.address, sent) == [200, 200, 200]
+        assert answers_of(target.address, request(good, extra="Transfer-Encoding: chunked\r\n")) == [400]
+        for value in ("1_0", "nan", "-1", "1e999", "0x10", "\u0661".encode().decode("latin-1")):
+            assert answers_of(target.address, request(good, extra=f"X-Deadline-S: {value}\r\n")) == [400], value
+    assert eventually(lambda: target.metric("xgpt_requests_running") == 0)

@@ -87,6 +87,7 @@ def children_of(pid: int) -> list[int]:
     return [found for child in map(int, own) for found in (child, *children_of(child))]
 
 
+@pytest.mark.point(1)
 def test_without_a_key_nothing_is_answered_but_probes(target: Target) -> None:
     body = {"model": target.model, **PROBE}
     for headers in ({}, {"Authorization": "Bearer a-key-of-somebody-else"}):
@@ -97,6 +98,7 @@ def test_without_a_key_nothing_is_answered_but_probes(target: Target) -> None:
     assert len(target.probe()) == 12
 
 
+@pytest.mark.point(1)
 def test_foreign_names_and_origins_are_refused(target: Target) -> None:
     body = {"model": target.model, **PROBE}
     for headers, status in (
@@ -159,6 +161,7 @@ def test_openais_client_takes_it_for_openai(target: Target) -> None:
             client.with_options(api_key="a-key-of-somebody-else").models.list()
 
 
+@pytest.mark.point(1)
 def test_too_many_are_turned_away(target: Target) -> None:
     """16 run, 20 may wait."""
     body = {"model": target.model, "prompt": [3, 4], "max_tokens": 100, "ignore_eos": True}
@@ -199,6 +202,7 @@ def test_metrics_count_what_came_of_requests(target: Target) -> None:
     assert json.loads(target.ask("GET", "/live")[1])["plan"]["policy"] == "orca"
 
 
+@pytest.mark.point(1)
 def test_nothing_listens_beyond_this_machine(target: Target) -> None:
     said = subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines()
     family = {target.served.process.pid, *children_of(target.served.process.pid)}
@@ -206,6 +210,7 @@ def test_nothing_listens_beyond_this_machine(target: Target) -> None:
     assert own and all(address.startswith(("127.0.0.1:", "[::1]:")) for address in own)
 
 
+@pytest.mark.point(1)
 def test_an_answer_that_would_come_too_late_is_not_begun(
     kind: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +224,7 @@ def test_an_answer_that_would_come_too_late_is_not_begun(
     assert any("3 s are promised" in message for message in refused)
 
 
+@pytest.mark.point(1, 20)
 def test_what_runs_at_sigterm_ends_and_nothing_begins(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     with attacked("one", checkpoint, tmp_path, *ENGINE) as target:
         process = target.served.process
@@ -244,6 +250,7 @@ def test_where_vllm_dies_the_server_ends_and_says_so(kind: str, checkpoint: Path
         assert target.served.process.wait(60) == 3
 
 
+@pytest.mark.point(17)
 def test_waa_on_two_vllms_is_the_same_endpoint(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     with attacked("waa", checkpoint, tmp_path, *ENGINE, "--max-waiting", "30") as target:
         assert target.ask("POST", "/v1/completions", {"model": target.model, **PROBE}, {})[0] == 401

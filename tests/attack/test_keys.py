@@ -74,6 +74,7 @@ def tokens_of(target: Target) -> dict[str, float]:
     return found
 
 
+@pytest.mark.point(18)
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
         assert target.probe() == alone
 
 
+@pytest.mark.point(18)
 def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path: Path) -> None:
     """Before, a key that filled the waiting room turned everybody else away."""
     keys = f"alice {ALICE}\nbob {BOB}\n"
@@ -115,6 +117,7 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
         assert took_s < 1
 
 
+@pytest.mark.point(18)
 @pytest.mark.parametrize(
     ("order", "flood", "victim"),
     [("sjf", {}, {"prompt": PROMPT * 100}), ("edf", {"deadline_s": 60}, {})],
@@ -135,6 +138,7 @@ def test_no_order_starves_a_request(
         assert {*statuses} == {200}
 
 
+@pytest.mark.point(6)
 def test_outputs_without_an_end_do_not_hold_up_a_request_for_two_tokens(checkpoint: Path, tmp_path: Path) -> None:
     """Before, 16 chats without max_tokens reserved all K/V memory, and a request for two tokens waited for one of them
     to fill its context."""

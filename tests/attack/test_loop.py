@@ -55,6 +55,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.point(11)
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_what_is_refused_costs_little(name: str, address: tuple[str, int]) -> None:
     assert set(elsewhere(statuses, address, TOO_MUCH[name])) <= {400, 413}
@@ -73,16 +74,19 @@ ANSWERS = {
 }
 
 
+@pytest.mark.point(13)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_largest_answers_are_written_in_slices(name: str, address: tuple[str, int]) -> None:
     assert elsewhere(statuses, address, [ANSWERS[name]]) == [200]
 
 
+@pytest.mark.point(13)
 def test_larger_answers_are_refused(address: tuple[str, int]) -> None:
     raw = fake(prompt=[[1]] * 4, n=128, max_tokens=400, logprobs=20)
     assert elsewhere(statuses, address, [raw]) == [400]
 
 
+@pytest.mark.point(5)
 def test_unfinished_bodies(address: tuple[str, int]) -> None:
     elsewhere(send_unfinished, address, 30)

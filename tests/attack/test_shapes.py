@@ -111,6 +111,7 @@ HTTP_SHAPES: dict[str, tuple[bytes, list[list[int]]]] = {
 }
 
 
+@pytest.mark.point(20)
 @pytest.mark.parametrize("name", HTTP_SHAPES)
 def test_shapes_of_http(name: str, target: Target) -> None:
     sent, expected = HTTP_SHAPES[name]

@@ -1,0 +1,65 @@
+"""The table that `--attack-report FILE` writes: of each point what once came of it, and what was measured now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attack.points import POINTS, Point
+
+
+class Report:
+    """A plugin that gathers what tests recorded, by the points that they are marked with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._points: dict[str, list[int]] = {}
+        self._rows: list[dict[str, Any]] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            points = {number for mark in item.iter_markers("point") for number in mark.args}
+            points |= {number for number, point in POINTS.items() if _entry(item.nodeid, point)}
+            self._points[item.nodeid] = sorted(points)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            row = {"test": report.nodeid, "points": self._points.get(report.nodeid, []), "outcome": report.outcome}
+            self._rows.append(row | {"seconds": round(report.duration, 1)} | dict(report.user_properties))
+
+    def pytest_sessionfinish(self) -> None:
+        """FILE as JSON, and beside it the table as markdown."""
+        self._path.write_text(json.dumps(self._rows, indent=1) + "\n")
+        self._path.with_suffix(".md").write_text(self._table())
+
+    def _table(self) -> str:
+        lines = ["| point | before | case | now |", "|---|---|---|---|"]
+        for number, point in POINTS.items():
+            rows = [row for row in self._rows if number in row["points"]]
+            measured = [row for row in rows if "case" in row]
+            others = [row for row in rows if "case" not in row]
+            said = [(f"{row['case']}, {row['flavour']}", _shown(row)) for row in measured]
+            entries = {row["test"]: _entry(row["test"], point) or row["test"].partition("[")[0] for row in others}
+            for test in dict.fromkeys(entries.values()):
+                outcomes = [row["outcome"] for row in others if entries[row["test"]] == test]
+                counted = ", ".join(f"{outcomes.count(one)} {one}" for one in dict.fromkeys(outcomes))
+                said.append((test.removeprefix("tests/"), counted))
+            for at, (case, now) in enumerate(said or [("", "not run")]):
+                head = f"{number} {point.what} | {point.before}" if at == 0 else " | "
+                lines.append(f"| {head} | {case} | {now} |")
+        return "\n".join(lines) + "\n"
+
+
+def _entry(test: str, point: Point) -> str | None:
+    """The node id under which a point names this test."""
+    return next((shown for shown in point.elsewhere if test.partition("[")[0].startswith(shown)), None)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """What a case recorded, in words."""
+    names = {"gap_s": "gap {0} to {1} s", "health_s": "/health {0} to {1} s", "mib": "{0}, at most {1}, then {2} MiB"}
+    parts = [text.format(*row[name]) for name, text in names.items() if name in row]
+    return ", ".join([row["outcome"], *parts, *([row["note"]] if row.get("note") else [])])
