@@ -314,7 +314,7 @@ def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> No
     assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--sla", "request")
     assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--search", "optuna")
     assert "--objective arrivals" in xgpt.fails(2, *plan, "--objective", "saturated", "--arrival-rate", "1")
-    assert "beside --arrival-rate" in xgpt.fails(2, *plan, "--sla", "request", "--arrival-rate", "1")
+    assert "with --arrival-rate" in xgpt.fails(2, *plan, "--sla", "request", "--arrival-rate", "1")
     asked = json.loads(xgpt(*plan, "--sla", "length", "--json").out)
     assert asked["constraint"]["objective"] == "saturated"
 

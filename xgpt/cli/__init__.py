@@ -37,8 +37,8 @@ def cli() -> None:
     """Find the best schedule for an LLM under a latency bound, prove it, and serve it.
 
     \b
-    xgpt plan --latency-bound 9.8     writes plan.json for this machine
-    xgpt serve plan.json              runs that plan behind an OpenAI-compatible endpoint
+    xgpt plan --latency-bound 9.8     write plan.json for this machine
+    xgpt serve plan.json              run that plan behind an OpenAI-compatible endpoint
     """
 
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     except XgptError as error:
         _fail(("infeasible: " if isinstance(error, InfeasibleError) else "") + str(error), error.exit_code)
     except BrokenPipeError:
-        # The reader of our output has gone; there is nobody left to tell.
+        # Whatever read our output has ended: there is nothing left to report to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:

@@ -16,17 +16,30 @@ if TYPE_CHECKING:
 @click.command("bench")
 @click.argument("target", metavar="PLAN.JSON|URL")
 @click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
-@click.option("--requests", "num_requests", type=Whole(1), default=300, show_default=True)
 @click.option(
-    "--arrival-rate", type=Decimal(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+    "--requests", "num_requests", type=Whole(1), default=300, show_default=True, help="Number of requests to send."
 )
-@click.option("--concurrency", type=Whole(1), default=32, show_default=True, help="Outstanding requests (URL only).")
-@click.option("--stream", is_flag=True, help="Have answers streamed (a URL's always are).")
-@click.option("--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps; write it.")
-@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the cached one by default.")
-@click.option("--ca-file", metavar="FILE", help="Authorities of an https URL, in PEM; the system's by default.")
+@click.option(
+    "--arrival-rate",
+    type=Decimal(0, min_open=True),
+    metavar="R",
+    help="Poisson arrivals a second. Default: requests are always waiting.",
+)
+@click.option(
+    "--concurrency", type=Whole(1), default=32, show_default=True, help="Outstanding requests, where a URL is given."
+)
+@click.option("--stream", is_flag=True, help="Have answers streamed, as those of a URL always are.")
+@click.option(
+    "--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps, and write it."
+)
+@click.option(
+    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
+)
+@click.option(
+    "--ca-file", metavar="FILE", help="Certificate authorities for an https URL, in PEM. Default: the system's."
+)
 @engine_option
-@click.option("--seed", type=Whole(0), default=0, show_default=True)
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
 def command(
     target: str,
@@ -42,7 +55,7 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Replay a workload: what the plan predicts beside what is measured.
+    """Replay a workload, and set what the plan predicts against what is measured.
 
     \b
     Examples:

@@ -13,9 +13,18 @@ from xgpt.cli.options import Whole, constraint_options, json_option, problem_opt
 @constraint_options
 @problem_options
 @search_options
-@click.option("--current", metavar="COMMAND", help="What runs now, as its vllm serve command; scored beside the rest.")
-@click.option("--measure", is_flag=True, help="Run each plan here, too.")
-@click.option("--requests", "num_requests", type=Whole(1), default=300, show_default=True, help="With --measure.")
+@click.option(
+    "--current", metavar="COMMAND", help="The `vllm serve` command that runs today: scored in the same table."
+)
+@click.option("--measure", is_flag=True, help="Also run each plan on this machine.")
+@click.option(
+    "--requests",
+    "num_requests",
+    type=Whole(1),
+    default=300,
+    show_default=True,
+    help="Number of requests a plan, with --measure.",
+)
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure.")
 @json_option
 def command(
@@ -40,7 +49,7 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Every policy at its own best under the same bound, in one table.
+    """Compare every policy, each at its own best under the same bound.
 
     \b
     Examples:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--to", "target", type=click.Choice(["vllm", "k8s", "torchrun"]), required=True)
+@click.option(
+    "--to", "target", type=click.Choice(["vllm", "k8s", "torchrun"]), required=True, help="What the files are for."
+)
 @click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:
     """Write the files from which another engine or scheduler starts the plan.

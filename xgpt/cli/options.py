@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Whole(click.IntRange):
-    """click's, but for 1_0 and other alphabets' digits, which only Python takes for numbers."""
+    """An integer in a range; refuses 1_0 and digits of other alphabets, which Python would take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from xgpt.numbers import whole
@@ -29,7 +29,7 @@ class Whole(click.IntRange):
 
 
 class Decimal(click.FloatRange):
-    """The same for numbers with a point; nan and inf are none."""
+    """A number in a range; refuses nan, inf and what `Whole` refuses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         from xgpt.numbers import decimal
@@ -77,7 +77,9 @@ def problem_options(command: F) -> F:
                 "--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory."
             ),
             click.option("--cluster", default="local", show_default=True, help="Name or YAML file."),
-            click.option("--dtype", type=click.Choice(DTYPES), help="To run in; the model's own, on a CPU float32."),
+            click.option(
+                "--dtype", type=click.Choice(DTYPES), help="Type to run in. Default: the model's own; float32 on a CPU."
+            ),
             click.option(
                 "--workload", default="summarization", show_default=True, help="Name, YAML file, CSV or JSON lines."
             ),
@@ -85,7 +87,7 @@ def problem_options(command: F) -> F:
                 "--price",
                 type=Decimal(0, min_open=True),
                 metavar="P",
-                help="Of one device for an hour, in any currency; the cluster's own by default.",
+                help="Price of one device for an hour, in any currency. Default: the cluster file's.",
             ),
             click.option(
                 "--profile", "profile_path", metavar="FILE", help="Use this profile instead of the cached one."
@@ -104,27 +106,28 @@ def constraint_options(command: F) -> F:
                 type=Seconds(allow_inf=True),
                 required=True,
                 metavar="S|inf",
-                help="With --objective arrivals: from arrival to the last token, of the quantile of all requests. With "
-                "saturated: from admission on, as --sla says.",
+                help="Latency that --quantile of all requests must keep. With --objective arrivals it counts from "
+                "arrival to the last token; with saturated from admission, as --sla says.",
             ),
             click.option(
                 "--objective",
                 type=click.Choice(["arrivals", "saturated"]),
-                help="What is maximised: the highest Poisson arrival rate that keeps the bounds, waiting counted; or "
-                "the throughput while requests always wait, latency counted from admission (the ExeGPT paper's; for "
-                "work that is all at hand).  [default: arrivals; saturated with --sla or --search]",
+                help="What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting "
+                "included. saturated: throughput while requests are always waiting, latency counted from admission, as "
+                "in ExeGPT.  [default: arrivals; saturated with --sla or --search]",
             ),
             click.option(
                 "--quantile",
                 type=Decimal(0, 1, min_open=True, max_open=True),
                 default=0.99,
                 show_default=True,
+                help="Share of requests that must keep the bounds.",
             ),
             click.option(
                 "--sla",
                 type=click.Choice(["length", "request"]),
-                help="With --objective saturated: bound a request of the quantile's length, or the quantile of all "
-                "requests.  [default: length]",
+                help="With --objective saturated. length: the bound holds for a request of the quantile's output "
+                "length; request: for the quantile of all requests, by simulation.  [default: length]",
             ),
             click.option("--ttft", type=Seconds(), metavar="S", help="Bound on the time to first token."),
             click.option("--tpot", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
@@ -143,13 +146,13 @@ def constraint_options(command: F) -> F:
 def read_constraint(
     bounds: dict[str, Any], objective: Any, sla: Any, search: str | None, arrival_rate: float | None = None
 ) -> Constraint:
-    """The constraint that options ask for.
+    """Return the constraint that the options ask for.
 
     Args:
-        bounds: the fields of a constraint that are given as they are.
+        bounds: fields of the constraint, taken as they are.
 
     Raises:
-        InputError: an option of one objective stands beside the other one.
+        InputError: an option of one objective is given with the other one.
     """
     from xgpt.errors import InputError
     from xgpt.schema import Constraint
@@ -160,8 +163,8 @@ def read_constraint(
         objective = "saturated" if of_saturated and not of_arrivals else "arrivals"
     for name, value in (of_saturated if objective == "arrivals" else of_arrivals).items():
         other = "arrivals" if objective == "saturated" else "saturated"
-        beside = "--arrival-rate" if of_arrivals and objective == "arrivals" else f"--objective {objective}"
-        raise InputError(name, value, f"it goes with --objective {other}: beside {beside} leave it out")
+        given = "--arrival-rate" if of_arrivals and objective == "arrivals" else f"--objective {objective}"
+        raise InputError(name, value, f"it goes with --objective {other}: with {given} leave it out")
     if bounds.get("headroom") is None:
         bounds = {name: value for name, value in bounds.items() if name != "headroom"}
     return Constraint(**bounds, objective=objective, sla=sla or "length", arrival_rate_per_s=arrival_rate)
@@ -180,7 +183,8 @@ def search_options(command: F) -> F:
                 type=click.Choice(["reserve", "quantile"]),
                 default="reserve",
                 show_default=True,
-                help="Set each request's maximum aside, or admit to the p99.9 of what is used, and preempt.",
+                help="How K/V memory is promised. reserve: each request's maximum is set aside. quantile: requests are "
+                "admitted up to the p99.9 of what they use together, and preempted where that does not suffice.",
             ),
         ],
         command,
@@ -194,5 +198,5 @@ engine_option = click.option(
     type=click.Choice(["native", "vllm"]),
     default="native",
     show_default=True,
-    help="What runs the plan: xgpt's own engine, or vLLM with xgpt's schedule.",
+    help="What runs the plan: xgpt's own engine, or vLLM under xgpt's schedule.",
 )

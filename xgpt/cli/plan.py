@@ -22,35 +22,36 @@ if TYPE_CHECKING:
     type=click.Choice(["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]),
     default="auto",
     show_default=True,
-    help="auto: the best of all; exegpt: of rra and waa.",
+    help="auto: the best of all policies; exegpt: the better of rra and waa.",
 )
 @search_options
 @click.option(
     "--arrival-rate",
     type=Decimal(0, min_open=True),
     metavar="R",
-    help="Sustain so many requests a second; the latency bound then holds for the whole time, waiting included.",
+    help="Requests a second to sustain; the latency bound then counts from arrival, waiting included.",
 )
 @click.option(
     "--devices",
     metavar="auto|N",
-    help="Take at most N devices of the cluster; auto: the fewest that sustain --arrival-rate.",
+    help="Use at most N devices of the cluster; auto: the fewest that sustain --arrival-rate.",
 )
 @click.option(
     "--among",
     metavar="CLUSTER=PRICE,…",
-    help="Instead of --cluster: the cheapest of these that sustains --arrival-rate, with the fewest devices. PRICE is "
-    "that of one device for an hour.",
+    help="Instead of --cluster: choose the cheapest of these clusters that sustains --arrival-rate, on the fewest "
+    "devices. PRICE is that of one device for an hour.",
 )
 @click.option(
     "--order",
     type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das"]),
     default="fcfs",
     show_default=True,
-    help="Who of those who wait enters next: who came first, has the shortest prompt, the longest output to come (for "
-    "work that is all at hand: it ends soonest) or the earliest deadline, or by prompt and deadline (TCB's DAS).",
+    help="Which waiting request enters next: fcfs, the earliest arrival; sjf, the shortest prompt; lpt, the longest "
+    "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
+    "(TCB).",
 )
-@click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE")
+@click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option
 def command(
     latency_bound: float | None,
@@ -76,7 +77,7 @@ def command(
     output: str,
     as_json: bool,
 ) -> None:
-    """Find the schedule that serves most under a latency bound, and write plan.json.
+    """Find the schedule that serves the most under a latency bound, and write plan.json.
 
     Served most is what --objective says: by default the highest rate at which requests may arrive.
 
@@ -166,7 +167,7 @@ def command(
         f"proof: {proof_in_words(best)}",
         *arrivals_in_words(best),
         *joint_in_words(best),
-        *_beside_uniform(best, subject, constraint, search, kv, max_devices),
+        *_against_uniform(best, subject, constraint, search, kv, max_devices),
         f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
         *(f"warning: {warning}" for warning in best.estimate.warnings),
         *([f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"] if best.seeded_weights else []),
@@ -185,12 +186,12 @@ def _count(devices: str | None, most: int) -> int | None:
 
 
 def _alone(devices: str | None, price: float | None, profile_path: str | None) -> None:
-    """Refuse options that cannot take effect beside --among."""
+    """Refuse options that cannot take effect with --among."""
     from xgpt.errors import InputError
 
     chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
     for name, value in (
-        ("--cluster", "beside it" if chosen else None),
+        ("--cluster", "given, too" if chosen else None),
         ("--devices", devices),
         ("--price", price),
         ("--profile", profile_path),
@@ -200,7 +201,7 @@ def _alone(devices: str | None, price: float | None, profile_path: str | None) -
 
 
 def _priced(among: str) -> list[tuple[str, float]]:
-    """a40x4=0.5,h100x8=2.9 -> names and prices."""
+    """Return the names and prices in text like a40x4=0.5,h100x8=2.9."""
     from math import isfinite
 
     from xgpt.errors import InputError
@@ -219,10 +220,10 @@ def _priced(among: str) -> list[tuple[str, float]]:
     return found
 
 
-def _beside_uniform(
+def _against_uniform(
     best: Plan, subject: Subject, constraint: Constraint, search: str, kv: KvPromise, max_devices: int | None
 ) -> list[str]:
-    """What the best uniform plan gives, where the chosen one need not be uniform."""
+    """Return a line on the best uniform plan, where the chosen one need not be uniform."""
     from xgpt.app.arrivals import maximised
     from xgpt.app.planning import plan_uniform
     from xgpt.app.wording import settings_text

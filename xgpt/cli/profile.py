@@ -12,17 +12,28 @@ from xgpt.cli.options import DTYPES, json_option
 @click.command("profile")
 @click.option("--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory.")
 @click.option("--cluster", default="local", show_default=True, help="Name or YAML file.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="To plan for; the model's own by default.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Type to plan for. Default: the model's own; float32 on a CPU."
+)
 @click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),
     default="native",
     show_default=True,
-    help="Whose steps to measure.",
+    help="The engine whose steps are measured.",
 )
-@click.option("--import-from", metavar="aiconfigurator|FOLDER", help="Read others' tables: the wheel's, or a folder's.")
-@click.option("--framework", help="Whose kernels to import: vllm (by default), sglang, trtllm.")
-@click.option("-o", "--output", metavar="FILE", help="Write it here too; the cache gets what is native.")
+@click.option(
+    "--import-from",
+    metavar="aiconfigurator|FOLDER",
+    help="Read tables that others measured: those of the aiconfigurator wheel, or of a folder.",
+)
+@click.option("--framework", help="The framework whose kernels are imported: vllm (default), sglang or trtllm.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write the profile here, too. The cache keeps profiles of xgpt's own engine by itself.",
+)
 @json_option
 def command(
     model: str,

@@ -26,7 +26,7 @@ def show(*parts: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table, first column left, the rest right; settings may take several lines."""
+    """Return a plain table: first column left, the others right; settings may take several lines."""
     from rich import box
     from rich.table import Table
 
@@ -40,7 +40,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress bar on standard error, shown from the first report on."""
+    """Show a progress bar on standard error, from the first report on."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -67,7 +67,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
-    """Both figures of each plan: the rate at which requests may arrive, and what it serves while they always wait."""
+    """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
     from xgpt.app.arrivals import rate_of
     from xgpt.app.wording import settings_text
 
@@ -114,7 +114,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
 
 
 def choices_table(choices: Sequence[Choice]) -> Table:
-    """What each of several clusters takes to sustain the arrival rate, the cheapest first."""
+    """Return a table of the devices and price at which each cluster sustains the arrival rate, cheapest first."""
     rows = [
         [
             choice.subject.cluster.name,
@@ -129,7 +129,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
-    """What a looser latency bound buys beside the plan that keeps the one asked for."""
+    """Return a table of what looser latency bounds would gain over the chosen plan."""
     from xgpt.app.arrivals import maximised
     from xgpt.app.wording import settings_text
 

@@ -16,7 +16,9 @@ from xgpt.cli.options import Decimal, json_option
     metavar="CSV|URL",
     help="CSV or JSON lines of requests, or a running server (its key in XGPT_API_KEY).",
 )
-@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
+@click.option(
+    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
+)
 @click.option(
     "--horizon",
     "horizon_s",
@@ -24,7 +26,7 @@ from xgpt.cli.options import Decimal, json_option
     default=600,
     show_default=True,
     metavar="S",
-    help="Time in which a change of placement must repay its pause.",
+    help="Time within which a change of placement must make up for its pause.",
 )
 @click.option(
     "--least-gain",
@@ -32,9 +34,9 @@ from xgpt.cli.options import Decimal, json_option
     default=0.05,
     show_default=True,
     metavar="SHARE",
-    help="Of throughput, that a change must bring.",
+    help="Least share of throughput that a change must gain.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Write the plan to run from now on, changed or not.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write the plan to run from now on, changed or not.")
 @json_option
 def command(
     plan_path: str,
@@ -45,9 +47,9 @@ def command(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """What changes under other lengths, what that gains, what the switch costs.
+    """Say what changes under other lengths, what that gains and what the switch costs.
 
-    Of a running server the plan that it runs by now is judged, which PLAN.JSON may be no longer.
+    For a running server, the plan that it runs at the moment is judged, which need not be PLAN.JSON any more.
 
     \b
     Examples:

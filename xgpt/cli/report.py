@@ -9,11 +9,13 @@ from xgpt.cli.options import Whole
 
 @click.command("report")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE")
+@click.option(
+    "-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write the page."
+)
 @click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
-@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Of the simulated requests.")
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of the simulated requests.")
 def command(plan_path: str, output: str, profile_path: str | None, seed: int) -> None:
-    """A plan as one self-contained page, for a screen and for paper.
+    """Draw a plan as one self-contained page, for a screen and for paper.
 
     \b
     Example:

@@ -16,23 +16,38 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @click.command("serve")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond this machine only with --api-key-file.")
-@click.option("--port", type=Whole(0, 65535), default=8000, show_default=True, help="0: any free one.")
-@click.option("--api-key-file", metavar="FILE", help="Lines of [NAME] KEY [SETTINGS]; SIGHUP reloads.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Further name of this server.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; one beyond this machine needs --api-key-file.",
+)
+@click.option(
+    "--port", type=Whole(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
+)
+@click.option(
+    "--api-key-file", metavar="FILE", help="File with a line [NAME] KEY [SETTINGS] for each key; SIGHUP reads it again."
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name that requests may be addressed to, besides this machine's own. Repeatable.",
+)
 @click.option(
     "--max-waiting",
     type=Whole(1),
     default=4096,
     show_default=True,
-    help="Waiting requests; more get 429.",
+    help="Requests that may wait at a time; further ones are answered with 429.",
 )
 @click.option(
     "--answer-within",
     "answer_within_s",
     type=Decimal(0, min_open=True),
     metavar="S",
-    help="Time to a whole answer, waiting included; a request that would take longer gets 429.",
+    help="Longest time to a whole answer, waiting included; a request that would take longer gets 429 at once.",
 )
 @click.option(
     "--request-timeout",
@@ -41,17 +56,21 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Time to a whole answer; then 504. 0: as long as it takes.",
+    help="Longest time to a whole answer; after it the request ends with 504. 0: no limit.",
 )
 @click.option(
     "--default-max-tokens",
     type=Whole(1),
     metavar="N",
-    help="Of a request that names none.  [default: completions 16, chats the rest of the context]",
+    help="max_tokens of a request that names none.  [default: completions 16, chats the rest of the context]",
 )
-@click.option("--max-max-tokens", type=Whole(1), metavar="N", help="Largest max_tokens of a request.")
+@click.option("--max-max-tokens", type=Whole(1), metavar="N", help="Largest max_tokens that a request may ask for.")
 @click.option(
-    "--drain-timeout", "drain_s", type=Decimal(1), metavar="S", help="To end in after SIGTERM.  [default: 30]"
+    "--drain-timeout",
+    "drain_s",
+    type=Decimal(1),
+    metavar="S",
+    help="Time for running requests to finish after SIGTERM.  [default: 30]",
 )
 @click.option(
     "--shutdown-delay",
@@ -59,20 +78,33 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     type=Decimal(0),
     default=0,
     metavar="S",
-    help="After SIGTERM only /ready changes for so long: load balancers learn to send no more.  [default: 0]",
+    help="Time after SIGTERM in which requests are still accepted and /ready already answers 503, so that load "
+    "balancers notice.  [default: 0]",
 )
-@click.option("--ssl-certfile", metavar="FILE", help="PEM certificate: answer by HTTPS, TLS 1.2 or newer.")
-@click.option("--ssl-keyfile", metavar="FILE", help="Its private key, where that is in a file of its own.")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
-@click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths come.")
-@click.option("--profile", "profile_path", metavar="FILE", help="The plan's profile; the one kept here by default.")
-@click.option("--checkpoint", metavar="DIR", help="The weights, where they are not where the plan says.")
+@click.option(
+    "--ssl-certfile", metavar="FILE", help="PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."
+)
+@click.option("--ssl-keyfile", metavar="FILE", help="The certificate's private key, if it is in a separate file.")
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Least severe records to log."
+)
+@click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths are observed.")
+@click.option(
+    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
+)
+@click.option("--checkpoint", metavar="DIR", help="Directory of the weights, if not where the plan says.")
 @engine_option
-@click.option("--nnodes", type=Whole(1), default=1, show_default=True, help="Machines that run it together.")
-@click.option("--node-rank", type=Whole(0), default=0, show_default=True, help="Which of them this is.")
-@click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Where machine 0 is met.")
-@click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint; start nothing.")
-@click.option("--otlp-endpoint", metavar="URL", help="Send traces there; the standard OTEL_... variables count, too.")
+@click.option(
+    "--nnodes", type=Whole(1), default=1, show_default=True, help="Number of machines that run the plan together."
+)
+@click.option("--node-rank", type=Whole(0), default=0, show_default=True, help="Rank of this machine among them.")
+@click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Address at which machine 0 is reached.")
+@click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint, and start nothing.")
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Send OpenTelemetry traces there; the standard OTEL_... variables are read, too.",
+)
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
     plan_path: str,
@@ -103,8 +135,8 @@ def command(
 ) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
-    When lengths change, it goes over to a better plan (see http://HOST:PORT/ and /plan/history).
-    Logs are JSON on standard error, one line a request, with its id and never its prompt.
+    When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
+    on standard error, one line a request, with its id and never its prompt.
 
     A plan for several devices is run by a process for each. On several machines start the same command on each, with
     --nnodes, its own --node-rank, and the environment variable XGPT_CLUSTER_SECRET, the same everywhere; machine 0

@@ -10,20 +10,27 @@ from xgpt.cli.options import Decimal, Whole, json_option
 @click.command("simulate")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
-@click.option("--requests", "num_requests", type=Whole(1), default=2000, show_default=True)
 @click.option(
-    "--arrival-rate", type=Decimal(0, min_open=True), metavar="R", help="Poisson arrivals; saturated without."
+    "--requests", "num_requests", type=Whole(1), default=2000, show_default=True, help="Number of requests to simulate."
+)
+@click.option(
+    "--arrival-rate",
+    type=Decimal(0, min_open=True),
+    metavar="R",
+    help="Poisson arrivals a second. Default: requests are always waiting.",
 )
 @click.option(
     "--burstiness",
     type=Decimal(0, min_open=True),
     metavar="CV",
-    help="Variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.",
+    help="Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts.",
 )
-@click.option("--own-times", is_flag=True, help="Replay the workload, a trace, as it was: joint lengths, own times.")
+@click.option(
+    "--own-times", is_flag=True, help="Replay a trace as recorded: its pairs of lengths and its arrival times."
+)
 @click.option("--profile", "profile_path", metavar="FILE", help="The profile that the plan was made from.")
 @click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
-@click.option("--seed", type=Whole(0), default=0, show_default=True)
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
 def command(
     plan_path: str,

@@ -1,4 +1,4 @@
-"""The types that reach a file. Everyone may import this package; it imports nothing of the others."""
+"""The types that reach a file. Every package may import this one; it imports none of the others."""
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link

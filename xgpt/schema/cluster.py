@@ -10,11 +10,12 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType
 
 MOST = 1024
-"""Of nodes, and of devices in one: more is a slip of the pen, and searching it would take for ever."""
+"""Largest number of nodes, and of devices in a node: a larger one is taken for a typing error."""
 
 
 class Efficiency(Frozen):
-    """What kernels reach of the datasheet, for profiles computed from it: one set a device kind, whatever the model.
+    """What kernels reach of the datasheet's rates, for profiles computed from it: one set for a kind of device, for all
+    models.
 
     Shares of a rate where no unit is named.
     """
@@ -34,17 +35,17 @@ class Efficiency(Frozen):
     attention_half_length: float = Field(default=0.0, ge=0)
     """Prompt length at which attention reaches half of its rate."""
     product_s: float = Field(default=0.0, ge=0)
-    """What every matrix product takes, however small."""
+    """Seconds that every matrix product takes at least."""
     attention_s: float = Field(default=0.0, ge=0)
-    """What every attention takes, however small."""
+    """Seconds that every attention takes at least."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """What every all-reduce takes, over however many devices; None: the hops of a ring."""
+    """Seconds that every all-reduce takes at least, over any number of devices; None: the hops of a ring."""
     layer_s: float = Field(ge=0)
-    """Small kernels of one layer, and launches that none of the above counts."""
+    """Seconds of one layer's small kernels, and of launches that are not counted above."""
     step_s: float = Field(ge=0)
-    """The serving loop, a step."""
+    """Seconds of the serving loop for each step."""
     source: str
-    """Where these came from."""
+    """Source of these figures."""
 
 
 class DeviceKind(Frozen):
@@ -77,7 +78,7 @@ class ClusterSpec(Frozen):
     intra_node: Link | None = None
     inter_node: Link | None = None
     host: Link | None = None
-    """Device memory to host memory: the way that keys and values take under WAA."""
+    """Device memory to host memory: the path of keys and values under WAA."""
     price_per_device_hour: PositiveFloat | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What planning and running must know of a model: its shape."""
+"""The shape of a model: all that planning and running need to know of it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from xgpt.schema.base import Frozen
 
 Family = Literal["opt", "gpt2", "llama", "qwen2", "qwen3", "t5"]
 StoredDType = Literal["float32", "float16", "bfloat16"]
-"""What a checkpoint's weights may be stored in."""
+"""Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""What products run in: int8 on CPUs alone, weights with a scale for each output, activations for each token."""
+"""Types that products run in: int8 on CPUs only, with a scale for each output of the weights and for each token."""
 DType = Literal[RunDType, "float8"]
-"""What models are planned for. float8, of weights and K/V alike, can be planned only."""
+"""Types that models are planned for. float8, for weights and K/V alike, can be planned but not run."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
 
 class Precision(NamedTuple):
-    """What a model's parts are kept in.
+    """Types of a model's parts in memory.
 
     Attributes:
-        weights: the projections'.
-        state: of K/V, activations and the embedding table.
-        packs: whether projections are laid out for the device's kernels: a tied head is then a copy beside the
-            embedding.
+        weights: type of the projections.
+        state: type of K/V, activations and the embedding table.
+        packs: whether projections are laid out for the device's kernels: a tied head is then a copy of the embedding.
     """
 
     weights: DType
@@ -35,7 +34,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, device_type: str, engine: str | None = None) -> Precision:
-        """What an engine (None: ours) keeps for a dtype: ours, on CPUs, float32 beside products in fewer bits."""
+        """Return what an engine (None: ours) keeps for a dtype: ours keeps float32 on CPUs for all but the products."""
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, dtype, packs=False)
         return cls(dtype, "float32" if dtype in ("bfloat16", "int8") else dtype, packs=True)
@@ -51,7 +50,7 @@ class RopeScaling(Frozen):
 
 
 class ModelShape(Frozen):
-    """What step times of a model depend on: models that differ in name alone share a profile.
+    """What a model's step times depend on: models that differ only in name share a profile.
 
     `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
     encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
@@ -74,11 +73,11 @@ class ModelShape(Frozen):
 
     @property
     def shape(self) -> ModelShape:
-        """The shape alone, of whatever says more."""
+        """The shape alone, without what subclasses add."""
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
-        """The first size in which two shapes differ, in words; None: they do in none."""
+        """Return the first size in which two shapes differ, in words; None: they are equal."""
         for name in ModelShape.model_fields:
             ours, theirs = getattr(self, name), getattr(other, name)
             if name != "name" and ours != theirs:
@@ -129,7 +128,7 @@ class ModelSpec(ModelShape):
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Those that its activations fit in: T5's published checkpoints overflow float16."""
+        """Types that its activations fit in: T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property

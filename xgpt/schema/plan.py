@@ -14,12 +14,12 @@ from xgpt.schema.policy import PolicySettings
 from xgpt.schema.workload import Workload
 
 SLICE_TOKENS = 2048
-"""Tokens that go through the layers at once: a larger step runs in slices, so that activations stay bounded."""
+"""Tokens that pass the layers at once: larger steps run in slices, so that activations stay bounded."""
 
 UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 SPARED_TAIL = 0.1
-"""Of the share of requests that may break a bound on all of them, what a plan leaves unused."""
+"""What a plan leaves unused of the share of requests that may break a bound (sla "request")."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
@@ -38,7 +38,7 @@ class Constraint(Frozen):
 
     `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
     keeps the bounds with waiting counted (`Capacity`), whatever the sla; "saturated", throughput while requests always
-    wait, with latency counted from admission, as the papers do. Plans of files without it were made for the latter.
+    wait, with latency counted from admission, as the papers do. Files without the field were made for the latter.
     """
 
     objective: Objective = "saturated"
@@ -53,37 +53,38 @@ class Constraint(Frozen):
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests that a plan is made to keep the bound for: under sla "request" a little more.
+        """The share of requests for which a plan is made to keep the bound: under sla "request" a little more.
 
-        Where a request of one token more meets another encode phase, latency jumps, and a share that is just kept is
-        soon broken.
+        Latency jumps where one more token meets another encode phase, so a share that is only just kept is easily
+        broken.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
     @property
     def maximises_arrivals(self) -> bool:
-        """Without bounds every rate is kept up to saturation: the two objectives are one."""
+        """Whether the arrival rate is maximised; without bounds any rate up to saturation is kept."""
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
     def bounds_latency(self) -> bool:
+        """Whether there is any bound."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
 
 class Admission(Frozen):
-    """Who enters next, and how K/V memory is promised.
+    """Which waiting request enters next, and how K/V memory is promised.
 
-    "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" lets in as many requests (`max_running`)
-    as fit in all but one of a thousand moments, and preempts where they do not.
+    "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`)
+    as fit 99.9% of the time, and preempts some where they do not fit.
 
-    Who waits enters in the order of arrival ("fcfs"), the shortest prompt first ("sjf"), the longest output that may
-    come first ("lpt": work that is all at hand ends soonest), the earliest deadline first ("edf"), or by TCB's
-    deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das"). A request that has waited for longer
-    than `patience` times the plan's latency is overdue, and every second one to enter is the one overdue for longest,
-    so that none starves; None: never.
+    Waiting requests enter in the order of arrival ("fcfs"), shortest prompt first ("sjf"), largest possible output
+    first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by TCB's deadline-aware
+    scheduling over `row_tokens` prompt tokens at a time ("das"). A request that has waited for longer than `patience`
+    times the plan's latency is overdue, and every second request to enter is the one that is overdue the longest, so
+    that none starves; None: no request is ever overdue.
 
-    For an output whose request names no maximum, memory is promised for this quantile of the plan's outputs
-    (`promise_quantile`): it may run on, and is preempted where others need what it takes beyond.
+    Where a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
+    longer output goes on, and is preempted when other requests need the memory that it takes beyond its promise.
     """
 
     order: AdmissionOrder = "fcfs"
@@ -105,8 +106,8 @@ class Admission(Frozen):
 class Stage(Frozen):
     """One pipeline stage: which devices hold which layers, [first, last).
 
-    `kv_blocks` are those of its layers' K/V. The encode lane of an encoder-decoder has no decoder layers: there they
-    count the prompts that the encoder has read and the decode lane has not received, in hidden states.
+    `kv_blocks` is the number of K/V blocks of its layers. The encode lane of an encoder-decoder has no decoder layers:
+    there the blocks hold the encoder's hidden states of prompts that the decode lane has not received yet.
     """
 
     lane: StageLane = "both"
@@ -118,13 +119,13 @@ class Stage(Frozen):
 
 
 class JointLengths(Frozen):
-    """What a trace's own pairs of lengths do, against inputs and outputs drawn apart, as all closed forms take them.
+    """Effect of a trace's own pairs of lengths, against independent inputs and outputs, as closed forms take them.
 
-    Both simulated, on the same lengths; relative differences.
+    Relative differences of two simulations of the same lengths.
     """
 
     correlation: float
-    """Pearson's, of input and output."""
+    """Pearson's correlation of input and output length."""
     throughput: float
     latency: float
 
@@ -133,16 +134,16 @@ class Capacity(Frozen):
     """The highest Poisson arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
 
     A request keeps them where its time from arrival to the last token, that from arrival to the first token, and its
-    mean gap between tokens are within the bounds, headroom left. The rate is the highest at which the constraint's
-    quantile of `num_requests` simulated requests keeps them; the `warm_up_requests` before those are left out. Lengths
-    and gaps between arrivals are drawn from `seed`, the same at every rate.
+    mean gap between tokens are within the bounds, with the headroom left free. The rate is the highest at which the
+    constraint's quantile of `num_requests` simulated requests keeps them; the `warm_up_requests` before those are left
+    out. Lengths and gaps between arrivals are drawn from `seed`, the same at every rate.
     """
 
     rate_per_s: float
     rate_under_tighter_per_s: float | None = None
-    """The same under bounds that are 5% tighter; None: of the chosen plan alone."""
+    """The rate under bounds that are 5% tighter; None: simulated for the chosen plan only."""
     rate_under_looser_per_s: float | None = None
-    """The same under bounds that are 5% looser."""
+    """The rate under bounds that are 5% looser."""
     whole_s: float
     """The quantile of the time from arrival to the last token at that rate."""
     share_kept: float
@@ -155,68 +156,68 @@ class Capacity(Frozen):
 
 
 class Estimate(Frozen):
-    """What the simulator predicts for a plan at saturation."""
+    """What is predicted for a plan: at saturation, and in `capacity` for Poisson arrivals."""
 
     throughput_rps: NonNegativeFloat
     output_tokens_per_s: NonNegativeFloat
     latency_s: NonNegativeFloat
-    """The latency that the bound is compared with; leaves out waiting for admission."""
+    """Latency from admission, of a request of the quantile's output length (sla "length") or the quantile of all."""
     latency_error: float | None = None
-    """Relative standard error of a latency that is simulated (sla "request"); None: it is the closed form's."""
+    """Relative standard error of a simulated latency (sla "request"); None: the latency is the closed form's."""
     ttft_s: NonNegativeFloat
     tpot_s: NonNegativeFloat
     itl_p99_s: NonNegativeFloat
     encode_batch: NonNegativeFloat
-    """Mean requests encoded in a step that encodes."""
+    """Mean number of requests encoded in a step that encodes."""
     decode_batch: NonNegativeFloat
-    """Mean requests in decode at the start of a phase (its peak)."""
+    """Mean number of requests in decode at the start of a phase (its peak)."""
     encode_tokens: NonNegativeFloat
-    """Mean prompt tokens in a step that encodes."""
+    """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
     bubble_fraction: float = 0.0
-    """Share of the devices' time in which their stage has nothing to do."""
+    """Share of the devices' time in which their stage is idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     cost_per_million_tokens: float | None = None
     capacity: Capacity | None = None
-    """None: no bound was given (any rate below the throughput is kept), or it has not been simulated."""
+    """None: there is no bound (any rate below the throughput is kept), or it has not been simulated."""
     joint_lengths: JointLengths | None = None
-    """None: the workload is no trace, or its lengths are all alike."""
+    """None: the workload is not a trace, or its lengths are all equal."""
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
     def _without_unverified_rates(cls, data: Any) -> Any:
-        """Plans of older files name an arrival rate of the closed form, which simulation need not confirm."""
+        """Drop the arrival rates of older files, which no simulation has confirmed."""
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if name not in UNVERIFIED}
 
 
 class SearchCertificate(Frozen):
-    """How the plan was found, and how near it is to the best: no plan of the space beats it by over `gap`.
+    """How the plan was found, and how near it is to the best: no plan of the space is better by more than `gap`.
 
-    Method "given": somebody's own settings, scored and not searched for. Method "grid": settings along curves of every
-    placement, by their arrival rate, in closed form and then simulated.
+    Method "given": settings that were given, scored and not searched for. Method "grid": settings along curves of every
+    placement, ranked by their arrival rate in closed form, the best of them simulated.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
     evaluations: int
-    """Points of the space that were predicted, each counted once."""
+    """Number of points of the space that were predicted, each counted once."""
     space_size: int
     simulations: int = 0
-    """Plans that were simulated to settle which one keeps the bound."""
+    """Number of plans that were simulated to decide which one keeps the bound."""
     seconds: float
     gap: float | None
     bound: str
 
 
 class ProfileRef(Frozen):
-    """Where the numbers came from. What else a profile is of, its plan says: model, dtype and device.
+    """The profile that the estimate rests on. Model, dtype and device are the plan's own.
 
     Attributes:
-        sha256: of the profile's content, by which the plan finds it again.
-        engine: whose steps it times, and so what the plan is for; None: a datasheet's, for whichever engine.
-        slowdown: how many times as long as the profile says everything is taken to last: what a server has measured.
+        sha256: hash of the profile's content, by which it is found again.
+        engine: the engine whose steps it times, and which the plan is for; None: from a datasheet, for any engine.
+        slowdown: factor on the profile's times, as a server has measured it.
     """
 
     source: Literal["measured", "analytic", "imported"]
@@ -225,15 +226,15 @@ class ProfileRef(Frozen):
     engine_version: str | None = None
     num_threads: PositiveInt | None = None
     layouts: dict[str, str] = Field(default_factory=dict)
-    """How weights of each shape (OUTxIN) are kept on a CPU."""
+    """Layout of the weights of each shape (OUTxIN) on a CPU."""
     spread: float = 0.0
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Where each part's numbers came from."""
+    """Source of each part's numbers."""
 
 
 class Plan(Frozen):
-    """The whole of plan.json. Numbers that the run needs are resolved here; the runner recomputes none."""
+    """The whole of plan.json: every number that a run needs, so that the runner computes none itself."""
 
     schema_version: Literal[1] = 1
     model: ModelSpec
@@ -271,7 +272,7 @@ class Plan(Frozen):
         return self
 
     def _check_layers(self, lane: str) -> None:
-        """A lane's stages follow each other, and hold all decoder layers where requests are decoded."""
+        """Check that a lane's stages follow each other, and hold all decoder layers where requests are decoded."""
         before = 0
         for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
             if first != before or last < first or (first == last and lane != "encode"):
@@ -282,24 +283,24 @@ class Plan(Frozen):
 
     @property
     def seeded_weights(self) -> str | None:
-        """What is to be said wherever the plan is shown or served without a checkpoint; None: it has one."""
+        """The warning to show with a plan that has no checkpoint; None: it has one."""
         if self.checkpoint is not None:
             return None
         return f"no checkpoint: weights are drawn from seed {self.seed}, and tokens mean nothing"
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices that one replica runs on; the cluster may have more."""
+        """Number of devices of one replica."""
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
     def patience_ns(self) -> int | None:
-        """How long a request may wait before it is overdue; None: as long as it takes, or nothing is predicted."""
+        """Nanoseconds that a request may wait before it is overdue; None: it never is."""
         return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None
 
     @property
     def promised_output(self) -> int:
-        """Output tokens that memory is set aside for where a request names no maximum."""
+        """Output tokens for which memory is set aside where a request names no maximum."""
         shares = accumulate(self.workload.output.probabilities)
         most = self.admission.promise_quantile
         pairs = zip(self.workload.output.lengths, shares, strict=True)
@@ -307,6 +308,6 @@ class Plan(Frozen):
 
     @property
     def may_outgrow(self) -> bool:
-        """Whether an output may run on beyond its promise: not in a batch that is set aside whole, nor where an encoder
-        would have to read it again."""
+        """Whether an output may exceed its promise: not in a batch whose memory is set aside as a whole, nor where an
+        encoder would have to read the prompt again."""
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -1,7 +1,7 @@
 """The control variables of every policy: what a plan sets, what the search varies.
 
-Each settings class declares its variables once, with the direction in which throughput and latency move;
-the search space, the command line's help and the contract tests read them from here.
+Each settings class declares its variables once, with the direction in which throughput and latency move; the search
+space and the contract tests read them from here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Direction = Literal["rises", "falls", "none"]
 
 
 class Variable(NamedTuple):
-    """A control variable: how throughput and latency move when it grows ("none": enumerate)."""
+    """A control variable, and how throughput and latency move when it grows ("none": its values are enumerated)."""
 
     name: str
     throughput: Direction
@@ -71,7 +71,9 @@ class OrcaSettings(_SingleLane):
     max_batch: PositiveInt
     microbatches: PositiveInt = 1
 
-    variables: ClassVar[tuple[Variable, ...]] = (Variable("max_batch", "rises", "rises", "requests in a step at most"),)
+    variables: ClassVar[tuple[Variable, ...]] = (
+        Variable("max_batch", "rises", "rises", "largest number of requests in a step"),
+    )
 
 
 class ChunkedSettings(_SingleLane):
@@ -83,15 +85,15 @@ class ChunkedSettings(_SingleLane):
     microbatches: PositiveInt = 1
 
     variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("token_budget", "none", "none", "tokens in a step at most"),
-        Variable("max_batch", "rises", "rises", "requests in a step at most"),
+        Variable("token_budget", "none", "none", "largest number of tokens in a step"),
+        Variable("max_batch", "rises", "rises", "largest number of requests in a step"),
     )
 
 
 class StaticSettings(_SingleLane):
-    """FasterTransformer: a batch is encoded and decoded to its longest member's end before the next.
+    """Encode a batch and decode it until its longest output has finished, then the next: FasterTransformer.
 
-    With more encode than decode micro-batches: DeepSpeed Inference's hybrid scheduling.
+    With more encode than decode micro-batches it is DeepSpeed Inference's hybrid scheduling.
     """
 
     kind: Literal["static"] = "static"
@@ -113,7 +115,7 @@ class StaticSettings(_SingleLane):
 
 
 class WaaSettings(Frozen):
-    """Separate encode and decode devices, asynchronous. Source: ExeGPT sec. 4.1."""
+    """Encode on one group of devices and decode on another, asynchronously. Source: ExeGPT sec. 4.1."""
 
     kind: Literal["waa"] = "waa"
     allocation: Literal["compute", "memory"] = "compute"
@@ -126,7 +128,7 @@ class WaaSettings(Frozen):
     holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "none", "rises", "requests encoded at once (B_E)"),
-        Variable("max_decode_batch", "rises", "rises", "requests in decode at most"),
+        Variable("max_decode_batch", "rises", "rises", "largest number of requests in decode"),
     )
 
 

@@ -12,19 +12,19 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType, ModelShape
 
 KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
-"""Relative error of step times by what a profile's numbers come from (docs/FIDELITY.md).
+"""Relative error of step times by what a profile's numbers come from (docs/results/fidelity.md).
 
 - measured: LEAST_HEADROOM;
 - imported: the median error of the time of an output token over 915 measured configurations of served models, 10.1%;
 - analytic: that, and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(10.1^2 + 7^2).
 
-The closed forms' own error against the simulated engine, 0.2% of latency in the median, is small beside these.
+The closed forms' own error against the simulated engine, 0.2% of latency in the median, is small in comparison.
 """
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Share of a latency bound that plans from measured profiles leave unused at least, however little these varied: a
-minute of measuring does not show the hour, nor what clients on the same machine take. A server that watches its steps
-takes less for chance, and more for a reason to plan anew."""
+"""Least share of a latency bound that plans from measured profiles leave unused, however little these varied: a minute
+of measuring shows neither the hour nor the load of clients on the same machine. A running server takes smaller
+deviations for chance, and larger ones for a reason to re-plan."""
 
 
 class Curve(Frozen):
@@ -46,7 +46,7 @@ class Curve(Frozen):
         return self
 
     def times(self, factor: float) -> Curve:
-        """The curve with all of its times multiplied."""
+        """Return the curve with all times multiplied."""
         return self.model_copy(update={"seconds": tuple(factor * s for s in self.seconds)})
 
 
@@ -74,7 +74,7 @@ class Surface(Frozen):
     def filled(
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
-        """Of seconds by (batch, length); in the corner that was too large to measure, they grow with the batch."""
+        """Build a surface from seconds by (batch, length); where a batch was too large to measure, they grow."""
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -85,15 +85,15 @@ class Surface(Frozen):
         return cls(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
 
     def times(self, factor: float) -> Surface:
-        """The surface with all of its times multiplied."""
+        """Return the surface with all times multiplied."""
         return self.model_copy(update={"seconds": tuple(tuple(factor * s for s in row) for row in self.seconds)})
 
 
 class CrossTimes(Frozen):
-    """A decoder layer's dealings with the encoder's output, at one tensor-parallel degree."""
+    """Cross-attention of one decoder layer, at one tensor-parallel degree."""
 
     keys_values: Curve
-    """Making the keys and values of the encoder's output, once a request, against input tokens."""
+    """Computing the keys and values of the encoder's output, once a request, against input tokens."""
     attention: Surface
     """One token a request over its input's keys and values, against (batch, input length)."""
 
@@ -112,9 +112,9 @@ class LayerTimes(Frozen):
     decode_attention: Surface
     """One token a request over its K/V, against (batch, context)."""
     cross: CrossTimes | None = None
-    """Of an encoder-decoder."""
+    """For an encoder-decoder only."""
     head: Curve | None = None
-    """Output head shared by the group, against sampled tokens; None: the profile's, as on one device."""
+    """Output head shared by the group, against sampled tokens; None: the profile's `head`, as on one device."""
 
 
 class EncoderLayerTimes(Frozen):
@@ -128,10 +128,10 @@ class EncoderLayerTimes(Frozen):
 
 
 class Profile(Frozen):
-    """All measured, computed or imported times of a model on a device kind, and of what they are.
+    """All measured, computed or imported times of a model on a kind of device, and what exactly they are times of.
 
-    `spread` is by how much slow stretches of the measuring (their 90th percentile) exceed the mean: what a prediction
-    from this profile can be wrong by although it is right.
+    `spread` is the share by which slow stretches of the measurement (their 90th percentile) exceed the mean: the error
+    that a prediction from this profile can have though the profile is right.
     """
 
     schema_version: Literal[2] = 2
@@ -140,16 +140,16 @@ class Profile(Frozen):
     dtype: DType
     device: str
     devices_per_node: PositiveInt = 1
-    """Of the cluster that it was made for: it covers the tensor-parallel degrees and links of so many."""
+    """Devices of one node of the cluster that it was made for; it covers tensor-parallel degrees up to this number."""
     engine: str | None = None
-    """Whose steps these are: "native", "vllm", another framework; None: a datasheet's, for whichever engine."""
+    """The engine whose steps these are: "native", "vllm", another framework; None: from a datasheet, for any engine."""
     engine_version: str | None = None
     num_threads: PositiveInt | None = None
     layouts: dict[str, str] = Field(default_factory=dict)
-    """How our engine keeps weights of each shape (OUTxIN) on this CPU: the fastest that was measured."""
+    """Layout in which xgpt's own engine keeps weights of each shape (OUTxIN) on this CPU: the fastest one measured."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
-    """Of an encoder-decoder: the degrees of `layers`, each."""
+    """For an encoder-decoder only: one entry for each degree of `layers`."""
     embedding: Curve
     """Embedding of a step's tokens."""
     head: Curve
@@ -157,11 +157,11 @@ class Profile(Frozen):
     overhead: Curve
     """The loop's own cost (scheduling, batch assembly, bookkeeping) a step, against requests in the step."""
     hop: Curve | None = None
-    """Hidden states from one pipeline stage to the next on the same node, against tokens; None: not known."""
+    """Sending hidden states from one pipeline stage to the next on the same node, against tokens; None: not known."""
     inter_node_hop: Curve | None = None
-    """The same between nodes."""
+    """Sending them to another node."""
     kv_transfer: Curve | None = None
-    """K/V of all layers from one device through host memory to another, against tokens.
+    """Moving K/V of all layers from one device through host memory to another, against tokens.
 
     A device that holds a share of the layers or heads moves that share of the tokens.
     """
@@ -189,15 +189,15 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """By which share everything may take longer than this profile says, at least: what plans leave of a bound."""
+        """Least share of a bound that plans leave unused: everything may take longer than predicted by it."""
         return round(max(self.spread, KNOWN_ERROR[self.source]), 4)
 
     def slowed(self, factor: float) -> Profile:
-        """The profile of a machine that takes so many times as long for everything."""
+        """Return the profile of a machine on which everything takes `factor` times as long."""
         return self if factor == 1 else _slowed(self, factor)
 
     def layer(self, tp_degree: int) -> LayerTimes:
-        """The table of one tensor-parallel degree.
+        """Return the table of one tensor-parallel degree.
 
         Raises:
             KeyError: the profile holds no such degree.
@@ -205,7 +205,7 @@ class Profile(Frozen):
         return self.layers[self._index(tp_degree)]
 
     def encoder_layer(self, tp_degree: int) -> EncoderLayerTimes:
-        """The encoder's table of one tensor-parallel degree.
+        """Return the encoder's table of one tensor-parallel degree.
 
         Raises:
             KeyError: the profile holds no such degree, or no encoder.
@@ -215,7 +215,7 @@ class Profile(Frozen):
         return self.encoder_layers[self._index(tp_degree)]
 
     def head_of(self, tp_degree: int) -> Curve:
-        """The output head on a group of so many devices.
+        """Return the times of the output head on a group of `tp_degree` devices.
 
         Raises:
             KeyError: the profile holds no such degree.
@@ -232,7 +232,7 @@ Table = TypeVar("Table", bound=Frozen)
 
 
 def _slowed(table: Table, factor: float) -> Table:
-    """All curves and surfaces in it, however deep, times a factor."""
+    """Return a copy with all curves and surfaces in it, at any depth, multiplied."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Curve | Surface):

@@ -15,17 +15,16 @@ Action = Literal["keep", "swap", "redeploy"]
 
 
 class Observation(Frozen):
-    """The requests of late, later ones counting more.
+    """The lengths of recent requests, the most recent ones counting most.
 
     Attributes:
-        workload: their lengths. Outputs that have not ended yet are accounted for: they are at least as long as what
-            has come of them.
-        num_requests: that arrived.
-        num_finished: of these, those whose output has ended.
-        weight: independent requests that would tell as much as these, weighted (Kish's effective sample size).
-        arrival_rate_per_s: None: too few to tell.
+        workload: their lengths. Outputs that are still running count as at least as long as they are by now.
+        num_requests: requests that arrived.
+        num_finished: those of them that have finished.
+        weight: Kish's effective sample size of the weighted requests.
+        arrival_rate_per_s: requests a second; None: too few to tell.
         input_distance, output_distance: Wasserstein distance to the planned lengths, in tokens.
-        step_ratio: measured over predicted time of the steps, those of the running plan; None: not known.
+        step_ratio: measured over predicted time of the running plan's steps; None: not known.
         slowdown: measured time of the steps over the profile's; None: too few have been compared.
     """
 
@@ -42,13 +41,13 @@ class Observation(Frozen):
 
 
 class Outcome(Frozen):
-    """What a plan would do under the observed lengths.
+    """The prediction of a plan under the observed lengths.
 
     Attributes:
         latency_s: the latency that the bound is compared with.
-        keeps_bound: whether it would; None: there is no bound.
-        arrival_rate_per_s: up to which arrival rate it would keep its bounds, by simulation; None: the plan does not
-            maximise that. `latency_s` is then the quantile of the time from arrival to the last token at that rate.
+        keeps_bound: whether that keeps the bound; None: there is no bound.
+        arrival_rate_per_s: highest arrival rate at which it would keep its bounds, by simulation; None: the plan does
+            not maximise that. `latency_s` is then the quantile of the time from arrival to the last token at that rate.
     """
 
     policy: PolicySettings
@@ -59,19 +58,19 @@ class Outcome(Frozen):
 
 
 class Decision(Frozen):
-    """What became of a look at the observed lengths.
+    """The outcome of judging the running plan under the observed lengths.
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        reason: in words.
-        running: the plan that ran.
+        reason: why, in words.
+        running: the plan that ran until then.
         best: the best plan for these lengths; None: there is none that keeps the bound.
-        slowdown: how many times as long as the profile says steps were taken to last, for both plans.
+        slowdown: factor on the profile's times that both plans were predicted with.
         gain: throughput, or arrival rate where the plan maximises that, that the best plan gains, as a share of the
             running one's.
-        pause_s: how long the switch would hold requests up.
-        plan_sha256: of the plan that runs from now on.
-        planning_s: time that planning took.
+        pause_s: seconds for which the switch would hold up requests.
+        plan_sha256: hash of the plan that runs from then on.
+        planning_s: seconds that planning took.
     """
 
     at: str
@@ -97,10 +96,10 @@ class Proposal(NamedTuple):
 
 
 class Planner(Protocol):
-    """Planning, as a server sees it: elsewhere, and never waited for on the path of a request."""
+    """Planning, as a server sees it: in another process, and never on the path of a request."""
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
-        """Seconds that a step of a plan should take; None: it waits for others' on its way through several stages.
+        """Return the seconds that a step of a plan should take; None: it also waits for other steps of its pipeline.
 
         Args:
             encode: (start, end, 1 or 0 for sampled) of each piece of a prompt.
@@ -114,4 +113,4 @@ class Planner(Protocol):
         """
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """End the planning process."""

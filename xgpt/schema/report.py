@@ -1,4 +1,4 @@
-"""What `xgpt bench` and `xgpt compare` say: predicted beside measured."""
+"""Results of `xgpt bench` and `xgpt compare`: predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Calibration(Frozen):
 class BenchReport(Frozen):
     """A replay of a workload against a plan.
 
-    Of a plan that maximises arrivals, `bound_kept` and `share_within_bound` are those of all requests, from arrival to
-    the last token, and not known where requests always wait. Of others, `bound_kept` is the plan's own latency's, and
-    both count from admission.
+    For a plan that maximises arrivals, `bound_kept` and `share_within_bound` are about all requests, from arrival to
+    the last token, and None where requests are always waiting. For other plans they count from admission, and
+    `bound_kept` is about the latency that the plan bounds.
 
-    `calibration_gflops` is the rate of a fixed matrix product before and after the run: machines whose clock moves
-    show it here.
+    `calibration_gflops` is the rate of a fixed matrix product before and after the run, by which a change of the
+    machine's clock shows.
     """
 
     plan_sha256: str
@@ -60,21 +60,21 @@ class BenchReport(Frozen):
     bound_kept: bool | None
     share_within_bound: float | None
     quantile: float = 0.99
-    """Share of requests that are to keep the bound."""
+    """Share of requests that must keep the bound."""
     counts_waiting: bool = False
-    """Whether the bound is on the time from arrival."""
+    """Whether the bound is on the time from arrival, not from admission."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
     calibration: Calibration | None = None
-    """Of the profile, where that was asked for."""
+    """Correction of the profile, if asked for."""
 
     def figure(self, metric: str) -> Comparison:
         return next(figure for figure in self.figures if figure.metric == metric)
 
 
 class UrlReport(Frozen):
-    """A closed-loop replay against an endpoint of which nothing else is known; times as its client saw them."""
+    """A closed-loop replay against any OpenAI-compatible endpoint, with times as the client saw them."""
 
     url: str
     workload: str

@@ -9,11 +9,11 @@ Lane = Literal["both", "encode", "transfer", "decode"]
 
 
 class Account(NamedTuple):
-    """For whom a request runs: what the operator has granted its API key.
+    """The account that a request runs for: what the operator has granted its API key.
 
     Attributes:
-        name: of the key; empty where there are none.
-        share: of the engine's tokens, relative to other accounts with requests waiting.
+        name: the key's; empty where the server has no keys.
+        share: weight of this account in dividing the engine's tokens among accounts with requests waiting.
         priority: a higher one enters first.
     """
 
@@ -45,8 +45,8 @@ class StepRecord(NamedTuple):
     """One executed step. Steps may overlap on the stages of a pipeline; they are logged in the order of their ends.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in, and who had
-            waited beyond a deadline had left.
+        start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in, and
+            requests waiting beyond their deadline had been dropped.
         end_ns: the clock after the step was settled.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
@@ -58,8 +58,7 @@ class StepRecord(NamedTuple):
         lane: the worker group that executed it.
         microbatch: the micro-batch within the lane.
         number: its place in the order in which steps were scheduled, from 0.
-        settled: steps that had been settled when it was scheduled. With `number` it says in which order everything
-            happened.
+        settled: steps that had been settled when it was scheduled. With `number` it gives the order of all events.
     """
 
     start_ns: int

@@ -1,4 +1,4 @@
-"""Request lengths: how people write them down, and the histograms that a plan keeps."""
+"""Request lengths: the distributions in workload files, and the histograms that a plan keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TruncatedNormal(Frozen):
 
 
 class Uniform(Frozen):
-    """Every whole length from `min` to `max`, both included."""
+    """Every integer length from `min` to `max`, both included, equally likely."""
 
     kind: Literal["uniform"] = "uniform"
     min: PositiveInt
@@ -55,7 +55,7 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 
 
 class WorkloadSpec(Frozen):
-    """What people write under configs/workloads: where the lengths come from, and the lengths."""
+    """The content of a file under configs/workloads: the lengths, and where they come from."""
 
     name: str
     source: str
@@ -64,7 +64,7 @@ class WorkloadSpec(Frozen):
 
 
 class Workload(Frozen):
-    """What a plan keeps: both histograms, resolved."""
+    """The lengths that a plan was made for, as histograms."""
 
     name: str
     input: Histogram
