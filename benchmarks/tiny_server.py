@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
 from xrunner.engine import Engine
-from xrunner.server import ChatTemplate, EngineThread, TextCodec, create_app, serve
+from xrunner.server import ChatTemplate, EngineThread, ServedModel, TextCodec, create_app, serve
 from xrunner.worker import build_worker, warm_up
 
 SPEC = ModelSpec(
@@ -62,7 +62,7 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     warm_up(worker)
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
     engine = Engine(OneLane(lane, Pool(num_blocks, BLOCK_SIZE)), worker)
-    app = create_app(EngineThread(engine), model_name=SPEC.name, spec=SPEC, tokenizer=codec(), eos_token_ids=(2,))
+    app = create_app(EngineThread(engine), ServedModel(SPEC.name, SPEC, codec(), frozenset({2})))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass

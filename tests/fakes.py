@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from starlette.applications import Starlette
@@ -30,7 +31,7 @@ from xgpt.schema import (
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
-from xrunner.server import ChatTemplate, EngineThread, TextCodec, Watch, create_app
+from xrunner.server import ChatTemplate, EngineThread, ServedModel, TextCodec, Watch, create_app
 from xrunner.server.http.connections import Listener
 from xrunner.server.http.process import Server
 from xrunner.server.served import ServedEngine
@@ -161,9 +162,13 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
 
 
 def fake_app(engine: ServedEngine, watch: Watch | None = None, **options: Any) -> Starlette:
-    """The endpoint of model "fake"; `options` go to create_app."""
-    defaults: dict[str, Any] = {"model_name": "fake", "tokenizer": None, "eos_token_ids": ()}
-    return create_app(EngineThread(engine, watch=watch or Watch(fake_plan())), spec=SPEC, **defaults | options)
+    """The endpoint of model "fake"; `options` go to `ServedModel` or to create_app."""
+    model = {field.name: options.pop(field.name) for field in fields(ServedModel) if field.name in options}
+    return create_app(
+        EngineThread(engine, watch=watch or Watch(fake_plan())),
+        ServedModel(**{"name": "fake", "spec": SPEC} | model),
+        **options,
+    )
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["y" * 300])  # so that a text of 300 times the context is not refused by its length alone
     codec = TextCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, {"eos_token": "</s>"}))
-    with running(fake_app(fake_engine(FakeExecutor(step_s=0.002)), tokenizer=codec)) as url:
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.002)), codec=codec)) as url:
         at = "127.0.0.1", int(url.rpartition(":")[2])
         assert statuses(at, [fake(prompt=[1])]) == [200]
         monkeypatch.setattr(asyncio.events.Handle, "_run", timed)

@@ -76,7 +76,7 @@ def test_the_plan_promises_its_quantile_of_outputs() -> None:
 def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() -> None:
     """Before, eight of them reserved all memory, and the request waited for one of them to fill its context."""
     engine = fake_engine(FakeExecutor(step_s=0.005), kv_blocks=64, max_batch=16)
-    with running(fake_app(engine, Watch(fake_plan()), tokenizer=byte_codec())) as url, ThreadPoolExecutor(8) as pool:
+    with running(fake_app(engine, Watch(fake_plan()), codec=byte_codec())) as url, ThreadPoolExecutor(8) as pool:
         chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
 
         def ask() -> httpx.Response:

@@ -42,13 +42,13 @@ BODY = {"model": "fake", "prompt": PROMPT}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(fake_app(fake_engine(FakeExecutor()), eos_token_ids=(30,))) as url:
+    with running(fake_app(fake_engine(FakeExecutor()), eos_token_ids=frozenset({30}))) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def text_url() -> Iterator[str]:
-    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_codec())) as url:
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec())) as url:
         yield url
 
 

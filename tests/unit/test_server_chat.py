@@ -33,7 +33,7 @@ TEXT = TOKENIZER.decode(TOKENS)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(fake_app(fake_engine(FakeExecutor()), tokenizer=byte_codec())) as url:
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec())) as url:
         yield url
 
 
@@ -142,7 +142,7 @@ def test_a_stop_string_frees_the_slot() -> None:
     executor = FakeExecutor(step_s=0.002)
     engine = fake_engine(executor, max_batch=1)
     with (
-        running(fake_app(engine, tokenizer=byte_codec())) as url,
+        running(fake_app(engine, codec=byte_codec())) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
         for _ in range(3):
@@ -181,7 +181,7 @@ def test_content_in_parts(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("tokenizer", [None, byte_codec(template=None)])
 def test_no_template_no_chat(tokenizer) -> None:
     with (
-        running(fake_app(fake_engine(FakeExecutor()), tokenizer=tokenizer)) as url,
+        running(fake_app(fake_engine(FakeExecutor()), codec=tokenizer)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
         with pytest.raises(openai.BadRequestError, match="fake has no chat template") as caught:

@@ -323,17 +323,20 @@ def serve_plan(
         engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
         if log is not None:
             engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
+        model = server.ServedModel(
+            plan.model.name,
+            plan.model,
+            None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
+            frozenset(plan.model.eos_token_ids),
+            defaults,
+        )
         app = server.create_app(
             engine_thread,
-            model_name=plan.model.name,
-            spec=plan.model,
-            tokenizer=None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
-            eos_token_ids=plan.model.eos_token_ids,
+            model,
             limits=limits,
             keys=keys,
             hosts=server.AllowedHosts(exposure.host, exposure.allowed_hosts),
             tracer=tracer,
-            sampling_defaults=defaults,
         )
         server.serve(
             app,

@@ -6,6 +6,7 @@ HTTP requests enter; token streams, metrics and the plan leave. May be imported 
 from xrunner.server.access.hosts import AllowedHosts, check_exposure
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.model import ServedModel
 from xrunner.server.api.text import TextCodec, load_tokenizer
 from xrunner.server.engine_thread import EngineThread, single_thread
 from xrunner.server.http.app import create_app
@@ -21,6 +22,7 @@ __all__ = [
     "ChatTemplate",
     "EngineThread",
     "Limits",
+    "ServedModel",
     "TextCodec",
     "Watch",
     "check_exposure",

@@ -51,6 +51,30 @@ class Promise(NamedTuple):
     promised_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What all outputs of one HTTP request have in common.
+
+    Attributes:
+        inbox: where their tokens go.
+        end_s: after which they are of no use, on the clock of `time.perf_counter`; infinite: never.
+        has_deadline: that is what the client has said.
+        read_s: when the body had come, on the same clock.
+        hold: let an output's tokens come all at once, with the last: waking a task for each token of each request would
+            take the engine's cores from it for as much as a tenth of a decode step.
+    """
+
+    inbox: Inbox
+    account: Account
+    stop_token_ids: frozenset[int]
+    output_length: int | None
+    end_s: float
+    has_deadline: bool
+    read_s: float
+    promise: Promise | None
+    hold: bool
+
+
 @dataclass(slots=True)
 class Stream:
     """A request in the engine: where its tokens go, and when they came.
@@ -197,30 +221,8 @@ class EngineThread:
     def pool(self) -> ServedPool:
         return self._engine.pool
 
-    def submit(
-        self,
-        prompt: tuple[int, ...],
-        *,
-        allowance: Allowance,
-        account: Account = ANYONE,
-        stop_token_ids: frozenset[int],
-        output_length: int | None,
-        sampling: SamplingParams,
-        end_s: float,
-        has_deadline: bool,
-        read_s: float,
-        inbox: Inbox,
-        promise: Promise | None = None,
-        hold: bool = False,
-    ) -> Stream:
-        """Hand in a request (see `Generation`) whose tokens shall come to `inbox`.
-
-        Args:
-            end_s: after which its tokens are of no use, on the clock of `time.perf_counter`; infinite: never.
-            has_deadline: that is what its client has said.
-            read_s: when its body had come, on the same clock.
-            hold: let them come all at once, with the last: waking a task for each token of each request would take
-                the engine's cores from it for as much as a tenth of a decode step.
+    def submit(self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, terms: Terms) -> Stream:
+        """Hand in a request (see `Generation`).
 
         Raises:
             ApiError: 500, the engine has failed.
@@ -231,28 +233,28 @@ class EngineThread:
             next(self._ids),
             prompt,
             allowance.max_output,
-            stop_token_ids,
-            output_length,
+            terms.stop_token_ids,
+            terms.output_length,
             sampling,
-            deadline_ns=None if end_s == math.inf else round(end_s * 1e9),
+            deadline_ns=None if terms.end_s == math.inf else round(terms.end_s * 1e9),
             promised_output=allowance.promised_output,
-            account=account,
+            account=terms.account,
         )
         stream = Stream(
             generation.id,
-            inbox,
+            terms.inbox,
             time.perf_counter(),
-            [] if hold else None,
-            account,
+            [] if terms.hold else None,
+            terms.account,
             len(prompt),
-            deadline_s=end_s if has_deadline else None,
-            promise=promise,
+            deadline_s=terms.end_s if terms.has_deadline else None,
+            promise=terms.promise,
         )
-        self.metrics.handover_s.observe(stream.submitted_s - read_s)
+        self.metrics.handover_s.observe(stream.submitted_s - terms.read_s)
         if self.watch is not None:
             stream.seen = self.watch.arrive(len(prompt), allowance.max_output)
         self._streams[stream.id] = stream
-        self._backlog.join(stream.id, len(prompt), stream.submitted_s, account)
+        self._backlog.join(stream.id, len(prompt), stream.submitted_s, terms.account)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit(generation)
         return stream

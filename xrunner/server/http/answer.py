@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from xrunner.server.access.quota import Quota
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_deadline
-from xrunner.server.api.text import TextCodec
 from xrunner.server.api.writers import Delta, Writer
-from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream
+from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Terms
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import ABORT, RequestInfo
 
@@ -35,7 +35,7 @@ SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CheckedPrompt:
     """A prompt that the model can take, and how long its output may be."""
 
     tokens: tuple[int, ...]
@@ -49,12 +49,11 @@ class Answer(Response):
     def __init__(
         self,
         engine_thread: EngineThread,
-        request: GenerationRequest,
-        prompts: list[Prompt],
-        writer: Writer,
-        codec: TextCodec | None,
-        eos_token_ids: frozenset[int],
+        model: ServedModel,
         limits: Limits,
+        request: GenerationRequest,
+        prompts: list[CheckedPrompt],
+        writer: Writer,
         info: RequestInfo,
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
@@ -62,7 +61,7 @@ class Answer(Response):
         self._request = request
         self._prompts = prompts
         self._writer = writer
-        self._codec = codec
+        self._codec = model.codec
         self._limits = limits
         self._info = info
         self._quota = info.quota or Quota()
@@ -75,7 +74,7 @@ class Answer(Response):
         self._inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())
         runs_on = request.ignore_eos or request.output_length is not None
-        self._stop_token_ids = ends if runs_on else ends | eos_token_ids
+        self._stop_token_ids = ends if runs_on else ends | model.eos_token_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -149,23 +148,22 @@ class Answer(Response):
         outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
         self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
+        terms = Terms(
+            inbox=self._inbox,
+            account=self._info.key.account,
+            stop_token_ids=self._stop_token_ids,
+            output_length=self._request.output_length,
+            end_s=self._end_s,
+            has_deadline=self._seconds is not None,
+            read_s=self._info.read_s,
+            promise=promise,
+            # Log probabilities take far less memory as they are written than as they come.
+            hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
+        )
         for prompt in self._prompts:
             for index in range(num_choices):
-                stream = self._engine_thread.submit(
-                    prompt.tokens,
-                    allowance=prompt.allowance,
-                    account=self._info.key.account,
-                    stop_token_ids=self._stop_token_ids,
-                    output_length=self._request.output_length,
-                    sampling=self._request.sampling(seed + index * SEED_STRIDE),
-                    end_s=self._end_s,
-                    has_deadline=self._seconds is not None,
-                    read_s=self._info.read_s,
-                    inbox=self._inbox,
-                    promise=promise,
-                    # Log probabilities take far less memory as they are written than as they come.
-                    hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
-                )
+                sampling = self._request.sampling(seed + index * SEED_STRIDE)
+                stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, terms)
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = Choice(
                     len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xgpt.schema import ModelSpec
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.errors import ApiError
+from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,11 +21,10 @@ from xrunner.server.api.protocol import (
     parse_completion,
     refuse,
 )
-from xrunner.server.api.text import TextCodec
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
 from xrunner.server.engine_thread import EngineThread
-from xrunner.server.http.answer import Answer, Prompt
+from xrunner.server.http.answer import Answer, CheckedPrompt
 from xrunner.server.http.bodies import Bodies
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
@@ -42,26 +40,15 @@ MAX_VARIABLES_BYTES = 64 << 10
 class Service:
     """Answers completions and chats of one model."""
 
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        model_name: str,
-        spec: ModelSpec,
-        codec: TextCodec | None,
-        eos_token_ids: frozenset[int],
-        limits: Limits,
-        sampling_defaults: Mapping[str, float],
-    ) -> None:
-        self._sampling_defaults = sampling_defaults
+    def __init__(self, engine_thread: EngineThread, model: ServedModel, limits: Limits) -> None:
         self._engine_thread = engine_thread
-        self._model_name = model_name
-        self._spec = spec
-        self._codec = codec
-        self._eos_token_ids = eos_token_ids
+        self._model = model
+        self._spec = model.spec
+        self._codec = model.codec
         self._limits = limits
         self._quotas = Quotas()
         self._bodies = Bodies(limits)
-        self._tokenising = None if codec is None else Tokenising(codec, spec.max_context)
+        self._tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
 
     async def complete(self, http: Request) -> Response:
         self._begin(http)
@@ -96,7 +83,7 @@ class Service:
         self._check(request)
         if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
             raise ApiError(
-                400, f"{self._model_name} has no chat template; use /v1/completions", code="no_chat_template"
+                400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
             )
         if len(request.messages) > self._spec.max_context:
             refuse("messages", f"{len(request.messages)} are more than the model's context of {self._spec.max_context}")
@@ -121,11 +108,11 @@ class Service:
         return self._answer(http, request, tokens, ChatWriter)
 
     def _check(self, request: GenerationRequest) -> None:
-        request.fill(self._sampling_defaults)
-        if request.model != self._model_name:
+        request.fill(self._model.sampling_defaults)
+        if request.model != self._model.name:
             raise ApiError(
                 404,
-                f"model: {request.model!r} is not served here; ask for {self._model_name!r}",
+                f"model: {request.model!r} is not served here; ask for {self._model.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -166,7 +153,8 @@ class Service:
         rule = self._limits.output_rule(None if watch is None else watch.plan)
         info: RequestInfo = http.scope["xgpt"]
         checked = [
-            Prompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule)) for tokens in prompts
+            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule))
+            for tokens in prompts
         ]
         for prompt in checked:
             engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
@@ -179,6 +167,8 @@ class Service:
             )
         return Answer(
             engine_thread,
+            self._model,
+            self._limits,
             request,
             checked,
             writer(
@@ -187,8 +177,5 @@ class Service:
                 include_usage=request.include_usage,
                 continuous=request.include_continuous_usage,
             ),
-            self._codec,
-            self._eos_token_ids,
-            self._limits,
             info,
         )
