@@ -33,9 +33,9 @@ from xgpt.schema import (
 )
 from xgpt.workload import sample
 from xprofiler import analytic
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
 from xsimulator.placement import Lane, degrees, lane, spread
@@ -185,7 +185,7 @@ def _one_lane(
             batch = _draw(rng, max(4, parts), 256)
             settings = StaticSettings(batch=batch, encode_microbatches=parts, decode_microbatches=m)
     cost = LaneCost(spec, profile, _whole_lane(spec, cluster, profile, groups))
-    predicted = OneLaneModel(cost, Lengths(of), QUANTILE).estimate(settings)
+    predicted = estimate(OneLaneModel(cost, Lengths(of), QUANTILE), settings)
     rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"])
     return Case(
         kind,
@@ -219,7 +219,7 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
     )
     if settings.encode_batch > settings.max_decode_batch:
         return None
-    predicted = TwoLaneModel(encode, decode, Lengths(of), QUANTILE).estimate(settings)
+    predicted = estimate(TwoLaneModel(encode, decode, Lengths(of), QUANTILE), settings)
     rule = TwoLaneSettings(
         encode_tokens=predicted["encode_tokens"],
         encode_stages=len(groups[0]),

@@ -4,7 +4,7 @@
 
 Lanes of 2 to 20 equal stages and up to 40 micro-batches, drawn at random; a step that encodes takes 1.15 to 12 times as
 long as one that does not, with a coefficient of variation of up to 0.9 beyond that. `--fit` finds the coefficients of
-`xsimulator.analytic.pipeline.SHARE` anew; verify them with another seed.
+`xsimulator.forecast.pipeline.SHARE` anew; verify them with another seed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from xsimulator.analytic import pipeline
-from xsimulator.analytic.pipeline import RandomSteps
+from xsimulator.forecast import pipeline
+from xsimulator.forecast.pipeline import RandomSteps
 
 Array = npt.NDArray[np.float64]
 

@@ -20,9 +20,9 @@ from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
 from xgpt.workload import sample
 from xprofiler import analytic
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.placement import degrees, lane, spread
 from xsimulator.step_cost import LaneCost
@@ -65,7 +65,11 @@ def closed_forms() -> list[dict[str, object]]:
     for settings in single:
         kind = settings.kind
         rows.append(
-            _row(kind, lambda s=settings: one_lane.estimate(s), lambda k=kind: one_lane.evaluate(k, **sweeps[k]))  # type: ignore[misc]
+            _row(
+                kind,
+                lambda s=settings: estimate(one_lane, s),
+                lambda k=kind: FORECASTS[k].evaluate(one_lane, **sweeps[k]),
+            )  # type: ignore[misc]
         )
     waa = WaaSettings(encode_batch=10, max_decode_batch=200, decode_microbatches=20)
     columns = {
@@ -73,7 +77,7 @@ def closed_forms() -> list[dict[str, object]]:
         "max_decode_batch": rng.integers(64, 512, SWEEP),
         "decode_microbatches": np.full(SWEEP, 20),
     }
-    rows.append(_row("waa", lambda: two_lanes.estimate(waa), lambda: two_lanes.evaluate(**columns)))
+    rows.append(_row("waa", lambda: estimate(two_lanes, waa), lambda: FORECASTS["waa"].evaluate(two_lanes, **columns)))
     return rows
 
 
@@ -89,7 +93,7 @@ def request_level() -> list[dict[str, object]]:
         layers = spread(spec.num_layers, [1.0] * len(of))
         cost = LaneCost(spec, profile, lane(of, layers, cluster=cluster))
         settings = RraSettings(encode_batch=52, decode_iterations=13, microbatches=m)
-        predicted = OneLaneModel(cost, lengths).estimate(settings)
+        predicted = estimate(OneLaneModel(cost, lengths), settings)
         inputs, outputs = sample(workload, NUM_REQUESTS, np.random.default_rng(0))
         columns = zip(inputs.tolist(), outputs.tolist(), strict=True)
         requests = [SimulatedRequest(i, n, lengths.max_output, out) for i, (n, out) in enumerate(columns)]

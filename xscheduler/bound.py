@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import Constraint
-from xsimulator.analytic import TwoLaneModel
+from xsimulator.forecast import TwoLaneModel
 
 if TYPE_CHECKING:
     from xscheduler.space import Evaluation, Ints, Space

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from xscheduler.problem import Problem
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Settings, Space
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import Lane
@@ -88,7 +89,7 @@ class Scheduler:
         return self._screens[constraint]
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
-        models = partial(self._models, *(layout.lane for layout in placement.layouts))
+        models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
         return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
 
     def _limits(self, placement: Placement) -> Limits | None:
@@ -342,23 +343,24 @@ class _Predictors:
         self.floor = minorant(problem.profile)
         self._problem, self._lengths = problem, lengths
         self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self.floor)
-        self._made: dict[tuple[Lane, ...], Models] = {}
+        self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}
 
-    def __call__(self, *lanes: Lane) -> Models:
-        if lanes not in self._made:
+    def __call__(self, kind: str, *lanes: Lane) -> Models:
+        make = FORECASTS[kind].model
+        found = self._made.get((make, lanes))
+        if found is None:
             profile = self._problem.profile
-            model = self._model(lanes, profile, self._degrees)
-            same = self.floor is profile
-            self._made[lanes] = Models(model, model if same else self._model(lanes, self.floor, self._floor_degrees))
-        return self._made[lanes]
+            model = floor = self._model(make, lanes, profile, self._degrees)
+            if self.floor is not profile:
+                floor = self._model(make, lanes, self.floor, self._floor_degrees)
+            found = self._made[make, lanes] = Models(model, floor)
+        return found
 
-    def _model(self, lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> OneLaneModel | TwoLaneModel:
+    def _model(self, make: Callable[..., Any], lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> Any:
         constraint = self._problem.constraint
-        quantile = constraint.planned_quantile
         costs = [LaneCost(self._problem.model, profile, lane, degrees) for lane in lanes]
-        if len(costs) == 2:
-            return TwoLaneModel(costs[0], costs[1], self._lengths, quantile)
-        return OneLaneModel(costs[0], self._lengths, quantile, all_requests=constraint.sla == "request")
+        of_all = constraint.sla == "request"
+        return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
 
 
 def _columns(settings: Settings) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ and, where encoding and decoding take turns (rra, static), the first prompts pas
 
 By Little's law the throughput is at most M m / (E[D] t(m)). A request of D decode iterations meets D of them, with the
 encoding that falls between, so that D t(m) is at most the latency bound; and M m requests must fit in memory. Both
-cut m off from above. Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.analytic.
+cut m off from above. Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
 """
 
 from __future__ import annotations

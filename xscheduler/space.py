@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from xgpt.schema import (
 )
 from xscheduler.bound import excess_of
 from xscheduler.placement import Placement
-from xsimulator.analytic import OneLaneModel, Performance, TwoLaneModel
+from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.lengths import Lengths, steady_decode_batch
 from xsimulator.memory import LaneMemory, capacity
 
@@ -87,8 +88,8 @@ class Axis:
 class Models:
     """What predicts a placement's settings: on the profile's tables, and on the minorant below them."""
 
-    model: OneLaneModel | TwoLaneModel
-    floor: OneLaneModel | TwoLaneModel
+    model: Any
+    floor: Any
 
 
 @dataclass(frozen=True)
@@ -308,12 +309,10 @@ class Space:
             return evaluation
         return self._evaluate(self.models.floor, columns)
 
-    def _evaluate(self, model: OneLaneModel | TwoLaneModel, columns: dict[str, Ints]) -> Evaluation:
+    def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        if isinstance(model, TwoLaneModel):
-            return Evaluation(model.evaluate(**columns, **fixed), self)
-        return Evaluation(model.evaluate(self.kind, **columns, **fixed), self)
+        return Evaluation(FORECASTS[self.kind].evaluate(model, **columns, **fixed), self)
 
     def settings(self, columns: dict[str, Ints], index: int) -> Settings:
         values = {name: int(column[index]) for name, column in columns.items()}

@@ -22,7 +22,7 @@ from xgpt.schema import (
     Workload,
 )
 from xgpt.workload import decoding_share
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
 from xsimulator.step_cost import lanes_of
@@ -79,7 +79,8 @@ def under(plan: Plan, profile: Profile, workload: Workload, quantile: float, rat
         cap = min(plan.policy.max_decode_batch, int(inside))
         batch = min(plan.estimate.encode_tokens / lengths.mean_input, cap)
         micro = plan.policy.decode_microbatches
-        found = two.evaluate(encode_batch=batch, max_decode_batch=cap, decode_microbatches=micro).at(0)
+        columns = {"encode_batch": batch, "max_decode_batch": cap, "decode_microbatches": micro}
+        found = FORECASTS["waa"].evaluate(two, **columns).at(0)
     else:
         found = _under_one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
     return found | {"throughput": plan.replicas * found["throughput"], "latency": ratio * found["latency"]}
@@ -96,22 +97,27 @@ def _under_one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneMode
             return _rra(model, rra, min(batch, batch * inside / peak))
         case OrcaSettings() as orca:
             most = min(orca.max_batch, int(inside))
-            return model.evaluate("orca", max_batch=most, microbatches=orca.microbatches).at(0)
+            return FORECASTS["orca"].evaluate(model, max_batch=most, microbatches=orca.microbatches).at(0)
         case ChunkedSettings() as chunked:
             most, budget = min(chunked.max_batch, int(inside)), chunked.token_budget
             micro = chunked.microbatches
-            return model.evaluate("chunked", max_batch=most, token_budget=budget, microbatches=micro).at(0)
+            columns = {"max_batch": most, "token_budget": budget, "microbatches": micro}
+            return FORECASTS["chunked"].evaluate(model, **columns).at(0)
         case StaticSettings() as static:
-            return model.estimate(static.model_copy(update={"batch": min(static.batch, int(inside))}))
+            return estimate(model, static.model_copy(update={"batch": min(static.batch, int(inside))}))
 
 
 def _rra(model: OneLaneModel, settings: RraSettings, encode_batch: float) -> dict[str, float]:
-    return model.evaluate(
-        "rra",
-        encode_batch=encode_batch,
-        decode_iterations=settings.decode_iterations,
-        microbatches=settings.microbatches,
-    ).at(0)
+    return (
+        FORECASTS["rra"]
+        .evaluate(
+            model,
+            encode_batch=encode_batch,
+            decode_iterations=settings.decode_iterations,
+            microbatches=settings.microbatches,
+        )
+        .at(0)
+    )
 
 
 def _encode_batch(plan: Plan, settings: RraSettings, model: OneLaneModel) -> float:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from xgpt.policies.rule import LaneSettings, PromptBudget
 from xgpt.policies.waa import TwoLaneSettings
-from xsimulator.analytic.waa import Transfer
 from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.transfer import Transfer
 
 Array = npt.NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from xgpt.policies import Schedule, Step
 from xgpt.schema import Lane
-from xsimulator.analytic.waa import Transfer
 from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.transfer import Transfer
 
 
 class Span(NamedTuple):

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from xgpt.schema import Constraint
 from xgpt.schema.step_log import StepRecord
-from xsimulator.analytic import Performance
+from xsimulator.forecast import Performance
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]

@@ -25,8 +25,7 @@ from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.analytic import OneLaneModel
-from xsimulator.analytic.waa import TwoLaneModel
+from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured
 from xsimulator.placement import lane, whole
@@ -52,7 +51,7 @@ def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneM
 def tables_6_and_7() -> Iterator[Claim]:
     one, two = opt_on_four_a40()
     for encode_batch, iterations, latency_s, rps in ((52, 13, 10.23, 25.23), (49, 7, 16.87, 26.15)):
-        found = one.evaluate("rra", encode_batch=[encode_batch], decode_iterations=[iterations]).at(0)
+        found = FORECASTS["rra"].evaluate(one, encode_batch=[encode_batch], decode_iterations=[iterations]).at(0)
         what = f"RRA, B_E {encode_batch}, N_D {iterations}, TP 4"
         yield within("ExeGPT Table 6", what, latency_s, found["latency"], 0.15, "s")
         yield within("ExeGPT Table 6", what, rps, found["throughput"], 0.15, "req/s")
@@ -61,7 +60,11 @@ def tables_6_and_7() -> Iterator[Claim]:
             yield within("ExeGPT Table 7", "RRA, encode", 1.68, te, 0.2, "s")
             yield within("ExeGPT Table 7", "RRA, decode iteration", 0.038, (found["cycle"] - te) / iterations, 0.2, "s")
     for encode_batch, latency_s, rps in ((4, 3.01, 22.41), (10, 4.11, 23.76)):
-        found = two.evaluate(encode_batch=[encode_batch], max_decode_batch=[400], decode_microbatches=[2]).at(0)
+        found = (
+            FORECASTS["waa"]
+            .evaluate(two, encode_batch=[encode_batch], max_decode_batch=[400], decode_microbatches=[2])
+            .at(0)
+        )
         what = f"WAA, B_E {encode_batch}, TP 2"
         yield within("ExeGPT Table 6", what, latency_s, found["latency"], 0.2, "s")
         yield within("ExeGPT Table 6", what, rps, found["throughput"], 0.2, "req/s")

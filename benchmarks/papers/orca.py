@@ -12,7 +12,7 @@ from xgpt.schema import Constant, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.analytic import Performance
+from xsimulator.forecast import Performance
 from xsimulator.lengths import Lengths
 from xsimulator.placement import lane
 from xsimulator.queueing import Queue

@@ -25,9 +25,9 @@ from xgpt.workload import decoding_share, sample
 from xprofiler import analytic
 from xscheduler.problem import Problem
 from xscheduler.space import Settings
-from xsimulator.analytic import OneLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.forecast import OneLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.measure import Measured, measure
 from xsimulator.placement import whole
@@ -68,15 +68,15 @@ def simulate(
     model: OneLaneModel, workload: Workload, settings: Settings, num_requests: int, rng: np.random.Generator
 ) -> Measured:
     """Run a saturated engine, and measure so many requests after its warm-up. K/V memory never binds."""
-    estimate = model.estimate(settings)
-    warm_up = round(3 * estimate["peak_requests"]) + 50
-    total = warm_up + num_requests + round(2 * estimate["peak_requests"]) + 50
+    predicted = estimate(model, settings)
+    warm_up = round(3 * predicted["peak_requests"]) + 50
+    total = warm_up + num_requests + round(2 * predicted["peak_requests"]) + 50
     inputs, outputs = sample(workload, total, rng)
     lengths = model.lengths
     static = settings.kind == "static"
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
     share = decoding_share(workload)
-    schedule = OneLane(lane_settings(settings, estimate["encode_tokens"], estimate["decode_batch"], share), pool)
+    schedule = OneLane(lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"], share), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
     log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     return measure(

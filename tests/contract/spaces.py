@@ -13,7 +13,7 @@ from xscheduler.minorant import minorant
 from xscheduler.placement import Placement, Placements
 from xscheduler.screen import Screen
 from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
+from xsimulator.forecast import OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
 from xsimulator.step_cost import LaneCost

@@ -9,9 +9,9 @@ from tests.contract.scenarios import problem
 from xgpt.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
 from xgpt.schema import OrcaSettings, RraSettings, WaaSettings
 from xgpt.workload import sample
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
 from xsimulator.placement import lane, whole
@@ -32,13 +32,13 @@ def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
             for first in (0, 2)
         )
         settings = WaaSettings(encode_batch=4, max_decode_batch=INSIDE)
-        predicted = TwoLaneModel(encode, decode, lengths).estimate(settings)
+        predicted = estimate(TwoLaneModel(encode, decode, lengths), settings)
         rule = TwoLaneSettings(predicted["encode_tokens"], 1, PLENTY, INSIDE, predicted["decode_batch"])
         schedule: Schedule = TwoLane(rule, pool)
         return schedule, TwoLaneClock(encode, decode, schedule), lengths
     cost = LaneCost(of.model, of.profile, whole(of.model, 4))
     one = RraSettings(encode_batch=25, decode_iterations=12) if kind == "rra" else OrcaSettings(max_batch=INSIDE)
-    predicted = OneLaneModel(cost, lengths).estimate(one)
+    predicted = estimate(OneLaneModel(cost, lengths), one)
     schedule = OneLane(lane_settings(one, predicted["encode_tokens"], predicted["decode_batch"]), pool)
     return schedule, LaneClock(cost, schedule), lengths
 

@@ -16,9 +16,9 @@ from xgpt.policies import OneLane, Pool, lane_settings
 from xgpt.schema import Constant, Curve, Histogram, Profile, RraSettings, Workload
 from xgpt.workload import histogram
 from xscheduler.schedule import Scheduler
-from xsimulator.analytic import OneLaneModel, TwoLaneModel
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import degrees, lane, spread, whole
@@ -88,7 +88,7 @@ def test_closed_form_is_the_recursion_where_nothing_varies(
     of = Workload(name="alike", input=histogram(Constant(value=256)), output=_one(decodes + 1))
     lengths, cost = Lengths(of), equal_stages(stages)
     settings = RraSettings(encode_batch=each * microbatches, decode_iterations=iterations, microbatches=microbatches)
-    predicted = OneLaneModel(cost, lengths).estimate(settings)
+    predicted = estimate(OneLaneModel(cost, lengths), settings)
     num_phases = 12
     count = settings.encode_batch * num_phases
     requests = [SimulatedRequest(i, 256, decodes + 1, decodes + 1) for i in range(count)]
@@ -173,7 +173,7 @@ def test_one_token_outputs_and_one_layer(kind: str) -> None:
     lengths = Lengths(Workload(name="short", input=histogram(Constant(value=7)), output=_one(1)))
     model = OneLaneModel(LaneCost(spec, of.profile, whole(spec)), lengths)
     columns = {"encode_batch": 4, "decode_iterations": 3, "max_batch": 4, "token_budget": 64, "batch": 4}
-    performance = model.evaluate(kind, **columns)
+    performance = FORECASTS[kind].evaluate(model, **columns)
     figures = performance.at(0)
     assert np.isfinite(list(figures.values())).all()
     assert figures["throughput"] > 0 and figures["latency"] == pytest.approx(figures["ttft"])

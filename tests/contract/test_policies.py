@@ -10,7 +10,7 @@ from xgpt.io import dump_json
 from xgpt.schema import ChunkedSettings, Histogram, Plan, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Settings
-from xsimulator.analytic import OneLaneModel
+from xsimulator.forecast import FORECASTS, OneLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.placement import whole
 from xsimulator.step_cost import LaneCost
@@ -47,9 +47,9 @@ def test_a_prediction_does_not_depend_on_its_neighbours(kind: str) -> None:
     model, rng = one_lane("opt-125m", "h200x1", "orca"), np.random.default_rng(3)
     drawn = [random_settings(kind, rng) for _ in range(20)]
     names = [variable.name for variable in POLICIES[kind].variables]
-    together = model.evaluate(kind, **{name: [getattr(s, name) for s in drawn] for name in names})
+    together = FORECASTS[kind].evaluate(model, **{name: [getattr(s, name) for s in drawn] for name in names})
     for i, settings in enumerate(drawn):
-        alone = model.estimate(settings)
+        alone = estimate(model, settings)
         assert min(alone.values()) >= 0
         assert np.isfinite(list(alone.values())).all()
         assert together.at(i) == pytest.approx(alone, rel=1e-12)
@@ -60,7 +60,7 @@ def test_no_gap_between_tokens_exceeds_a_phase(workload: str) -> None:
     """Also where hardly anybody is left at a phase's end: that share of a phase may be no more than rounding."""
     model = one_lane("opt-125m", "h200x1", workload)
     iterations = [n for n in (1, 3, 10, 30, 60, 85, 99, 400, 1200) for _ in range(3)]
-    performance = model.evaluate("rra", encode_batch=[1, 30, 300] * 9, decode_iterations=iterations)
+    performance = FORECASTS["rra"].evaluate(model, encode_batch=[1, 30, 300] * 9, decode_iterations=iterations)
     assert (performance.itl_p99 <= 5 * performance.cycle).all()  # a phase of one prompt can be a long one
     assert (performance.latency >= performance.ttft).all()
     # Nobody stays for 400 iterations: phases may be as long as they like.
@@ -72,7 +72,7 @@ def broken_directions(model: OneLaneModel, kind: str, variables: tuple[Variable,
     broken = []
     axes = [np.asarray(GRIDS[variable.name]) for variable in variables]
     grids = np.meshgrid(*axes, indexing="ij")
-    performance = model.evaluate(kind, **{v.name: g.ravel() for v, g in zip(variables, grids, strict=True)})
+    performance = FORECASTS[kind].evaluate(model, **{v.name: g.ravel() for v, g in zip(variables, grids, strict=True)})
     for axis, variable in enumerate(variables):
         for name, direction in (("throughput", variable.throughput), ("latency", variable.latency)):
             if direction == "none":
@@ -109,7 +109,7 @@ def errors_of(kind: str) -> list[tuple[float, float, str]]:
     while len(errors) < NUM_CASES:
         device, workload = DEVICES[rng.integers(len(DEVICES))], WORKLOADS[rng.integers(len(WORKLOADS))]
         settings, model = random_settings(kind, rng), one_lane(*device, workload)
-        predicted = model.estimate(settings)
+        predicted = estimate(model, settings)
         if predicted["peak_requests"] > LARGEST_BATCH:
             continue
         num_requests = int(np.clip(20 * predicted["peak_requests"], 300, 1500))
@@ -142,7 +142,7 @@ def test_slots_that_hardly_decode_leave_no_step_without_a_prompt(token_budget: i
     workload = Workload(name="short", input=of.workload.input, output=output)
     model = OneLaneModel(LaneCost(of.model, of.profile, whole(of.model)), Lengths(workload))
     settings = ChunkedSettings(token_budget=token_budget, max_batch=max_batch)
-    predicted = model.estimate(settings)
+    predicted = estimate(model, settings)
     measured = simulate(model, workload, settings, 1500, np.random.default_rng(0))
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.05)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.05)
@@ -167,7 +167,7 @@ def test_phases_that_leave_nobody_in_decode(encode_batch: int, decode_iterations
         RraSettings(encode_batch=encode_batch, decode_iterations=decode_iterations),
     )
     model, rng = one_lane(*device, "azure-code"), np.random.default_rng(0)
-    predicted = model.estimate(settings)
+    predicted = estimate(model, settings)
     measured = simulate(model, problem(*device, "azure-code").workload, settings, 1000, rng)
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.05)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.06)

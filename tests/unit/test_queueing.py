@@ -9,8 +9,8 @@ from tests.contract.scenarios import problem
 from xgpt.schema import Constraint, Histogram, Workload
 from xgpt.schema.step_log import Arrival, StepRecord
 from xscheduler.schedule import Scheduler
-from xsimulator.analytic import Performance
 from xsimulator.capacity import capacity
+from xsimulator.forecast import Performance
 from xsimulator.lengths import Lengths
 from xsimulator.queueing import Queue, whole_times
 

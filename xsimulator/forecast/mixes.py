@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xsimulator.analytic.all_requests import AllRequests
-from xsimulator.analytic.performance import Performance, upper_deviate
-from xsimulator.analytic.pipeline import Pipeline, RandomSteps
 from xsimulator.curves import Array, Table
+from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.forecast.performance import Performance, upper_deviate
+from xsimulator.forecast.pipeline import RandomSteps
 from xsimulator.lengths import Lengths
-from xsimulator.step_cost import LaneCost
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
@@ -236,26 +235,13 @@ def mixes_of(lengths: Lengths) -> Mixes:
 
 
 class MixedSteps:
-    """Predicts orca and chunked for one lane of stages and one workload.
+    """Predicts orca and chunked for one lane of stages and one workload."""
 
-    Args:
-        self_context: tokens that self-attention meets before the first output token.
-        quantile_decodes: decode iterations of a request whose output has the quantile's length.
-        of_all: latency is a quantile of all requests, instead of that request's.
-    """
-
-    def __init__(
-        self,
-        lane: LaneCost,
-        pipeline: Pipeline,
-        lengths: Lengths,
-        self_context: float,
-        quantile_decodes: int,
-        of_all: AllRequests | None = None,
-    ) -> None:
-        self._lane, self._pipeline, self._mixes, self._of_all = lane, pipeline, mixes_of(lengths), of_all
-        self._quantile_decodes = quantile_decodes
-        context = self_context + lengths.mean_decode_context - lengths.mean_input
+    def __init__(self, model: OneLaneModel) -> None:
+        lane, lengths = model.lane, model.lengths
+        self._lane, self._pipeline, self._mixes, self._of_all = lane, model.pipeline, mixes_of(lengths), model.of_all
+        self._quantile_decodes = model.quantile_decodes
+        context = model.self_context + lengths.mean_decode_context - lengths.mean_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
         self._prompts = lane.prompts(lengths)
         hop = lane.hop

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import WaaSettings
-from xsimulator.analytic.performance import Performance
-from xsimulator.analytic.pipeline import Pipeline, RandomSteps, expected_max_deviate
-from xsimulator.curves import Array, Line, Table
+from xsimulator.curves import Array, Table
+from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.pipeline import Pipeline, RandomSteps, expected_max_deviate
 from xsimulator.lengths import Lengths
 from xsimulator.step_cost import LaneCost
+from xsimulator.transfer import Transfer
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
 """Requests of a decode micro-batch at which the closed form looks for its steady state."""
@@ -40,12 +40,21 @@ class TwoLaneModel:
 
     Args:
         quantile: of the output length, for which latency is reported.
+        all_requests: not read: that latency is reported whatever the quantile is of.
 
     Raises:
         InputError: the profile holds no times of K/V transfers.
     """
 
-    def __init__(self, encode: LaneCost, decode: LaneCost, lengths: Lengths, quantile: float = 0.99) -> None:
+    def __init__(
+        self,
+        encode: LaneCost,
+        decode: LaneCost,
+        lengths: Lengths,
+        quantile: float = 0.99,
+        *,
+        all_requests: bool = False,
+    ) -> None:
         if encode.profile.kv_transfer is None:
             raise InputError("profile", encode.profile.model.name, "it holds no times of K/V transfers: waa needs them")
         self.encode, self.decode, self.lengths = encode, decode, lengths
@@ -61,19 +70,8 @@ class TwoLaneModel:
         self._joined: dict[tuple[float, float, float], Array] = {}
         """Of `_rounds`, by least and largest encode batch and micro-batches."""
 
-    def estimate(self, settings: WaaSettings) -> dict[str, float]:
-        """Predict one plan's settings."""
-        return self.evaluate(
-            encode_batch=settings.encode_batch,
-            max_decode_batch=settings.max_decode_batch,
-            decode_microbatches=settings.decode_microbatches,
-        ).at(0)
-
-    def evaluate(self, **columns: npt.ArrayLike) -> Performance:
-        """Predict candidates; `columns` are encode_batch, max_decode_batch and decode_microbatches."""
-        values = {name: np.atleast_1d(np.asarray(column, float)) for name, column in columns.items()}
-        encode_batch, cap = values["encode_batch"], values["max_decode_batch"]
-        microbatches = values.get("decode_microbatches", np.ones_like(cap))
+    def evaluate(self, encode_batch: Array, cap: Array, microbatches: Array) -> Performance:
+        """`cap`: the most requests inside."""
         lengths = self.lengths
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
@@ -298,31 +296,6 @@ class TwoLaneModel:
         some = np.maximum(GRID, 1.0)
         through = self._decode_pipeline.through(table(some)[:, 0], decode.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
-
-
-class Transfer:
-    """Seconds in which the K/V of a batch of prompts moves to the decode lane, against its tokens.
-
-    Devices move their shares at once, so the one with the largest share of the layers takes longest. An encoder's
-    output is its last hidden states alone.
-    """
-
-    def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
-        assert encode.profile.kv_transfer is not None
-        spec = encode.spec
-        line = Line.of(encode.profile.kv_transfer)
-        if encode.has_encoder:
-            share = spec.hidden_size / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim)
-        else:
-            stages = (*encode.stages, *decode.stages)
-            share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
-        self.line = Line(line.points / share, line.values)
-        """Against all tokens of the prompts."""
-        self.occupies = encode.profile.num_threads is not None
-        """Whether it takes the devices' own time: a CPU's cores have nobody who copies for them."""
-
-    def at(self, tokens: float) -> float:
-        return self.line.at(tokens)
 
 
 def _size_for(each: Array) -> int:

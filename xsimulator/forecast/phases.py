@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies.rule import ADJUSTMENT
-from xsimulator.analytic.performance import upper_deviate
 from xsimulator.curves import Array
+from xsimulator.forecast.performance import upper_deviate
 from xsimulator.lengths import Lengths
 
 Counts = npt.NDArray[np.int_]

@@ -1,0 +1,32 @@
+"""Closed forms of every policy: what the search calls. The simulated engine (xsimulator.events) is their judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xgpt.schema import PolicySettings
+from xsimulator.forecast.base import Forecast
+from xsimulator.forecast.mixed import Chunked, Orca
+from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.rra import Rra
+from xsimulator.forecast.static import Static
+from xsimulator.forecast.two_lanes import TwoLaneModel
+from xsimulator.forecast.waa import Waa
+
+FORECASTS: dict[str, Forecast[Any]] = {
+    "rra": Rra(),
+    "chunked": Chunked(),
+    "orca": Orca(),
+    "static": Static(),
+    "waa": Waa(),
+}
+"""Every policy that the search knows, in the order of its tables."""
+
+
+def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
+    """Predict one plan's settings on a model of its lanes."""
+    return FORECASTS[settings.kind].estimate(model, settings)
+
+
+__all__ = ["FORECASTS", "Forecast", "OneLaneModel", "Performance", "TwoLaneModel", "estimate"]

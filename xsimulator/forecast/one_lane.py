@@ -1,0 +1,72 @@
+"""What closed forms need of one lane of stages and one workload, whichever policy runs on it.
+
+Assumptions: requests always wait; input and output lengths are independent; step costs are charged at the mean
+composition of each iteration; the steps of a micro-batch follow each other through the stages as in
+xsimulator.forecast.pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from xsimulator.curves import ContextTable, Table
+from xsimulator.forecast.all_requests import AllRequests
+from xsimulator.forecast.pipeline import Pipeline
+from xsimulator.lengths import Lengths
+from xsimulator.step_cost import LaneCost
+
+T = TypeVar("T")
+
+
+class OneLaneModel:
+    """Steps of a lane of stages under one workload; the forecasts of the single-lane policies read it.
+
+    Args:
+        lane: what steps cost on the lane's stages.
+        quantile: of the output length, for which latency is reported.
+        all_requests: report the quantile of all requests. Where each request meets the same steps (rra, static), the
+            longer one takes longer, and that is the latency of a request of the quantile's length.
+    """
+
+    def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
+        self.lane = lane
+        self.lengths = lengths
+        self.pipeline = Pipeline(self.lane)
+        self.quantile_decodes = lengths.decodes_at(quantile)
+        self.of_all = AllRequests(lengths, quantile) if all_requests else None
+        self.self_context = 0.0 if self.lane.has_encoder else lengths.mean_input
+        """Tokens that self-attention meets before the first output token."""
+        self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
+
+    def part(self, make: Callable[[OneLaneModel], T]) -> T:
+        """What else a forecast needs of this lane and workload, made the first time."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return cast(T, self._made[make])
+
+    @cached_property
+    def encode_table(self) -> Table:
+        """A step that encodes whole prompts and nothing else, against their number: on each kind of stage; through all;
+        and from each end of a run on, with its hops and without.
+        """
+        hop, alone = self.lane.hop, self.lane.encode(self.lengths)
+        whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
+        alone, after = Table(whole.points, alone(whole.points)), self.pipeline.after
+        sums = [self.pipeline.counts[None] @ whole.values, after @ whole.values, after @ alone.values]
+        return Table(whole.points, np.concatenate([alone.values, *sums]))
+
+    @cached_property
+    def decode_table(self) -> ContextTable:
+        """Steps that decode and nothing else, against the requests in them and their context: on each kind of stage;
+        through all; and on each kind with the hop to it. # 2 kinds + 1 functions
+        """
+        lane, longest = self.lane, len(self.lengths.survival) + 1
+        contexts = lane.contexts_between(self.self_context, self.self_context + longest)
+        alone, hop = lane.decode(contexts, self.lengths.mean_input), lane.hop
+        whole = alone + Table(hop.points, np.repeat(hop.values[:, None], len(contexts), axis=1))
+        through = self.pipeline.all_stages(whole.values)[None]
+        return ContextTable(whole.points, contexts, np.concatenate([alone(whole.points), through, whole.values]))

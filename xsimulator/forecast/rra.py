@@ -1,0 +1,137 @@
+"""rra: encode B_E requests, run N_D decode iterations, and again."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtr
+
+from xgpt.policies.rule import ADJUSTMENT
+from xgpt.schema import RraSettings
+from xsimulator.curves import Array
+from xsimulator.forecast.base import Columns, Forecast, column
+from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.forecast.performance import Performance, stack
+from xsimulator.forecast.phases import phases_of
+from xsimulator.forecast.pipeline import expected_max_deviate
+from xsimulator.lengths import Lengths
+
+Counts = npt.NDArray[np.int_]
+
+AT_ONCE = 2000
+"""Candidates predicted in one go: their tables stay in the processor's caches."""
+
+
+class Rra(Forecast[OneLaneModel]):
+    settings = RraSettings
+    model = OneLaneModel
+
+    def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
+        iterations = columns["decode_iterations"].astype(int)
+        return _predict(model, columns["encode_batch"], iterations, column(columns, "microbatches"))
+
+
+def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Counts, microbatches: Array) -> Performance:
+    """The cohorts of k phases ago decode together.
+
+    The time of a cycle is the longest of the ways through it (for equal stages this is exact): one stage's work;
+    a micro-batch's own steps; decode rounds, then from stage x on the encode round.
+
+    Source: ExeGPT sec. 6 with the exact steady state; MODEL's (2), its form for unequal stages.
+    """
+    if len(encode_batch) > AT_ONCE:
+        parts = [slice(start, start + AT_ONCE) for start in range(0, len(encode_batch), AT_ONCE)]
+        found = [(p, _predict(model, encode_batch[p], decode_iterations[p], microbatches[p])) for p in parts]
+        return stack(len(encode_batch), found)
+    lengths, pipeline, kinds = model.lengths, model.pipeline, len(model.lane.kinds)
+    phase = phases_of(lengths, model.quantile_decodes)(decode_iterations)
+    weights, table = phase.weights, model.decode_table
+    each = encode_batch / microbatches  # requests that a micro-batch encodes
+    tokens = each * lengths.mean_input
+    encoding = model.encode_table(each)
+    te, own = encoding[:kinds], encoding[kinds]  # [kinds, n], [n]
+    down, down_without_hops = encoding[kinds + 1 :].reshape(2, -1, len(each))  # [ends, n]
+
+    # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that. That is one at
+    # least, and hardly over its peak and one more.
+    column, m = each[:, None], microbatches[:, None]
+    present = column * phase.share
+    running = np.maximum(-np.expm1(column * phase.nobody), present / (np.maximum(present[:, :1], 1.0) + 1))
+    running = np.maximum(np.minimum(running, present), 1e-300)
+    decode = table(present / running, table.locate(model.self_context + phase.age))  # [.., n, segments]
+    td, own_way = decode[:kinds], decode[kinds]
+    # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
+    anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
+    active = (m * running / anywhere) * td  # [kinds, n, segments]
+    rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
+    times = anywhere * weights
+    spent = rounds * anywhere
+    decoding, first_round, last_round = (rounds * times).sum(axis=1), spent[:, 0], spent[:, -1]
+
+    # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
+    raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
+    at_end = anywhere[:, -1]
+    slowest_then = pipeline.slowest_from(te)
+    held = expected_max_deviate(microbatches) * raggedness
+    at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(td[..., -1] * at_end), slowest_then)
+    at_runs -= held * slowest_then
+    change = pipeline.before @ (decode[kinds + 1 :, :, -1] * at_end) + down + held * down_without_hops
+    change += at_runs[pipeline.run_of_end]
+    stage_s = active * times  # [kinds, n, segments]
+    work = microbatches * te + stage_s.sum(axis=2)  # [kinds, n]
+    slowest = np.maximum.reduce(te)
+    own_cycle = own + held * (own - slowest) + (own_way * times).sum(axis=1)
+    until = pipeline.slowest_until(stage_s).sum(axis=2) - pipeline.slowest_until(active[..., -1] * at_end)
+    cycle = np.maximum(
+        np.maximum(np.maximum.reduce(work), own_cycle), np.maximum.reduce(until[pipeline.run_of_end] + change)
+    )
+    around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round + np.maximum.reduce(change)
+    cycle = np.where(decode_iterations >= 2, np.maximum(cycle, around), cycle)
+
+    # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
+    # As long as it is there, somebody is left in decode: none of its phases ends early.
+    decodes = model.quantile_decodes
+    num_phases = -(-decodes // decode_iterations)
+    whole = cycle + (rounds * weights).sum(axis=1) - decoding
+    unneeded = (rounds * phase.unneeded).sum(axis=1)
+    spacing = np.maximum(np.maximum.reduce(td[..., -1]), own_way[:, -1] / microbatches)
+    queue = (microbatches - 1) / 2 * np.maximum(slowest - spacing, 0.0)
+
+    # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean; a
+    # request meets a large phase more often than a small one.
+    met = raggedness**2 * own
+    ttft = own + met + queue
+    latency = num_phases * whole - unneeded + met if decodes else ttft
+
+    # Gaps that span an encode phase: one for each phase after a request's first.
+    spanning = cycle - (decoding - first_round) + np.maximum(phase.boundary_deviate, 0.0) * raggedness * own
+    carried = encode_batch * phase.share[:, 0]
+    filling = pipeline.all_stages(decode[kinds + 1 :, :, -1]) - np.maximum.reduce(td[..., -1])
+    return Performance(
+        throughput=encode_batch / cycle,
+        latency=latency,
+        ttft=ttft,
+        tpot=(latency - ttft) / max(decodes, 1),
+        itl_p99=np.where(phase.boundary > 0.01, spanning, np.maximum.reduce(rounds, axis=1)),
+        encode_batch=encode_batch,
+        encode_tokens=encode_batch * lengths.mean_input,
+        decode_batch=carried,
+        peak_requests=carried + encode_batch * (1 - lengths.survival[0]),
+        peak_tokens=1.1 * tokens + lengths.max_input,
+        cycle=cycle,
+        bubble=pipeline.bubble(work, cycle),
+        filling=filling * at_end,
+    )
+
+
+def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
+    """Standard deviation of the prompt tokens of a micro-batch's phase.
+
+    Up to half a prompt moves from phase to phase, and where the decode batch strays the target follows it.
+    """
+    carried: float | Array = lengths.mean_square_input / 6
+    if len(lengths.inputs) == 1:
+        # Prompts all alike: a phase takes either of the two numbers next to its mean.
+        carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
+    strays = 2 * ndtr(stray * np.sqrt(each))
+    return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)

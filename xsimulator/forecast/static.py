@@ -1,0 +1,99 @@
+"""static: a batch is encoded, and decodes until its longest member ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.schema import StaticSettings
+from xsimulator.curves import Array
+from xsimulator.forecast.base import Columns, Forecast, column
+from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.phases import segments
+from xsimulator.forecast.pipeline import expected_max_deviate
+from xsimulator.lengths import Lengths
+
+Counts = npt.NDArray[np.int_]
+
+MOST_SEGMENTS = 24
+"""Stretches into which a batch's iterations are put at most: within one, costs are linear."""
+
+
+class Static(Forecast[OneLaneModel]):
+    settings = StaticSettings
+    model = OneLaneModel
+
+    def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
+        parts = (column(columns, f"{part}_microbatches") for part in ("encode", "decode"))
+        return _predict(model, columns["batch"], *parts)
+
+
+def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:
+    """A batch is encoded, then decodes at full size until its longest member ends.
+
+    Source: ExeGPT sec. 2 (FasterTransformer: no early termination; DeepSpeed Inference: more micro-batches in
+    encode than in decode).
+    """
+    lengths = model.lengths
+    prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
+    each = batch / encode_parts
+    kinds = len(model.lane.kinds)
+    encode = model.encode_table(each)
+    te, own = encode[:kinds], encode[kinds]
+    slowest = np.maximum.reduce(te)
+    sd = np.sqrt(np.maximum(prompt_variance, 0.0) / each)
+    ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
+    encoding = own + (encode_parts - 1) * slowest + ragged
+
+    place, starts, weights, nobody = model.part(_rounds)
+    together = batch / decode_parts
+    decode = model.decode_table(np.broadcast_to(together[:, None], (len(batch), len(starts))), place)
+    some = -np.expm1(batch[:, None] * nobody)
+    active = -np.expm1(together[:, None] * nobody)
+    some, active = np.add.reduceat(np.concatenate([some, active]), starts, axis=1).reshape(2, len(batch), -1)
+    active = decode_parts[:, None] * active / np.maximum(some, 1e-300)
+    own_way = decode[kinds]
+    td = active * decode[:kinds]  # [kinds, n, segments]
+    rounds = np.maximum(np.maximum.reduce(td), own_way)
+    # The first round overlaps with the others' encoding: its last micro-batch just passes through.
+    saved = np.maximum(rounds[:, 0] - own_way[:, 0], 0.0) * some[:, 0] / weights[0]
+    cycle = encoding + (rounds * some).sum(axis=1) - saved
+    decodes = model.quantile_decodes
+    met = np.minimum(np.maximum(decodes - starts, 0), weights)
+    decoding = (rounds * met).sum(axis=1) - saved * bool(decodes)
+    return Performance(
+        throughput=batch / cycle,
+        latency=encoding + decoding,
+        ttft=own + (encode_parts - 1) / 2 * slowest,
+        tpot=decoding / max(decodes, 1),
+        itl_p99=np.maximum.reduce(rounds, axis=1),
+        encode_batch=batch,
+        encode_tokens=batch * lengths.mean_input,
+        decode_batch=batch,
+        peak_requests=batch,
+        peak_tokens=_most_tokens(lengths, each),
+        cycle=cycle,
+        bubble=model.pipeline.bubble(encode_parts * te + (td * some).sum(axis=2), cycle),
+        filling=np.zeros_like(cycle),
+    )
+
+
+def _most_tokens(lengths: Lengths, requests: Array) -> Array:
+    """Prompt tokens of so many requests at once, hardly ever exceeded (four standard deviations)."""
+    variance = lengths.mean_square_input - lengths.mean_input**2
+    return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
+
+
+def _rounds(model: OneLaneModel) -> tuple[tuple[Counts, Array], Counts, Counts, Array]:
+    """Decode steps of a static batch: each stretch's place in the table, where it starts, how many steps it has.
+
+    And for each iteration the log of the probability that a request has ended before.
+    """
+    length = len(model.lengths.survival)
+    edges = segments(length, {model.quantile_decodes}, MOST_SEGMENTS)
+    weights = np.diff(edges)
+    middles = edges[:-1] + (weights + 1) / 2
+    with np.errstate(divide="ignore"):
+        nobody = np.log1p(-np.minimum(model.lengths.survival, 1.0))
+    return model.decode_table.locate(model.self_context + middles), edges[:-1], weights, nobody
