@@ -8,13 +8,13 @@ import pytest
 from benchmarks.drifting import Phase, simulated
 from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
+from xgpt.app.judging import judged
 from xgpt.app.replanning import BackgroundPlanner, propose
 from xgpt.io import sha256
 from xgpt.observer import ENOUGH_STEPS, PACE_MEMORY_S, Observer, Pace, differs, slowdown_to_plan_with
 from xgpt.schema import Observation, Plan, ProfileRef
-from xscheduler.regret import judge
+from xscheduler.replanning import reestimate
 from xscheduler.schedule import Scheduler
-from xscheduler.under import under
 
 OF = problem("opt-13b", "h200x1", "summarization", 4.0)
 
@@ -147,19 +147,22 @@ def test_profiles_are_slowed_in_every_part() -> None:
 
 def test_a_plan_says_what_pace_its_predictions_rest_on() -> None:
     plan = tight()
-    one = under(plan, OF.profile, plan.workload, 0.99)
-    verdict = judge(plan, OF.profile, plan.workload, 1e6, slowdown=1.5)
+    one = reestimate(plan, OF.profile, plan.workload, 0.99)
+    many = Observation(
+        workload=plan.workload, num_requests=999, num_finished=999, weight=1e6, input_distance=0, output_distance=0
+    )
+    verdict = judged(plan, OF.profile, many, slowdown=1.5)
     assert verdict.breaks_bound and verdict.switch and verdict.plan is not None
     assert verdict.running.latency_s == pytest.approx(1.5 * one["latency"], rel=1e-6)
     new = verdict.plan
     assert new.profile.sha256 == plan.profile.sha256 == sha256(OF.profile) and new.profile.slowdown == 1.5
-    again = under(new, OF.profile, new.workload, 0.99)
+    again = reestimate(new, OF.profile, new.workload, 0.99)
     assert again["latency"] == pytest.approx(new.estimate.latency_s, rel=0.02)
     assert new.estimate.latency_s <= 4
     planner = BackgroundPlanner(plan, OF.profile)
     slow, fast = (planner.predict_s(p, [], [100] * 8) for p in (new, plan))
     assert slow is not None and fast is not None and slow == pytest.approx(1.5 * fast)
-    assert not judge(new, OF.profile, new.workload, 1e6).switch
+    assert not judged(new, OF.profile, many).switch
 
 
 def test_a_machine_that_is_steadily_slower_is_planned_for_once() -> None:

@@ -1,134 +1,156 @@
-"""A running plan beside the best one by what it maximises: the arrival rate at which the bounds are kept.
-
-All by simulation under the observed lengths, at the observed pace.
-"""
+"""A running plan beside the best one by what it maximises: which judge says so, and the judges that simulate."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xgpt.app.arrivals import best_by_arrivals, rate_of
-from xgpt.errors import InfeasibleError
-from xgpt.schema import Observation, Outcome, Plan, Profile, Workload
+from xgpt.app.simulating import check_fits
+from xgpt.app.verifying import request_latency, request_law, with_law
+from xgpt.errors import InputError
+from xgpt.schema import Observation, Outcome, Plan, Profile
+from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
+from xscheduler.schedule import Scheduler
+from xsimulator.capacity import CapacitySearch, capacity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from xscheduler.problem import Problem
-    from xscheduler.regret import Terms, Verdict
+MOST_ROUNDS = 4
+"""Searches under ever tighter bounds, when a running plan is judged."""
+UNUSED = 0.02
+"""Of a bound: a judged plan that breaks it is searched for again under one that is tighter by a quarter of this."""
 
 
-def judged_by_arrivals(
-    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None, slowdown: float | None
+def judged(
+    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
 ) -> Verdict:
-    """Compare the arrival rates that the running plan and the best one keep.
+    """Compare a running plan with the best one under the observed lengths, by what the plan maximises.
 
-    The running plan breaks its bounds where requests arrive faster than it keeps them. A plan on the same stages takes
-    over where it gains enough; one on others must also repay the pause.
+    Args:
+        slowdown: factor by which steps last longer than the profile says; None: the one that the plan rests on.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
-    from xscheduler.problem import Problem
-    from xscheduler.regret import SWAPPABLE, Terms, Verdict, in_place, in_place_of
-    from xscheduler.space import POLICIES
-    from xscheduler.under import at_pace, within_context
-
-    terms = terms or Terms()
-    plan = at_pace(plan, slowdown)
-    lengths = within_context(observation.workload, plan.model.max_context)
-    running = _running(plan, profile, lengths, observation.arrival_rate_per_s)
-    now = running.arrival_rate_per_s or 0.0
-    problem = Problem(
-        model=plan.model,
-        checkpoint=plan.checkpoint,
-        cluster=plan.cluster,
-        workload=lengths,
-        profile=profile.slowed(plan.profile.slowdown),
-        constraint=plan.constraint.model_copy(update={"arrival_rate_per_s": None}),
-        kv=plan.admission.kv,
-        max_devices=plan.replicas * plan.devices_per_replica,
-        replicas=plan.replicas,
-    )
-    swappable = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
-    swap = _best(in_place(problem, plan), swappable, plan)
-    other = _best(problem, tuple(POLICIES), plan) if plan.devices_per_replica > 1 else None
-    pause_s = running.latency_s + max(plan.estimate.memory_bytes) / terms.load_bytes_per_s
-    here = max(now, 0.0 if swap is None else rate_of(swap))
-    best, is_swap, paused_s = swap, True, 0.0
-    if other is not None:
-        gained = (rate_of(other) - here) * terms.horizon_s
-        if gained > rate_of(other) * pause_s and rate_of(other) > (1 + terms.least_gain) * here:
-            best, is_swap, paused_s = other, False, pause_s
-    breaks = running.keeps_bound is False
-    verdict = Verdict(
-        running, None, None, False, breaks, 0.0, 0.0, False, "no plan keeps the bounds at any arrival rate"
-    )
-    if best is None:
-        return verdict
-    then = in_place_of(plan, best, in_place=is_swap)
-    gain = rate_of(then) / now - 1 if now else 1.0
-    switch = gain >= terms.least_gain and (then.policy != plan.policy or not is_swap)
-    reason = f"the best plan keeps the bounds up to {rate_of(then):.3g} requests/s, the running one up to {now:.3g}"
-    return replace(
-        verdict,
-        best=_outcome(then, observation.arrival_rate_per_s),
-        plan=then,
-        is_swap=is_swap,
-        gain=gain,
-        pause_s=paused_s,
-        switch=switch,
-        reason=reason,
-    )
+    terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
+    if plan.constraint.maximises_arrivals:
+        return decide(ArrivalsJudge(situation), terms)
+    if plan.constraint.sla == "length":
+        return decide(SaturatedJudge(situation, terms), terms)
+    return _judged_by_requests(situation, terms)
 
 
-def _best(problem: Problem, kinds: Iterable[str], plan: Plan) -> Plan | None:
-    from xscheduler.schedule import Scheduler
+def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
+    """Compare plans whose bound is for all requests: simulate the running one, and what is to take over.
 
-    def admitting(found: Plan) -> Plan:
-        running = plan.admission.model_copy(update={"max_running": found.admission.max_running})
-        return found.model_copy(update={"admission": running})
+    Where that breaks the bound, look for another under a tighter one.
+    """
+    plan, profile, lengths = situation.plan, situation.profile, situation.lengths
+    constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
+    closed_s = reestimate(plan, profile, lengths, constraint.quantile)["latency"]
+    ratio, others, reason = request_latency(plan, profile, lengths) / closed_s, 1.0, ""
+    for _ in range(MOST_ROUNDS):
+        verdict = decide(SaturatedJudge(situation, terms, ratio, others), terms)
+        if verdict.plan is None or verdict.best is None:
+            return replace(verdict, reason=reason or verdict.reason)
+        if not verdict.switch:
+            return verdict
+        law = request_law(verdict.plan, profile)
+        seen_s = law.quantile(constraint.planned_quantile)
+        best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
+        verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
+        if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
+            return verdict
+        reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
+        if not best.keeps_bound:
+            break  # it was found for want of one that keeps the bound, so there is none under a tighter one
+        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
+    return replace(verdict, switch=False, reason=reason)
 
-    try:
-        return next(iter(best_by_arrivals(Scheduler(problem), kinds, finish=admitting, only_best=True).values()))
-    except InfeasibleError:
-        return None
 
+@dataclass(frozen=True)
+class ArrivalsJudge(Judge):
+    """Judges by the highest arrival rate at which the bounds are kept, by simulation.
 
-def _running(plan: Plan, profile: Profile, lengths: Workload, rate: float | None) -> Outcome:
-    """What the running plan does under other lengths, its resolved numbers kept."""
-    from xgpt.app.simulating import check_fits
-    from xgpt.errors import InputError
-    from xscheduler.under import under
-    from xsimulator.capacity import capacity
+    The running plan breaks its bounds where requests arrive faster than that.
+    """
 
-    found = under(plan, profile, lengths, plan.constraint.quantile)
-    estimate = {"throughput_rps": found["throughput"], "latency_s": found["latency"]}
-    asked = plan.model_copy(update={"workload": lengths, "estimate": plan.estimate.model_copy(update=estimate)})
-    try:
-        check_fits(asked, lengths)
-    except InputError:  # the longest requests would never enter
+    situation: Situation
+
+    @cached_property
+    def running(self) -> Outcome:
+        found = self._reestimated
+        try:
+            check_fits(found, found.workload)
+        except InputError:  # the longest requests would never enter
+            return Outcome(
+                policy=found.policy,
+                throughput_rps=found.estimate.throughput_rps,
+                latency_s=0.0,
+                keeps_bound=False,
+                arrival_rate_per_s=0.0,
+            )
+        return self.outcome(self._simulated(found))
+
+    @cached_property
+    def _reestimated(self) -> Plan:
+        """The running plan with the observed lengths as its own."""
+        plan, lengths = self.plan, self.situation.lengths
+        found = reestimate(plan, self.situation.profile, lengths, plan.constraint.quantile)
+        figures = {"throughput_rps": found["throughput"], "latency_s": found["latency"]}
+        return plan.model_copy(update={"workload": lengths, "estimate": plan.estimate.model_copy(update=figures)})
+
+    @property
+    def breaks(self) -> bool:
+        return self.running.keeps_bound is False
+
+    @property
+    def kept_rps(self) -> float:
+        return self.rate(self.running)
+
+    def rate(self, of: Plan | Outcome) -> float:
+        return of.arrival_rate_per_s or 0.0 if isinstance(of, Outcome) else rate_of(of)
+
+    def outcome(self, plan: Plan) -> Outcome:
+        found, rate = plan.estimate.capacity, self.situation.arrival_rate_per_s
+        assert found is not None
         return Outcome(
             policy=plan.policy,
-            throughput_rps=found["throughput"],
-            latency_s=0.0,
-            keeps_bound=False,
-            arrival_rate_per_s=0.0,
+            throughput_rps=plan.estimate.throughput_rps,
+            latency_s=found.whole_s,
+            keeps_bound=found.rate_per_s > 0 and (rate is None or rate <= found.rate_per_s),
+            arrival_rate_per_s=found.rate_per_s,
         )
-    capacity_now = capacity(asked, profile, edges=False)
-    return _outcome(
-        asked.model_copy(update={"estimate": asked.estimate.model_copy(update={"capacity": capacity_now})}), rate
-    )
 
+    def keeps(self, plan: Plan, quantile: float) -> bool:
+        """At the observed arrival rate; as long as that is unknown, at any."""
+        rate = self.situation.arrival_rate_per_s
+        if rate is None:
+            return True
+        plan = self._reestimated if plan is self.plan else plan
+        constraint = plan.constraint.model_copy(update={"quantile": quantile})
+        asked = plan.model_copy(update={"constraint": constraint})
+        return CapacitySearch(asked, self.situation.profile).keeps(rate)
 
-def _outcome(plan: Plan, rate: float | None) -> Outcome:
-    found = plan.estimate.capacity
-    assert found is not None
-    return Outcome(
-        policy=plan.policy,
-        throughput_rps=plan.estimate.throughput_rps,
-        latency_s=found.whole_s,
-        keeps_bound=found.rate_per_s > 0 and (rate is None or rate <= found.rate_per_s),
-        arrival_rate_per_s=found.rate_per_s,
-    )
+    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
+        problem, rate = self.situation.problem(in_place=in_place), self.situation.arrival_rate_per_s
+        asked = {"arrival_rate_per_s": None} if quantile is None else {"arrival_rate_per_s": rate, "quantile": quantile}
+        of = Scheduler(replace(problem, constraint=problem.constraint.model_copy(update=asked)))
+
+        def admitting(found: Plan) -> Plan:
+            running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
+            return found.model_copy(update={"admission": running})
+
+        (found,) = best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
+        best = replaced(self.plan, found, in_place=in_place)
+        return best if quantile is None else self._simulated(best)
+
+    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
+        return None
+
+    def _simulated(self, plan: Plan) -> Plan:
+        found = capacity(plan, self.situation.profile, edges=False)
+        return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})

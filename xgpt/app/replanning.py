@@ -21,7 +21,7 @@ from xgpt.errors import InputError, MachineError, XgptError
 from xgpt.schema import Decision, Observation, Plan, Profile, Proposal
 
 if TYPE_CHECKING:
-    from xscheduler.regret import Terms
+    from xscheduler.replanning import Terms
 
 NICENESS = 10
 """Of the planning process: what serves goes first."""
@@ -35,7 +35,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
-    from xgpt.app.verifying import judged
+    from xgpt.app.judging import judged
     from xgpt.io import sha256
     from xgpt.observer import slowdown_to_plan_with
     from xgpt.workload import mean
@@ -194,8 +194,7 @@ def main() -> None:
     """Answer questions until there are none: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
-    for module in ("xgpt.app.verifying", "xscheduler.regret"):
-        import_module(module)  # what `propose` needs, before the first question
+    import_module("xgpt.app.judging")  # what `propose` needs, before the first question
     for line in sys.stdin:
         question = json.loads(line)
         try:

@@ -11,19 +11,18 @@ so it leads as high at least: no bound that can be kept is called infeasible, an
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import floor, log
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, KvPromise, Observation, Plan, Profile, Workload
+from xgpt.schema import Constraint, KvPromise, Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xgpt.app.planning import Progress, Subject
-    from xscheduler.regret import Terms, Verdict
     from xscheduler.schedule import Scheduler
     from xsimulator.request_law import RequestLaw
 
@@ -40,10 +39,6 @@ LOWEST = -2000
 """A rung without a plan: two nanoseconds."""
 REACH = 1.15
 """By which factor the closed form may overestimate latencies: higher rungs are not looked at."""
-MOST_ROUNDS = 4
-"""Searches under ever tighter bounds, when a running plan is judged."""
-UNUSED = 0.02
-"""Of a bound: a judged plan that breaks it is searched for again under one that is tighter by a quarter of this."""
 SEED = 0
 """All plans meet the same requests."""
 
@@ -106,7 +101,7 @@ def best_of_each(
         return of.best_of_each(kinds)
     if constraint.latency_bound_s is None:
         found = of.best_of_each(kinds)
-        return {kind: _seen(plan, request_law(plan, subject.profile)) for kind, plan in found.items()}
+        return {kind: with_law(plan, request_law(plan, subject.profile)) for kind, plan in found.items()}
     ladders = {kind: Ladder(of, kind, progress) for kind in kinds}
     promised = {kind: ladder.promise(constraint.latency_bound_s) for kind, ladder in ladders.items()}
     plans: dict[str, Plan] = {}
@@ -213,7 +208,7 @@ class Ladder:
 
     def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
         """The plan under the real bound, with what simulation says of it."""
-        seen = _seen(plan, self.simulated(plan).law, closed_s=RUNG**rung)
+        seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
         certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
         constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
         return seen.model_copy(update={"constraint": constraint, "search": certificate})
@@ -245,48 +240,7 @@ def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> Inf
     )
 
 
-def judged(
-    plan: Plan, profile: Profile, observation: Observation, terms: Terms | None, slowdown: float | None
-) -> Verdict:
-    """A running plan beside the best one under the observed lengths, by what the plan maximises; by simulation where
-    the bound is all requests'.
-
-    The running plan is simulated, and what is to take over; where that breaks the bound, another is looked for under a
-    tighter one.
-    """
-    from xgpt.app.judging import judged_by_arrivals
-    from xscheduler.regret import judge
-    from xscheduler.under import at_pace, under, within_context
-
-    workload, weight = observation.workload, observation.weight
-    constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
-    if constraint.maximises_arrivals:
-        return judged_by_arrivals(plan, profile, observation, terms, slowdown)
-    if constraint.sla == "length":
-        return judge(plan, profile, workload, weight, terms, slowdown=slowdown)
-    running, lengths = at_pace(plan, slowdown), within_context(workload, plan.model.max_context)
-    closed_s = under(running, profile, lengths, constraint.quantile)["latency"]
-    ratio, others, reason = request_latency(running, profile, lengths) / closed_s, 1.0, ""
-    for _ in range(MOST_ROUNDS):
-        verdict = judge(plan, profile, workload, weight, terms, slowdown=slowdown, ratio=ratio, ratio_of_others=others)
-        if verdict.plan is None or verdict.best is None:
-            return replace(verdict, reason=reason or verdict.reason)
-        if not verdict.switch:
-            return verdict
-        law = request_law(verdict.plan, profile)
-        seen_s = law.quantile(constraint.planned_quantile)
-        best = verdict.best.model_copy(update={"latency_s": law.quantile(constraint.quantile)})
-        verdict = replace(verdict, plan=_seen(verdict.plan, law), best=best)
-        if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
-            return verdict
-        reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
-        if not best.keeps_bound:
-            break  # it was found for want of one that keeps the bound, so there is none under a tighter one
-        others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
-    return replace(verdict, switch=False, reason=reason)
-
-
-def _seen(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
+def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
     """The plan with the simulated quantile of all requests as its latency. What was proven was so in closed form.
 
     Args:

@@ -64,7 +64,7 @@ def command(
     from xgpt.cli import render
     from xgpt.io import dump_json, load_json, write_atomic
     from xgpt.schema import Plan
-    from xscheduler.regret import Terms
+    from xscheduler.replanning import Terms
 
     given = load_json(Path(plan_path), Plan, "plan")
     plan, observation = observe_source(given, source)

@@ -1,7 +1,7 @@
 """What a plan does under other lengths than it was made for, or at another pace.
 
-Assumptions: requests wait (saturation), and the plan keeps its resolved numbers: rra encodes the planned prompt tokens
-a phase, whatever the number of requests that bring them.
+Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: rra encodes the planned
+prompt tokens a phase, whatever the number of requests that they belong to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import numpy as np
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import (
     ChunkedSettings,
-    Histogram,
     OrcaSettings,
     Plan,
     Profile,
@@ -28,46 +27,13 @@ from xsimulator.memory import capacity
 from xsimulator.step_cost import lanes_of
 
 
-def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """The plan with steps that last so many times as long as its profile says; None: as they do."""
-    if slowdown is None:
-        return plan
-    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
-
-
-def within_context(workload: Workload, max_context: int) -> Workload:
-    """The workload with its longest outputs and inputs cut, so that any input goes with any output.
-
-    Each request fitted; the longest input came with a shorter output than the longest. What outputs were allowed but
-    did not take goes first: a chat without a limit may fill the context.
-    """
-    workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
-    room = max_context - workload.output.lengths[-1]
-    if workload.input.lengths[-1] <= room:
-        return workload
-    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
-    rest = 1 - sum(p for _, p in kept)
-    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
-    return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
-
-
-def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Outputs, with what is allowed beyond the longest that came cut to the room that the longest input leaves."""
-    output = workload.output
-    room = max_context - workload.input.lengths[-1]
-    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
-        return output
-    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
-    if room > lengths[-1]:
-        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
-    return Histogram(lengths=lengths, probabilities=probabilities)
-
-
-def under(plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0) -> dict[str, float]:
-    """What a plan does under other lengths, its resolved numbers kept.
+def reestimate(
+    plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
+) -> dict[str, float]:
+    """Return what a plan does under other lengths, its resolved numbers kept.
 
     Args:
-        ratio: what the closed form's latency is multiplied by.
+        ratio: factor on the closed form's latency.
     """
     lengths = Lengths(workload)
     lanes = lanes_of(plan, profile)
@@ -82,11 +48,11 @@ def under(plan: Plan, profile: Profile, workload: Workload, quantile: float, rat
         columns = {"encode_batch": batch, "max_decode_batch": cap, "decode_microbatches": micro}
         found = FORECASTS["waa"].evaluate(two, **columns).at(0)
     else:
-        found = _under_one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
+        found = _one_lane(plan, plan.policy, OneLaneModel(lanes["both"], lengths, quantile), inside)
     return found | {"throughput": plan.replicas * found["throughput"], "latency": ratio * found["latency"]}
 
 
-def _under_one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneModel, inside: float) -> dict[str, float]:
+def _one_lane(plan: Plan, settings: SingleLaneSettings, model: OneLaneModel, inside: float) -> dict[str, float]:
     """Args:
     inside: requests that K/V memory holds.
     """

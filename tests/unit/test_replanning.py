@@ -1,4 +1,4 @@
-"""Judging a running plan under other lengths: against the simulated engine, and by what it decides."""
+"""A running plan under other lengths: its figures against the simulated engine, and the decision to change it."""
 
 import functools
 from dataclasses import replace
@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.app.judging import judged
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
-from xgpt.app.verifying import judged, request_latency
+from xgpt.app.verifying import request_latency
 from xgpt.observation import observe_lengths
 from xgpt.policies import build
-from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Plan, TruncatedNormal, Workload
+from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Plan, Profile, TruncatedNormal, Workload
 from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
-from xscheduler.regret import Terms, judge
+from xscheduler.replanning import SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, within_context
 from xscheduler.schedule import Scheduler
-from xscheduler.under import under, within_context
 
 Kind = Literal["rra", "chunked", "orca", "static"]
 
@@ -42,12 +42,31 @@ def plan_of(kind: str, bound: float | None) -> Plan:
 PROFILE = problem("opt-13b", "h200x1", "summarization").profile
 
 
+def observed(lengths: Workload, weight: float = 9999) -> Observation:
+    return Observation(
+        workload=lengths, num_requests=9999, num_finished=9999, weight=weight, input_distance=0, output_distance=0
+    )
+
+
+def judge(
+    plan: Plan,
+    profile: Profile,
+    lengths: Workload,
+    weight: float,
+    terms: Terms | None = None,
+    slowdown: float | None = None,
+) -> Verdict:
+    """Judge a plan by its saturated throughput."""
+    terms = terms or Terms()
+    return decide(SaturatedJudge(Situation.of(plan, profile, observed(lengths, weight), slowdown), terms), terms)
+
+
 @pytest.mark.parametrize("kind", ["rra", "chunked", "orca"])
 @pytest.mark.parametrize(("input_", "output"), [(0.8, 1.4), (1.3, 0.7)])
 def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: float) -> None:
     plan = plan_of(kind, 6.0)
     lengths = scaled(plan.workload, input_, output)
-    predicted = under(plan, PROFILE, lengths, 0.99)
+    predicted = reestimate(plan, PROFILE, lengths, 0.99)
     measured, _ = simulate(plan, PROFILE, lengths, 400, np.random.default_rng(0))
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.06)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
@@ -56,7 +75,7 @@ def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: fl
 def test_under_its_own_lengths_a_plan_does_what_it_promises() -> None:
     for kind in ("rra", "chunked", "orca", "static"):
         plan = plan_of(kind, 6.0)
-        now = under(plan, PROFILE, plan.workload, 0.99)
+        now = reestimate(plan, PROFILE, plan.workload, 0.99)
         assert now["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
         verdict = judge(plan, PROFILE, plan.workload, 1_000_000)
         assert not verdict.breaks_bound
@@ -159,10 +178,10 @@ ON_TWO = [("rra", "TP 2"), ("rra", "PP 2"), ("orca", "two"), ("chunked", "PP 2")
 @pytest.mark.parametrize(("kind", "where"), ON_TWO)
 def test_a_running_plan_on_two_devices_under_other_lengths(kind: str, where: str) -> None:
     plan = plan_on_two(kind, where)
-    own = under(plan, TWO.profile, plan.workload, 0.99)
+    own = reestimate(plan, TWO.profile, plan.workload, 0.99)
     assert own["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
     lengths = scaled(plan.workload, 1.2, 0.8)
-    predicted = under(plan, TWO.profile, lengths, 0.99)
+    predicted = reestimate(plan, TWO.profile, lengths, 0.99)
     measured, _ = simulate(plan, TWO.profile, lengths, 300, np.random.default_rng(0))
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.1)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
@@ -187,13 +206,6 @@ def test_other_stages_on_the_same_two_devices() -> None:
     assert verdict.plan.stages != plan.stages
     assert (verdict.plan.replicas, verdict.plan.devices_per_replica) == (1, 2)
     assert not build(plan).apply(build(verdict.plan))
-
-
-def observed(lengths: Workload) -> Observation:
-    """Of many requests."""
-    return Observation(
-        workload=lengths, num_requests=9999, num_finished=9999, weight=9999, input_distance=0, output_distance=0
-    )
 
 
 @functools.cache

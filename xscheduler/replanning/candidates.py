@@ -1,0 +1,67 @@
+"""Plans that may take over from a running one: in place, on another placement, or with caution."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Plan
+from xscheduler.replanning.judge import Judge, Terms, replaced
+from xscheduler.space import POLICIES
+
+SWAPPABLE = ("rra", "chunked", "orca")
+"""Policies that an engine can swap between two steps; a static batch must end first, and waa's lanes must empty."""
+
+
+class Candidates(NamedTuple):
+    """The best plans that may take over.
+
+    Attributes:
+        anywhere: on any placement that the server's devices have.
+        swap: on the running plan's stages, of a policy that takes effect between two steps; None: none of these keeps
+            the bounds.
+    """
+
+    anywhere: Plan
+    swap: Plan | None
+
+
+def find_candidates(judge: Judge) -> Candidates:
+    """Return the best plans that may take over.
+
+    Raises:
+        InfeasibleError: no plan keeps the bounds.
+    """
+    plan = judge.plan
+    kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
+    is_alone = plan.devices_per_replica == 1
+    anywhere = judge.best((*SWAPPABLE, "static") if is_alone else tuple(POLICIES), in_place=False)
+    if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
+        return Candidates(anywhere, replaced(plan, anywhere, in_place=True))
+    try:
+        return Candidates(anywhere, judge.best(kinds, in_place=True))
+    except InfeasibleError:
+        return Candidates(anywhere, None)
+
+
+def careful(judge: Judge, plan: Plan, rate_rps: float, terms: Terms) -> Plan | None:
+    """Return a plan to swap to that keeps the bounds even at a higher quantile of the lengths, where this one does not.
+
+    Args:
+        plan: the running plan, or the one that would take over.
+        rate_rps: what the objective counts of it.
+
+    Returns:
+        None: the plan will do, or nothing cheap does better.
+    """
+    for deviations, price in terms.caution:
+        quantile = judge.situation.quantile(deviations)
+        if judge.keeps(plan, quantile):
+            return None
+        try:
+            best = judge.best(SWAPPABLE, in_place=True, quantile=quantile)
+        except InfeasibleError:
+            continue
+        if judge.rate(best) >= (1 - price) * rate_rps:
+            return best
+    return None

@@ -1,0 +1,145 @@
+"""Whether to change a running plan: what it loses under the observed lengths, and what a change costs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Constraint, Outcome, Plan
+from xscheduler.replanning.candidates import SWAPPABLE, careful, find_candidates
+from xscheduler.replanning.judge import Judge, Terms
+
+SAME = 0.02
+"""Planned prompt tokens of a phase that differ by no more than this share are the same."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The running plan beside the best one.
+
+    Attributes:
+        breaks_bound: whether the running plan breaks its bounds for certain.
+        plan: the best plan, ready to be run in place of the running one; None: none keeps the bounds.
+        is_swap: whether it goes into effect between two steps.
+        gain: what the best plan gains of what the objective counts, as a share of the running plan's.
+        pause_s: how long the change would hold requests up.
+        switch: whether to change.
+        reason: why, or why not.
+    """
+
+    running: Outcome
+    breaks_bound: bool
+    reason: str
+    best: Outcome | None = None
+    plan: Plan | None = None
+    is_swap: bool = False
+    gain: float = 0.0
+    pause_s: float = 0.0
+    switch: bool = False
+
+
+def decide(judge: Judge, terms: Terms) -> Verdict:
+    """Compare the running plan with the best one.
+
+    A plan on the same stages takes over where it gains enough, or where the running plan breaks its bound; one on
+    another placement must also repay the pause. Where nothing keeps the bound, what comes near to it takes over.
+
+    Raises:
+        InputError: the profile is not that of the plan's devices.
+    """
+    try:
+        return _decide_feasible(judge, terms)
+    except InfeasibleError as error:
+        reason, nearest_s = str(error), error.nearest_bound_s
+    near = None if nearest_s is None else judge.near(nearest_s, terms.near)
+    if near is not None:
+        with suppress(InfeasibleError):  # something besides the latency binds, too
+            return _although_broken(_decide_feasible(near, terms), judge.plan.constraint)
+    return Verdict(judge.running, judge.breaks, reason)
+
+
+def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
+    """Raises:
+    InfeasibleError: no plan keeps the bounds.
+    """
+    anywhere, swap = find_candidates(judge)
+    pause_s = judge.running.latency_s + max(judge.plan.estimate.memory_bytes) / terms.load_bytes_per_s
+    in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap))
+    if _repays(judge.rate(anywhere), in_place_rps, pause_s, terms):
+        verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
+    elif swap is None:
+        verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
+        reason = f"the pause of {pause_s:.1f} s is not repaid within {terms.horizon_s:g} s"
+        return replace(verdict, switch=False, reason=reason)
+    else:
+        verdict = _compare(judge, swap, terms, pause_s=0.0, is_swap=True)
+        if judge.plan.policy.kind in SWAPPABLE:
+            verdict = _with_caution(judge, verdict, terms)
+    if verdict.switch and verdict.is_swap and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
+        return replace(verdict, switch=False, reason="the best plan is the running one")
+    return verdict
+
+
+def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
+    """Whether another placement beats what the present one can do, and brings back what its pause costs."""
+    repaid = (rate - in_place_rps) * terms.horizon_s
+    return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
+
+
+def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap: bool) -> Verdict:
+    """Return what a plan gains, and whether that is enough."""
+    running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
+    switch = not judge.kept_rps or gain >= terms.least_gain
+    if outcome.arrival_rate_per_s is not None:
+        rates = f"{outcome.arrival_rate_per_s:.3g} requests/s, the running one up to {running.arrival_rate_per_s:.3g}"
+        reason = f"the best plan keeps the bounds up to {rates}"
+    elif judge.breaks:
+        reason = f"the running plan takes {running.latency_s:.3g} s, the bound is {_bound(judge.plan.constraint)}"
+    else:
+        reason = f"the best plan gains {100 * gain:.1f}% of throughput"
+        reason += "" if switch else f", under {100 * terms.least_gain:g}%"
+    return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
+
+
+def _with_caution(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict:
+    """Return the verdict with a plan that keeps the bound should further requests be longer, where that is cheap."""
+    plan, of = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
+    assert plan is not None and of is not None
+    best = careful(judge, plan, judge.rate(of), terms)
+    if best is None:
+        return verdict
+    cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))
+    if verdict.switch:
+        return cautious
+    reason = "further requests may show a broken bound, and caution costs little"
+    return replace(cautious, switch=True, reason=reason)
+
+
+def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
+    """Return what was found under a bound that can be kept, for a plan whose own cannot; that stays its aim."""
+    assert near.best is not None and near.plan is not None
+    seconds = f"{near.best.latency_s:.3g} s"
+    return replace(
+        near,
+        running=near.running.model_copy(update={"keeps_bound": False}),
+        best=near.best.model_copy(update={"keeps_bound": False}),
+        plan=near.plan.model_copy(update={"constraint": constraint}),
+        breaks_bound=True,
+        reason=f"nothing keeps the bound of {_bound(constraint)}; {seconds} are near to what can be kept",
+    )
+
+
+def _bound(constraint: Constraint) -> str:
+    return f"{constraint.latency_bound_s:g} s"
+
+
+def _gain(judge: Judge, plan: Plan) -> float:
+    now_rps = judge.rate(judge.running)
+    return judge.rate(plan) / now_rps - 1 if now_rps else 1.0
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Whether a swap changes nothing: neither the settings nor what the rule takes from the estimate."""
+    tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
+    return plan.policy == other.policy and abs(tokens - others) <= SAME * others

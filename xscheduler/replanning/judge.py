@@ -1,0 +1,188 @@
+"""What plans do under the observed lengths, by the objective of the running plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from xgpt.schema import Outcome, Plan
+from xscheduler.replanning.reestimate import reestimate
+from xscheduler.replanning.situation import Situation
+from xscheduler.schedule import Scheduler
+
+
+@dataclass(frozen=True)
+class Terms:
+    """When a change is worth while.
+
+    Attributes:
+        least_gain: share of the running plan's throughput (or arrival rate) that another plan must gain.
+        confidence: standard deviations by which the quantile of the observed lengths may be wrong: the highest
+            quantiles of few requests are mostly chance. The bound counts as broken where even the lowest breaks it.
+        caution: pairs (standard deviations, share of throughput). The share is the price accepted for a plan that
+            keeps the bound if the quantile lies higher by the deviations, where the running plan would break it. The
+            likelier that is, the higher the price.
+        near: where no plan keeps the bound, the running plan stays up to this factor of the nearest bound that can be
+            kept.
+        horizon_s: time in which a change of placement must repay its pause.
+        load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
+    """
+
+    least_gain: float = 0.05
+    confidence: float = 2.0
+    caution: tuple[tuple[float, float], ...] = ((2.0, 0.05), (1.0, 0.15))
+    near: float = 1.1
+    horizon_s: float = 600.0
+    load_bytes_per_s: float = 2e9
+
+
+class Judge(ABC):
+    """Figures of plans under the observed lengths, and the best plan by them."""
+
+    situation: Situation
+
+    @property
+    def plan(self) -> Plan:
+        """The running plan."""
+        return self.situation.plan
+
+    @property
+    @abstractmethod
+    def running(self) -> Outcome:
+        """What the running plan does."""
+
+    @property
+    @abstractmethod
+    def breaks(self) -> bool:
+        """Whether the running plan breaks its bounds."""
+
+    @property
+    @abstractmethod
+    def kept_rps(self) -> float:
+        """Requests/s that the running plan serves within its bounds."""
+
+    @abstractmethod
+    def rate(self, of: Plan | Outcome) -> float:
+        """Return what the objective counts, requests/s, of a plan that was found, or of `running`."""
+
+    @abstractmethod
+    def outcome(self, plan: Plan) -> Outcome:
+        """Return the figures of a plan that was found."""
+
+    @abstractmethod
+    def keeps(self, plan: Plan, quantile: float) -> bool:
+        """Return whether the running plan, or one that was found, keeps the bounds at a quantile."""
+
+    @abstractmethod
+    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
+        """Return the best plan of some policies, put in the place of the running one, with its figures.
+
+        Args:
+            in_place: on the running plan's stages.
+            quantile: at which it must keep the bounds; its figures are those at the plan's own quantile.
+
+        Raises:
+            InfeasibleError: none keeps the bounds.
+        """
+
+    @abstractmethod
+    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
+        """Return the judge under a bound that is `factor` times the nearest one that any plan keeps.
+
+        None: the running plan is within that bound, or has none.
+        """
+
+
+@dataclass(frozen=True)
+class SaturatedJudge(Judge):
+    """Judges by saturated throughput, in closed form.
+
+    Attributes:
+        ratio, ratio_of_others: the latency that the bound is for, over the closed form's for a request of the
+            quantile's length: of the running plan, and of plans that may take over.
+    """
+
+    situation: Situation
+    terms: Terms
+    ratio: float = 1.0
+    ratio_of_others: float = 1.0
+
+    @cached_property
+    def running(self) -> Outcome:
+        figures = self._at(self.plan, self.plan.constraint.quantile)
+        return Outcome(
+            policy=self.plan.policy,
+            throughput_rps=figures["throughput"],
+            latency_s=figures["latency"],
+            keeps_bound=None if self._bound_s is None else not self.breaks,
+        )
+
+    @cached_property
+    def breaks(self) -> bool:
+        return not self.keeps(self.plan, self.situation.quantile(-self.terms.confidence))
+
+    @property
+    def kept_rps(self) -> float:
+        return 0.0 if self.breaks else self.running.throughput_rps
+
+    @property
+    def _bound_s(self) -> float | None:
+        return self.plan.constraint.latency_bound_s
+
+    def rate(self, of: Plan | Outcome) -> float:
+        return of.throughput_rps if isinstance(of, Outcome) else of.estimate.throughput_rps
+
+    def outcome(self, plan: Plan) -> Outcome:
+        return Outcome(
+            policy=plan.policy,
+            throughput_rps=plan.estimate.throughput_rps,
+            latency_s=plan.estimate.latency_s,
+            keeps_bound=None if self._bound_s is None else True,
+        )
+
+    def keeps(self, plan: Plan, quantile: float) -> bool:
+        return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
+
+    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
+        problem = self.situation.problem(in_place=in_place)
+        update = {} if quantile is None else {"quantile": quantile}
+        if self._bound_s is not None:
+            update["latency_bound_s"] = self._bound_s / self.ratio_of_others
+        problem = replace(problem, constraint=problem.constraint.model_copy(update=update))
+        best = replaced(self.plan, Scheduler(problem).best(kinds), in_place=in_place)
+        latency_s = self.ratio_of_others * best.estimate.latency_s
+        if quantile is not None:
+            latency_s = self._at(best, self.plan.constraint.quantile)["latency"]
+        return best.model_copy(update={"estimate": best.estimate.model_copy(update={"latency_s": latency_s})})
+
+    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
+        bound_s = factor * self.ratio_of_others * nearest_bound_s
+        if not self.breaks or self._bound_s is None or not self._bound_s < bound_s < self.running.latency_s:
+            return None
+        constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
+        plan = self.plan.model_copy(update={"constraint": constraint})
+        return replace(self, situation=replace(self.situation, plan=plan))
+
+    def _at(self, plan: Plan, quantile: float) -> dict[str, float]:
+        ratio = self.ratio if plan is self.plan else self.ratio_of_others
+        return reestimate(plan, self.situation.profile, self.situation.lengths, quantile, ratio)
+
+
+def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
+    """Return the running plan with another put in its place.
+
+    In place, K/V memory stays as it was set up. A plan's blocks leave room for the activations of its own largest
+    step, at most a slice's: what a swap may take beyond is that much, out of the workspace.
+    """
+    return plan.model_copy(
+        update={
+            "workload": best.workload,
+            "policy": best.policy,
+            "admission": plan.admission.model_copy(update={"max_running": best.admission.max_running}),
+            "stages": plan.stages if in_place else best.stages,
+            "estimate": best.estimate,
+            "search": best.search,
+        }
+    )

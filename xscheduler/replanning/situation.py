@@ -1,0 +1,100 @@
+"""What a running plan is judged under: the observed lengths, the observed pace, the devices that it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from xgpt.schema import Histogram, Observation, Plan, Profile, Workload
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A running plan under observed lengths.
+
+    Attributes:
+        plan: the running plan, at the observed pace.
+        profile: as it was measured, whatever the plan's slowdown.
+        lengths: the observed ones, cut to the model's context.
+        weight: number of requests that the lengths were learnt from.
+        arrival_rate_per_s: the observed one; None: unknown.
+    """
+
+    plan: Plan
+    profile: Profile
+    lengths: Workload
+    weight: float
+    arrival_rate_per_s: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile, observation: Observation, slowdown: float | None = None) -> Situation:
+        """Return a plan's situation.
+
+        Args:
+            slowdown: factor by which steps last longer than the profile says; None: the one that the plan rests on.
+        """
+        lengths = within_context(observation.workload, plan.model.max_context)
+        rate = observation.arrival_rate_per_s
+        return cls(at_pace(plan, slowdown), profile, lengths, observation.weight, rate)
+
+    def problem(self, *, in_place: bool) -> Problem:
+        """Return the problem whose best plan may take over: the server's workers and replicas are what there is.
+
+        Args:
+            in_place: on the running plan's stages and micro-batches alone. One device has no others.
+        """
+        plan = self.plan
+        return Problem(
+            model=plan.model,
+            checkpoint=plan.checkpoint,
+            cluster=plan.cluster,
+            workload=self.lengths,
+            profile=self.profile.slowed(plan.profile.slowdown),
+            constraint=plan.constraint,
+            kv=plan.admission.kv,
+            max_devices=plan.replicas * plan.devices_per_replica,
+            replicas=plan.replicas,
+            placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,
+        )
+
+    def quantile(self, deviations: float) -> float:
+        """Return the plan's quantile, moved by so many standard deviations of an observed quantile."""
+        q = self.plan.constraint.quantile
+        return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
+
+
+def at_pace(plan: Plan, slowdown: float | None) -> Plan:
+    """Return the plan with steps that last `slowdown` times as long as its profile says; None: unchanged."""
+    if slowdown is None:
+        return plan
+    return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
+
+
+def within_context(workload: Workload, max_context: int) -> Workload:
+    """Return the workload with its longest outputs and inputs cut, so that any input goes with any output.
+
+    Each observed request fitted: the longest input came with a shorter output than the longest. Outputs that were
+    allowed but not generated are cut first: a chat without a limit may fill the context.
+    """
+    workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
+    room = max_context - workload.output.lengths[-1]
+    if workload.input.lengths[-1] <= room:
+        return workload
+    kept = [(n, p) for n, p in zip(workload.input.lengths, workload.input.probabilities, strict=True) if n < room]
+    rest = 1 - sum(p for _, p in kept)
+    lengths, probabilities = zip(*kept, (max(1, room), rest), strict=True)
+    return workload.model_copy(update={"input": Histogram(lengths=lengths, probabilities=probabilities)})
+
+
+def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
+    """Return the outputs, an allowed length beyond the longest output cut to the room that the longest input leaves."""
+    output = workload.output
+    room = max_context - workload.input.lengths[-1]
+    if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:
+        return output
+    lengths, probabilities = output.lengths[:-1], output.probabilities[:-1]
+    if room > lengths[-1]:
+        lengths, probabilities = (*lengths, room), (*probabilities, 0.0)
+    return Histogram(lengths=lengths, probabilities=probabilities)
