@@ -32,13 +32,14 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
+from xrunner.build import warm_up, whole_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part
 from xrunner.weights import DTYPES, seeded, weights_of
-from xrunner.worker import Worker, warm_up, whole_worker
+from xrunner.worker import Worker
 
 LLAMA = (
     "LlamaConfig",

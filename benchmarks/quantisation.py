@@ -24,7 +24,8 @@ from xgpt.checkpoint import read_spec
 from xgpt.io import cache_dir, write_atomic
 from xgpt.schema import RunDType
 from xrunner.attention import make_batch
-from xrunner.worker import Worker, build_worker
+from xrunner.build import WorkerSettings, build_worker
+from xrunner.worker import Worker
 
 CONTEXT, BATCH, BLOCK_SIZE = 256, 16, 16
 NUM_WINDOWS = 64
@@ -106,7 +107,13 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
     for precision in PRECISIONS:
         spec = read_spec(checkpoint)
         worker = build_worker(
-            spec, precision, checkpoint=checkpoint, num_blocks=CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE
+            WorkerSettings(
+                spec=spec,
+                dtype=precision,
+                checkpoint=checkpoint,
+                num_blocks=CONTEXT // BLOCK_SIZE,
+                block_size=BLOCK_SIZE,
+            )
         )
         log_p = torch.cat([log_probabilities(worker, window) for window in windows])
         reference = log_p if reference is None else reference

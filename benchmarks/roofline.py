@@ -29,9 +29,10 @@ from xgpt.io import write_atomic
 from xgpt.resolve import load_model
 from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, DType, ModelSpec
 from xprofiler.measure import Bench, timed
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.layers import Linear
 from xrunner.weights import DTYPES
-from xrunner.worker import Worker, build_worker
+from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -88,7 +89,9 @@ def measure(
     sizes = [("decode by batch", n, context) for n in BATCHES]
     sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
     num_blocks = max(n * -(-length // BLOCK_SIZE) for _, n, length in sizes)
-    worker = build_worker(spec, dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+    worker = build_worker(
+        WorkerSettings(spec=spec, dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+    )
     for layer in worker.cache.layers:
         layer.fill_(0.01)  # untouched memory is read faster than any that holds something
     points = machine(device, dtype)

@@ -13,10 +13,10 @@ from xgpt.policies.packing import RowBatch
 from xgpt.policies.request import Request
 from xgpt.schema import ModelSpec
 from xgpt.schema.step_log import StepRecord
+from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.rows import run_rows
-from xrunner.worker import build_worker, warm_up
 
 NUM_BLOCKS = 16_000
 """Of 16 tokens: more than all requests of the largest batch need."""
@@ -26,7 +26,7 @@ class RealMachine(Machine):
     """Idle time is skipped: its clock is the computer's plus what was skipped."""
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
-        self._worker = build_worker(spec, "float32", num_blocks=NUM_BLOCKS, threads=threads)
+        self._worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=NUM_BLOCKS, threads=threads))
         self._tokens = np.random.default_rng(0).integers(2, spec.vocab_size, 10_000)
         self._skipped = 0
         warm_up(self._worker)

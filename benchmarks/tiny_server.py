@@ -24,9 +24,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
+from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.server import ChatTemplate, EngineThread, ServedModel, TextCodec, create_app, serve
-from xrunner.worker import build_worker, warm_up
 
 SPEC = ModelSpec(
     name="tiny",
@@ -58,7 +58,9 @@ def codec() -> TextCodec:
 
 
 def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
-    worker = build_worker(SPEC, "float32", num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=1)
+    worker = build_worker(
+        WorkerSettings(spec=SPEC, dtype="float32", num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=1)
+    )
     warm_up(worker)
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
     engine = Engine(OneLane(lane, Pool(num_blocks, BLOCK_SIZE)), worker)

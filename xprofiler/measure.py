@@ -35,13 +35,14 @@ from xprofiler import NATIVE_VERSION
 from xprofiler.passes import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
 from xrunner.models import DecoderModel
 from xrunner.packed import fastest
 from xrunner.parallel import Part, build
-from xrunner.worker import Worker, build_worker
+from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
 TOKENS = (1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048)
@@ -102,13 +103,15 @@ def profile(
         return _together(spec, cluster, dtype, checkpoint, device, progress)
     layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
-        spec,
-        dtype,
-        checkpoint=checkpoint,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        device=device,
-        layouts=layouts,
+        WorkerSettings(
+            spec=spec,
+            dtype=dtype,
+            checkpoint=checkpoint,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            device=device,
+            layouts=layouts,
+        )
     )
     with torch.inference_mode():
         bench = Bench(worker, progress)

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, DType, ModelSpec
 from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress, timed
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
 from xrunner.transfer import CachePart, Moving, Piece
 from xrunner.weights import state_dtype
-from xrunner.worker import build_worker
 
 HOST = "127.0.0.1"
 HOP_TOKENS = (1, 16, 128, 512, 2048)
@@ -135,14 +135,16 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
         groups = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
         group = RankGroup(groups[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
         worker = build_worker(
-            task.spec,
-            task.dtype,
-            checkpoint=task.checkpoint,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            device=_device(task, rank),
-            threads=task.threads,
-            layouts=task.layouts,
+            WorkerSettings(
+                spec=task.spec,
+                dtype=task.dtype,
+                checkpoint=task.checkpoint,
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                device=_device(task, rank),
+                threads=task.threads,
+                layouts=task.layouts,
+            ),
             part=Part(task.spec, (0, task.spec.num_layers), (0, 0), rank=rank % degree, degree=degree),
             group=group,
         )

@@ -6,17 +6,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from queue import SimpleQueue
 
 from xgpt import policies
-from xgpt.errors import MachineError, XgptError
+from xgpt.errors import XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
 from xrunner.recorder import Recorder
+from xrunner.recovery import Progress
+from xrunner.redeploy import Redeployment
 from xrunner.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,8 @@ class Engine:
         self._given_up: list[Token] = []
         """Ends of requests that the engine has lost, not yet handed out."""
         self._suspects: Suspects[Request] = Suspects()
-        self._deploy = deploy
-        self._next: Schedule | None = None
-        """What is deployed as soon as nobody runs any more."""
-        self._parked: dict[int, Generation] = {}
-        """Requests that came, or had not begun, while the engine is emptied."""
+        self._redeployment = Redeployment(deploy)
+        self._progress = Progress()
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
@@ -65,11 +63,6 @@ class Engine:
         self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
         self._wake = threading.Event()
         self._now_ns = 0
-        self._generations: dict[int, Generation] = {}
-        self._generated: dict[int, list[int]] = {}
-        """Output so far of each request, should it be preempted or lost."""
-        self._known: dict[int, int] = {}
-        """Tokens that are made once more, of requests that had to begin anew."""
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
         """Have further steps reported, in the thread that calls `step`."""
@@ -109,7 +102,7 @@ class Engine:
     @property
     def is_emptying(self) -> bool:
         """Whether nobody enters until another plan has been deployed."""
-        return self._next is not None
+        return self._redeployment.is_pending
 
     def wait(self, timeout_s: float) -> None:
         """Block until something is handed in, or the time is over. To be called when `step` returned None."""
@@ -161,25 +154,25 @@ class Engine:
         self._wake.clear()
         while not self._inbox.empty():
             match self._inbox.get():
-                case Generation() as generation if self._next is not None:
-                    self._parked[generation.id] = generation
+                case Generation() as generation if self.is_emptying:
+                    self._redeployment.park(generation)
                 case Generation() as generation:
                     self._enter(generation)
                 case Schedule() as schedule:
                     self._go_over(schedule)
                 case int() as id_ if self._suspects.forget(id_):
                     self._forget([id_])
-                case int() as id_ if id_ in self._generations:
+                case int() as id_ if id_ in self._progress.generations:
                     self._recorder.cancelled.append(id_)
                     self._forget(self._schedule.cancel(id_))
                 case int() as id_:
-                    self._parked.pop(id_, None)
+                    self._redeployment.forget(id_)
         self._forget(self._schedule.expire(now_ns))
         if (request := self._suspects.next()) is not None:
             self._take_in_again(request)
         is_empty = self._schedule.pool.is_idle and not self._suspects
-        if self._next is not None and is_empty and self._recorder.is_idle:
-            self._redeploy(self._next)
+        if self.is_emptying and is_empty and self._recorder.is_idle:
+            self._redeploy()
 
     def _enter(self, generation: Generation) -> None:
         """Let a request wait; one that can never be executed ends."""
@@ -201,44 +194,28 @@ class Engine:
         except Exception as error:
             self._give_up(generation.id, f"it cannot be handed to a worker: {type(error).__name__}: {error}")
             return
-        self._generations[generation.id] = generation
+        self._progress.generations[generation.id] = generation
         self._schedule.submit(request)
         self._recorder.arrivals.append(arrival)
 
     def _go_over(self, schedule: Schedule) -> None:
-        if self._next is None and self._schedule.apply(schedule):
+        if not self.is_emptying and self._schedule.apply(schedule):
             return
-        if self._deploy is None:
-            raise MachineError("this engine cannot go over to another placement; start the server with that plan")
-        self._next = schedule
+        self._redeployment.want(schedule)
         for request in list(self._schedule.pool.waiting):
-            if request.id in self._generated:
-                continue  # preempted: it has begun, and ends here
-            self._parked[request.id] = self._generations[request.id]
+            if self._progress.has_begun(request.id):
+                continue  # preempted; it ends here
+            self._redeployment.park(self._progress.generations[request.id])
             self._recorder.cancelled.append(request.id)
             self._forget(self._schedule.cancel(request.id))
 
-    def _redeploy(self, schedule: Schedule) -> None:
-        """Give the workers up, and let in who waited, in the order of their coming.
-
-        Where the other plan cannot be deployed, for want of memory perhaps, the one before is deployed again.
-        """
-        assert self._deploy is not None
+    def _redeploy(self) -> None:
+        """Give the workers up, deploy the other plan, and let in the requests that were parked."""
         self._executor = Vacant()  # what was there frees its memory before the next takes its own
-        refused = None
-        try:
-            self._executor = self._deploy(schedule)
-        except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-        if refused is not None:  # not above: the error would keep what it has met in memory
-            logger.error("another plan could not be deployed", extra={"fields": {"reason": refused}})
-            schedule = self._schedule.fresh()
-            self._executor = self._deploy(schedule)
-        self._schedule, self._next = schedule, None
+        self._schedule, self._executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
             self.on_refused(refused)
-        parked, self._parked = self._parked, {}
-        for generation in parked.values():
+        for generation in self._redeployment.unpark():
             self._enter(generation)
 
     def _begin_all(self) -> None:
@@ -250,7 +227,7 @@ class Engine:
         self._executor.release(step.preempted)
         for chunk in step.encode:
             if chunk.start == 0:
-                self._executor.start(self._resumed(self.pool.running[chunk.id]))
+                self._executor.start(self._progress.resumed(self.pool.running[chunk.id]))
         self._executor.begin(step)
         self._recorder.begin(step, self._now_ns)
 
@@ -262,29 +239,13 @@ class Engine:
             for id_, token in sampled.items()
             if not pool.is_silent(id_)
         ]
-        if self._known:
-            tokens = [token for token in tokens if token.finish == "error" or not self._is_known(token.id)]
+        tokens = self._progress.without_repeated(tokens)
         freed = self._schedule.settle(step, [token.id for token in tokens if token.finish])
         for token in tokens:
-            self._generated.setdefault(token.id, []).append(token.token)
+            self._progress.note(token)
         self._suspects.clear(sampled)
         self._forget(freed)
         return tokens
-
-    def _resumed(self, request: Request) -> Generation:
-        """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
-        generation = self._generations[request.id]
-        generated = self._generated.get(request.id, [])[: request.generated]
-        if not generated:
-            return generation
-        count = len(generated)
-        return replace(
-            generation,
-            prompt=(*generation.prompt, *generated),
-            max_output=generation.max_output - count,
-            output_length=None if generation.output_length is None else generation.output_length - count,
-            num_resumed=generation.num_resumed + count,
-        )
 
     def _go_on_after(self, error: Exception) -> None:
         """Start anew after a step that has failed, without the request at fault once that is known.
@@ -292,7 +253,7 @@ class Engine:
         Raises:
             EngineFailed: too many have failed of late.
         """
-        under_way = [id_ for id_ in self._generations if self.pool.is_under_way(id_)]
+        under_way = [id_ for id_ in self._progress.generations if self.pool.is_under_way(id_)]
         culprit = self._suspects.fail(error, under_way)
         logger.error("a step has failed", exc_info=error)
         if culprit is not None:
@@ -301,15 +262,13 @@ class Engine:
 
     def _give_up(self, id_: int, reason: str) -> None:
         """End a request that no worker knows of, or will know of."""
-        self._generations.pop(id_, None)
-        self._generated.pop(id_, None)
-        self._known.pop(id_, None)
+        self._progress.forget(id_)
         self._suspects.forget(id_)
         self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
 
     def _recover(self, why: str) -> None:
         """Start anew with everybody who was waiting or running, in the order in which they had come in."""
-        logger.warning("%s; starting anew with %d requests", why, len(self._generations))
+        logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
         self._executor.restart()
         old = self._schedule.pool
         everybody = [*self._suspects.recall(), *old.running.values(), *old.waiting]
@@ -317,41 +276,21 @@ class Engine:
         self._schedule = self._schedule.fresh()
         self._recorder.clear()
         for request in everybody:
-            if request.id in self._generations and not self._suspects.hold(request.id, request):
+            if request.id in self._progress.generations and not self._suspects.hold(request.id, request):
                 self._take_in_again(request)
 
     def _take_in_again(self, request: Request) -> None:
-        generation = self._resumed(request)
-        again = replace(request, input_length=len(generation.prompt), max_output=generation.max_output)
-        again.encoded = again.generated = again.blocks = 0
-        again.batch = None
-        if self._executor.resumes and self.pool.can_ever_fit(again):
-            self._generations[request.id] = generation
-            self._generated.pop(request.id, None)
-        elif generated := self._generated.get(request.id):
-            # It depends on the request alone, so the same tokens will come again.
-            self._known[request.id] = len(generated)
-            generation = self._generations[request.id]
-            again.input_length, again.max_output = len(generation.prompt), generation.max_output
+        again = self._progress.anew(request, lambda r: self._executor.resumes and self.pool.can_ever_fit(r))
         self._schedule.submit(again)
         size = again.input_length, again.max_output
         self._recorder.arrivals.append(
             Arrival(again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account)
         )
 
-    def _is_known(self, id_: int) -> bool:
-        """Whether this token has been handed out before; counts it."""
-        left = self._known.get(id_, 0)
-        if left > 1:
-            self._known[id_] = left - 1
-        else:
-            self._known.pop(id_, None)
-        return left > 0
-
     def _finish(self, id_: int, token: int) -> FinishReason | None:
         if token == NO_TOKEN:
             return "error"
-        generation = self._generations[id_]
+        generation = self._progress.generations[id_]
         count = 1 + self._schedule.pool.running[id_].generated
         if token in generation.stop_token_ids or count == generation.output_length:
             return "stop"
@@ -360,9 +299,7 @@ class Engine:
     def _forget(self, ids: Iterable[int]) -> None:
         freed = list(ids)
         for id_ in freed:
-            del self._generations[id_]
-            self._generated.pop(id_, None)
-            self._known.pop(id_, None)
+            self._progress.forget(id_)
             self._suspects.forget(id_)
         self._executor.release(freed)
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from itertools import compress
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
-from xgpt.schema import SLICE_TOKENS, DType, ModelSpec
-from xrunner.attention import BACKENDS, AttentionBackend, Batch, default_backend, make_batch, usable_backends
+from xgpt.schema import SLICE_TOKENS
+from xrunner.attention import AttentionBackend, Batch, make_batch
 from xrunner.executor import OneAtATime
 from xrunner.generation import NO_TOKEN, Generation, Logprobs
 from xrunner.kv_cache import KvCache
-from xrunner.models import DecoderModel, Model
-from xrunner.packed import layouts_of
-from xrunner.parallel import Group, Part, Vocabulary, join
+from xrunner.models import Model
+from xrunner.parallel import Part, Vocabulary
 from xrunner.sampling import Sampler, highest
-from xrunner.stage import Pipe, Stage
+from xrunner.stage import Stage
 from xrunner.transfer import CachePart, Cargo, Readings
-from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of glibc's mallopt."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step; the last stage returns logits. # [sampled, vocab]"""
@@ -341,118 +333,3 @@ def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:
                 decode, chunks, room = (), [], most
     if decode or chunks:
         yield Step(tuple(chunks), decode)
-
-
-def build_worker(
-    spec: ModelSpec,
-    dtype: DType,
-    *,
-    checkpoint: Path | None = None,
-    seed: int = 0,
-    num_blocks: int,
-    block_size: int = 16,
-    backend: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    layouts: Mapping[str, str] | None = None,
-    part: Part | None = None,
-    group: Group | None = None,
-    pipe: Pipe | None = None,
-) -> Worker:
-    """A worker with its weights loaded, on one device.
-
-    Args:
-        checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
-        backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
-        threads: CPU threads of this process; None: leave as they are.
-        layouts: how a CPU keeps weights of each shape (see `xrunner.packed.pack`).
-        part: what this rank holds of the model; None: all of it.
-        group: the ranks that share these layers, where there are several.
-        pipe: the stages before and behind, where there are any.
-
-    Raises:
-        InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
-        MachineError: the device is not here, or its memory does not hold weights and cache.
-    """
-    place, kind = torch.device(device), state_dtype(dtype, device)
-    name = backend or default_backend(place, kind)
-    if name not in BACKENDS:
-        raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
-    if not BACKENDS[name].supports(place, kind):
-        raise InputError("backend", name, f"on {device} in {dtype}: {', '.join(usable_backends(place, kind))}")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"device {device} was asked for, but torch finds no GPU")
-    if place.type == "cpu":
-        keep_freed_memory()
-        if dtype != "float16" and not layouts_of(dtype):
-            raise MachineError(f"this processor, or this torch, has no products in {dtype}")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    source = SeededWeights(seed) if checkpoint is None else Checkpoint(checkpoint)
-    try:
-        model = load_model(spec, dtype, source, device, part)
-        model.prepack(dtype, layouts)
-        if part is None:
-            return whole_worker(model, BACKENDS[name](), num_blocks, block_size, kind, place)
-        cache = KvCache(model.spec, num_blocks, block_size, kind, place)
-    except torch.OutOfMemoryError as error:
-        raise MachineError(f"{device} cannot hold {spec.name} and {num_blocks} K/V blocks: {error}") from None
-    stage = None if pipe is None else Stage(model, pipe)
-    vocabulary = None
-    if group is not None:
-        join(model, group)
-        vocabulary = Vocabulary(part, group)
-    return Worker(model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=spec.vocab_size)
-
-
-def whole_worker(
-    model: Model,
-    backend: AttentionBackend,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Worker:
-    """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
-
-    Raises:
-        torch.OutOfMemoryError: the device does not hold so many blocks.
-    """
-    if not (device.type == "cuda" and backend.capturable and isinstance(model, DecoderModel)):
-        return Worker(model, KvCache(model.spec, num_blocks, block_size, dtype, device), backend)
-    from xrunner.ahead import AheadWorker  # builds on this module
-    from xrunner.graphs import GraphedModel
-
-    cache = KvCache(model.spec, num_blocks + 1, block_size, dtype, device)
-    most = min(model.spec.max_context, num_blocks * block_size)
-    return AheadWorker(model, cache, backend, run=GraphedModel(model, cache, backend, most_tokens=most))
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep freed memory and share it between threads, where it is glibc.
-
-    It would hand every large tensor back to the system, and taking it again costs a page fault for each 4 KiB: 5 to
-    13% of a step of 500 tokens or more.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-            mallopt(parameter, value)
-
-
-def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None:
-    """Compile and load what the first steps would otherwise wait for: a prompt and a decode, as far as it runs them.
-
-    All workers of a pipeline must call this together.
-    """
-    request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
-    if encode:
-        worker.start(request)
-        worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
-    else:
-        worker.adopt(request, 4)
-        if worker.model.decoder_start:
-            worker.readings[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)
-    if decode:
-        worker.execute(Step(encode=(), decode=(-1,)))
-    worker.release([-1])

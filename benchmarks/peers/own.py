@@ -10,9 +10,9 @@ from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import DType
 from xprofiler.measure import fastest_layouts
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.worker import build_worker
 
 NUM_BLOCKS, BLOCK_SIZE = 2048, 16
 ROOM = 1.15
@@ -23,12 +23,14 @@ def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
     spec = read_spec(Path(checkpoint))
     layouts = fastest_layouts(spec, precision, (1,))
     worker = build_worker(
-        spec,
-        precision,
-        checkpoint=Path(checkpoint),
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        layouts=layouts,
+        WorkerSettings(
+            spec=spec,
+            dtype=precision,
+            checkpoint=Path(checkpoint),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            layouts=layouts,
+        )
     )
 
     def run(requests: list[Request]) -> int:

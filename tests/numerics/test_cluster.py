@@ -14,12 +14,12 @@ import pytest
 
 from tests.planned import problem_of, scored
 from xgpt import policies
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
-from xrunner.worker import build_worker
 from xsimulator.events import replay
 
 NUM_REQUESTS = 60
@@ -100,11 +100,13 @@ def alone(checkpoint):
         if key not in made:
             plan = scored(problem_of(checkpoint(NAMES[family])[0], 1), "orca", [[1]], 1, **ONE_LANE["orca"])
             worker = build_worker(
-                plan.model,
-                "float32",
-                checkpoint=Path(plan.checkpoint),
-                num_blocks=plan.stages[0].kv_blocks,
-                block_size=plan.block_size,
+                WorkerSettings(
+                    spec=plan.model,
+                    dtype="float32",
+                    checkpoint=Path(plan.checkpoint),
+                    num_blocks=plan.stages[0].kv_blocks,
+                    block_size=plan.block_size,
+                )
             )
             made[key], _ = run(policies.build(plan), worker, sampling)
         return made[key]

@@ -14,8 +14,8 @@ from xgpt import config_fields
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import Chunk, Step
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.generation import Generation
-from xrunner.worker import build_worker
 
 PROMPT = tuple(np.random.default_rng(5).integers(0, VOCABULARY, 40).tolist())
 NUM_DECODES = 3
@@ -58,7 +58,11 @@ def fields_of(family):
 def own_logits(directory):
     """Of the end of the prompt and of decodes behind it; None: it is refused. # [1 + decodes, vocab]"""
     try:
-        worker = build_worker(read_spec(directory), "float32", checkpoint=directory, num_blocks=16, block_size=8)
+        worker = build_worker(
+            WorkerSettings(
+                spec=read_spec(directory), dtype="float32", checkpoint=directory, num_blocks=16, block_size=8
+            )
+        )
     except InputError:
         return None
     if worker.model.spec.max_context < len(PROMPT) + NUM_DECODES + 1:

@@ -10,13 +10,14 @@ from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
 from xgpt.checkpoint import read_spec
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS, usable_backends
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Rotary
 from xrunner.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack
 from xrunner.weights import load_checkpoint
-from xrunner.worker import Worker, build_worker
+from xrunner.worker import Worker
 
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 2e-2
@@ -32,12 +33,14 @@ ROTARY = [name for name in FIRST_SHAPES if name.startswith(("llama", "qwen"))]
 
 def make_worker(directory, backend, num_blocks=64, block_size=8, dtype="float32"):
     return build_worker(
-        read_spec(directory),
-        dtype,
-        checkpoint=directory,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        backend=backend,
+        WorkerSettings(
+            spec=read_spec(directory),
+            dtype=dtype,
+            checkpoint=directory,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            backend=backend,
+        )
     )
 
 

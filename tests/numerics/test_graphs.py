@@ -13,11 +13,11 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xrunner.ahead import AheadWorker
 from xrunner.attention import make_batch
 from xrunner.attention.base import pack, unpack
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
 from xrunner.graphs import SIZES, GraphedModel, size_of
 from xrunner.kv_cache import KvCache
-from xrunner.worker import build_worker
 
 GREEDY = SamplingParams()
 BLOCK_SIZE = 4
@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def worker(small_opt):
-    return build_worker(read_spec(small_opt[0]), "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return build_worker(
+        WorkerSettings(spec=read_spec(small_opt[0]), dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    )
 
 
 class Replays:

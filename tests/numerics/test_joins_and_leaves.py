@@ -10,11 +10,12 @@ from tests.numerics.steps import run_again
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xrunner.ahead import AheadWorker
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import NOBODY, GraphedModel
 from xrunner.kv_cache import KvCache
-from xrunner.worker import Worker, build_worker
+from xrunner.worker import Worker
 from xsimulator.events import replay
 
 BLOCK_SIZE = 4
@@ -33,7 +34,9 @@ OUTPUTS = [int(n) for n in RNG.integers(1, 20, NUM_REQUESTS)]
 
 @pytest.fixture(scope="module")
 def worker(small_opt):
-    return build_worker(read_spec(small_opt[0]), "float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return build_worker(
+        WorkerSettings(spec=read_spec(small_opt[0]), dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    )
 
 
 def fresh(worker, kind="plain"):

@@ -11,10 +11,10 @@ from tests.numerics.ranks import groups_of, in_parallel, pipes_of
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import Chunk, Step
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.generation import Generation, SamplingParams
 from xrunner.parallel import Part
 from xrunner.weights import Checkpoint, SeededWeights, load_model
-from xrunner.worker import build_worker
 
 BLOCKS = 24
 RNG = np.random.default_rng(11)
@@ -40,12 +40,14 @@ def workers_of(spec, checkpoint, degrees):
     return [
         [
             build_worker(
-                spec,
-                "float32",
-                checkpoint=checkpoint,
-                num_blocks=BLOCKS,
-                block_size=4,
-                backend="reference",
+                WorkerSettings(
+                    spec=spec,
+                    dtype="float32",
+                    checkpoint=checkpoint,
+                    num_blocks=BLOCKS,
+                    block_size=4,
+                    backend="reference",
+                ),
                 part=Part(spec, layers[i], encoder_layers[i], i == 0, i == len(degrees) - 1, rank=rank, degree=degree),
                 group=groups[i][rank] if degree > 1 else None,
                 pipe=pipes[i][rank] if len(degrees) > 1 else None,

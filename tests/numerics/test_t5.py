@@ -21,11 +21,12 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.resolve import load_cluster
 from xgpt.schema import Admission
 from xprofiler import measure
+from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.layers import RelativeBias
 from xrunner.weights import load_checkpoint
-from xrunner.worker import build_worker, slices, warm_up
+from xrunner.worker import slices
 from xscheduler.schedule import Scheduler
 
 CHUNKED = LaneSettings(mix=True, token_budget=16, max_batch=9)
@@ -172,7 +173,7 @@ def test_what_does_not_go_with_an_encoder_is_refused(checkpoint):
     with pytest.raises(InputError, match=r"plan\.admission\.kv: 'quantile'.*take 'reserve'"):
         policies.build(plan.model_copy(update={"model": spec, "admission": Admission(kv="quantile")}))
     with pytest.raises(InputError, match="t5 runs in float32, bfloat16, int8"):
-        build_worker(spec, "float16", num_blocks=8)
+        build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8))
     with pytest.raises(InputError, match="cannot be measured yet"):
         measure.profile(spec, load_cluster("local"), "float32")
 

@@ -7,10 +7,10 @@ import torch
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.sampling import Sampler
-from xrunner.worker import build_worker
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def spec(small_opt):
 
 def run(spec, cancelled):
     """Tokens of eight requests; `cancelled` leave after the third step."""
-    worker = build_worker(spec, "float32", num_blocks=40, block_size=8)
+    worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=40, block_size=8))
     engine = Engine(OneLane(LaneSettings(mix=True, token_budget=24, max_batch=8), Pool(40, 8)), worker)
     rng = np.random.default_rng(2)
     outputs = {id_: [] for id_ in range(8)}
@@ -49,7 +49,7 @@ def test_half_precision_keeps_to_the_float32_logits(spec, dtype):
     step = Step((Chunk(0, 0, 20), Chunk(1, 0, 5)), ())
     logits = {}
     for kind in ("float32", dtype):
-        worker = build_worker(spec, kind, num_blocks=8, block_size=8)
+        worker = build_worker(WorkerSettings(spec=spec, dtype=kind, num_blocks=8, block_size=8))
         worker.sample = lambda rows, kind=kind: logits.setdefault(kind, rows.float()).argmax(dim=-1)
         worker.start(Generation(0, tuple(range(20)), 4))
         worker.start(Generation(1, tuple(range(5)), 4))
@@ -58,31 +58,31 @@ def test_half_precision_keeps_to_the_float32_logits(spec, dtype):
 
 
 def test_a_step_that_samples_nothing(spec):
-    worker = build_worker(spec, "float32", num_blocks=8, block_size=8)
+    worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, block_size=8))
     worker.start(Generation(0, tuple(range(20)), 4))
     assert worker.execute(Step((Chunk(0, 0, 10),), ())) == {}
 
 
 def test_options_that_cannot_take_effect_are_refused(spec):
     with pytest.raises(InputError, match="known backends: numba, reference, triton"):
-        build_worker(spec, "float32", num_blocks=8, backend="cuda-magic")
+        build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, backend="cuda-magic"))
     with pytest.raises(InputError, match="on cpu in float16: reference"):
-        build_worker(spec, "float16", num_blocks=8, backend="numba")
+        build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8, backend="numba"))
     with pytest.raises(InputError, match="on cuda models run in float32, float16, bfloat16"):
-        build_worker(spec, "int8", num_blocks=8, device="cuda")
+        build_worker(WorkerSettings(spec=spec, dtype="int8", num_blocks=8, device="cuda"))
     with pytest.raises(InputError, match="families that run: gpt2, llama, opt, qwen2, qwen3, t5"):
-        build_worker(spec.model_copy(update={"family": "mamba"}), "float32", num_blocks=8)
+        build_worker(WorkerSettings(spec=spec.model_copy(update={"family": "mamba"}), dtype="float32", num_blocks=8))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must not be here")
 def test_a_device_that_is_not_here(spec):
     with pytest.raises(MachineError, match="no GPU"):
-        build_worker(spec, "float32", num_blocks=8, device="cuda")
+        build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, device="cuda"))
 
 
 def test_a_request_whose_token_cannot_be_chosen_fails_alone(spec, monkeypatch):
     """The sampler's error ended the engine."""
-    worker = build_worker(spec, "float32", num_blocks=20, block_size=4)
+    worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=20, block_size=4))
     drawn = Sampler.__call__
 
     def strict(sampler, logits, rows, positions):

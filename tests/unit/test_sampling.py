@@ -17,10 +17,10 @@ from transformers import (
 
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
+from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
 from xrunner.sampling import Sampler, _draw, token_noise
-from xrunner.worker import build_worker
 
 VOCAB = 40
 NUM_DRAWS = 20_000
@@ -212,7 +212,7 @@ PROMPTS = [tuple((i * 31 + j) % 97 for j in range(3 + i)) for i in range(12)]
 
 def outputs(ids: list[int], max_batch: int, kv_blocks: int = 200, kv: str = "reserve") -> dict[int, list[int]]:
     """The worker's tokens for these requests; every third is greedy, the others draw, some with penalties."""
-    worker = build_worker(SPEC, "float32", num_blocks=kv_blocks, block_size=4)
+    worker = build_worker(WorkerSettings(spec=SPEC, dtype="float32", num_blocks=kv_blocks, block_size=4))
     pool = Pool(kv_blocks, 4, kv=kv)
     engine = Engine(OneLane(LaneSettings(mix=True, max_batch=max_batch, token_budget=9), pool), worker)
     for id_ in ids:

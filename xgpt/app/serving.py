@@ -129,18 +129,20 @@ def build_replica(
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
     """All of a model in this process."""
-    from xrunner.worker import build_worker, warm_up
+    from xrunner.build import WorkerSettings, build_worker, warm_up
 
     worker = build_worker(
-        plan.model,
-        plan.dtype,
-        checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
-        seed=plan.seed,
-        num_blocks=schedule.pool.kv_blocks,
-        block_size=plan.block_size,
-        device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
-        threads=plan.profile.num_threads,
-        layouts=plan.profile.layouts,
+        WorkerSettings(
+            spec=plan.model,
+            dtype=plan.dtype,
+            checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
+            seed=plan.seed,
+            num_blocks=schedule.pool.kv_blocks,
+            block_size=plan.block_size,
+            device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+            threads=plan.profile.num_threads,
+            layouts=plan.profile.layouts,
+        )
     )
     warm_up(worker)
     return worker
@@ -148,7 +150,7 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 def _redeployer(worker: Worker) -> Deploy:
     """Sets another plan's K/V memory up beside the weights, which stay where they are."""
-    from xrunner.worker import warm_up, whole_worker
+    from xrunner.build import warm_up, whole_worker
 
     # Not the worker itself: its memory must be free before the next one's is taken.
     model, backend = worker.model, worker.backend

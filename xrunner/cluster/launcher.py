@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from xrunner.cluster.launching import ALIVE_S, Exited, LauncherSettings, StartWorkers, Working
-from xrunner.cluster.process import WorkerSettings, main
+from xrunner.cluster.process import ProcessSettings, main
 
 READ_BYTES = 1 << 16
 
@@ -76,7 +76,7 @@ class Launcher:
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
             os.close(self._output)
-            main(WorkerSettings(self._settings, worker, local, order), os.getppid())
+            main(ProcessSettings(self._settings, worker, local, order), os.getppid())
         except BaseException:
             traceback.print_exc()
         finally:

@@ -19,6 +19,7 @@ import zmq
 
 from xgpt.errors import MachineError, XgptError
 from xgpt.policies import Chunk, Step
+from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherSettings, StartWorkers
@@ -28,7 +29,7 @@ from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
 from xrunner.transfer import Moving
 from xrunner.weights import state_dtype
-from xrunner.worker import Worker, build_worker, warm_up
+from xrunner.worker import Worker
 
 ALIVE_S = 0.5
 """How often a worker says that it is alive."""
@@ -37,7 +38,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class ProcessSettings:
     """What a worker is started with.
 
     Attributes:
@@ -57,7 +58,7 @@ class WorkerSettings:
         return Secret.of(self.launcher.secret)
 
 
-def main(settings: WorkerSettings, parent: int) -> None:
+def main(settings: ProcessSettings, parent: int) -> None:
     """Run until the launcher, process `parent`, ends this process."""
     die_with_parent(parent)
     worker = settings.worker
@@ -74,7 +75,7 @@ def main(settings: WorkerSettings, parent: int) -> None:
         os._exit(1)
 
 
-def _connect(settings: WorkerSettings) -> EngineStore:
+def _connect(settings: ProcessSettings) -> EngineStore:
     """Join the group of all workers; the store must be kept."""
     told = settings.launcher
     store = EngineStore(settings.secret, told.host, told.engine, settings.started.epoch)
@@ -106,7 +107,7 @@ def die_with_parent(parent: int | None = None) -> None:
 class ControlPlane(threading.Thread):
     """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive."""
 
-    def __init__(self, settings: WorkerSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+    def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         super().__init__(name="control", daemon=True)
         self._settings = settings
         self._orders = orders
@@ -148,7 +149,7 @@ class ControlPlane(threading.Thread):
 class Executing:
     """Executes orders one after the other, in the order in which all workers of a lane get them."""
 
-    def __init__(self, settings: WorkerSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+    def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
         self._settings = settings
         self._number = settings.worker
         self._orders = orders
@@ -209,16 +210,18 @@ class Executing:
             seat, deployment.model.hidden_size, state_dtype(deployment.dtype, device), device, self._traffic
         )
         self._worker = build_worker(
-            deployment.model,
-            deployment.dtype,
-            checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
-            seed=deployment.seed,
-            num_blocks=seat.kv_blocks,
-            block_size=deployment.block_size,
-            backend=deployment.backend,
-            device=device,
-            threads=deployment.threads or 1,
-            layouts=deployment.layouts,
+            WorkerSettings(
+                spec=deployment.model,
+                dtype=deployment.dtype,
+                checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
+                seed=deployment.seed,
+                num_blocks=seat.kv_blocks,
+                block_size=deployment.block_size,
+                backend=deployment.backend,
+                device=device,
+                threads=deployment.threads or 1,
+                layouts=deployment.layouts,
+            ),
             part=seat.part,
             group=group,
             pipe=pipe,

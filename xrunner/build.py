@@ -1,0 +1,153 @@
+"""Builds a worker: weights loaded, memory set aside, what its first steps need compiled."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from xgpt.errors import InputError, MachineError
+from xgpt.policies import Chunk, Step
+from xgpt.schema import DType, ModelSpec
+from xrunner.ahead import AheadWorker
+from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
+from xrunner.generation import Generation
+from xrunner.graphs import GraphedModel
+from xrunner.kv_cache import KvCache
+from xrunner.models import DecoderModel, Model
+from xrunner.packed import layouts_of
+from xrunner.parallel import Group, Part, Vocabulary, join
+from xrunner.stage import Pipe, Stage
+from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
+from xrunner.worker import Worker
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's mallopt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker loads, and where.
+
+    Attributes:
+        checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
+        num_blocks: of the K/V cache.
+        backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
+        threads: CPU threads of this process; None: leave as they are.
+        layouts: how a CPU keeps weights of each shape (see `xrunner.packed.pack`).
+    """
+
+    spec: ModelSpec
+    dtype: DType
+    checkpoint: Path | None = None
+    seed: int = 0
+    num_blocks: int
+    block_size: int = 16
+    backend: str | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    layouts: Mapping[str, str] | None = None
+
+
+def build_worker(
+    settings: WorkerSettings, *, part: Part | None = None, group: Group | None = None, pipe: Pipe | None = None
+) -> Worker:
+    """A worker with its weights loaded, on one device.
+
+    Args:
+        part: what this rank holds of the model; None: all of it.
+        group: the ranks that share these layers, where there are several.
+        pipe: the stages before and behind, where there are any.
+
+    Raises:
+        InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
+        MachineError: the device is not here, or its memory does not hold weights and cache.
+    """
+    place, kind = torch.device(settings.device), state_dtype(settings.dtype, settings.device)
+    name = settings.backend or default_backend(place, kind)
+    if name not in BACKENDS:
+        raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
+    if not BACKENDS[name].supports(place, kind):
+        raise InputError(
+            "backend", name, f"on {settings.device} in {settings.dtype}: {', '.join(usable_backends(place, kind))}"
+        )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
+    if place.type == "cpu":
+        keep_freed_memory()
+        if settings.dtype != "float16" and not layouts_of(settings.dtype):
+            raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)
+    try:
+        model = load_model(settings.spec, settings.dtype, source, settings.device, part)
+        model.prepack(settings.dtype, settings.layouts)
+        if part is None:
+            return whole_worker(model, BACKENDS[name](), settings.num_blocks, settings.block_size, kind, place)
+        cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kind, place)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(
+            f"{settings.device} cannot hold {settings.spec.name} and {settings.num_blocks} K/V blocks: {error}"
+        ) from None
+    stage = None if pipe is None else Stage(model, pipe)
+    vocabulary = None
+    if group is not None:
+        join(model, group)
+        vocabulary = Vocabulary(part, group)
+    return Worker(
+        model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=settings.spec.vocab_size
+    )
+
+
+def whole_worker(
+    model: Model,
+    backend: AttentionBackend,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Worker:
+    """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
+
+    Raises:
+        torch.OutOfMemoryError: the device does not hold so many blocks.
+    """
+    if not (device.type == "cuda" and backend.capturable and isinstance(model, DecoderModel)):
+        return Worker(model, KvCache(model.spec, num_blocks, block_size, dtype, device), backend)
+    cache = KvCache(model.spec, num_blocks + 1, block_size, dtype, device)
+    most = min(model.spec.max_context, num_blocks * block_size)
+    return AheadWorker(model, cache, backend, run=GraphedModel(model, cache, backend, most_tokens=most))
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed memory and share it between threads, where it is glibc.
+
+    It would hand every large tensor back to the system, and taking it again costs a page fault for each 4 KiB: 5 to
+    13% of a step of 500 tokens or more.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+            mallopt(parameter, value)
+
+
+def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None:
+    """Compile and load what the first steps would otherwise wait for: a prompt and a decode, as far as it runs them.
+
+    All workers of a pipeline must call this together.
+    """
+    request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
+    if encode:
+        worker.start(request)
+        worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
+    else:
+        worker.adopt(request, 4)
+        if worker.model.decoder_start:
+            worker.readings[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)
+    if decode:
+        worker.execute(Step(encode=(), decode=(-1,)))
+    worker.release([-1])

@@ -1,0 +1,82 @@
+"""The requests that an engine has taken in, and what each has generated, should it be preempted or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from xgpt.policies import Request
+from xrunner.generation import Generation, Token
+
+
+class Progress:
+    """Requests and their output so far: what encodes them again where they were."""
+
+    def __init__(self) -> None:
+        self.generations: dict[int, Generation] = {}
+        self._generated: dict[int, list[int]] = {}
+        self._repeated: dict[int, int] = {}
+        """Tokens that are made once more, of requests that had to begin anew."""
+
+    def has_begun(self, id_: int) -> bool:
+        """Whether the request has generated a token."""
+        return id_ in self._generated
+
+    def note(self, token: Token) -> None:
+        """A request has generated one more token."""
+        self._generated.setdefault(token.id, []).append(token.token)
+
+    def forget(self, id_: int) -> None:
+        """A request has ended, or is lost."""
+        self.generations.pop(id_, None)
+        self._generated.pop(id_, None)
+        self._repeated.pop(id_, None)
+
+    def resumed(self, request: Request) -> Generation:
+        """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
+        generation = self.generations[request.id]
+        generated = self._generated.get(request.id, [])[: request.generated]
+        if not generated:
+            return generation
+        count = len(generated)
+        return replace(
+            generation,
+            prompt=(*generation.prompt, *generated),
+            max_output=generation.max_output - count,
+            output_length=None if generation.output_length is None else generation.output_length - count,
+            num_resumed=generation.num_resumed + count,
+        )
+
+    def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
+        """The request as it enters a schedule once more, on workers that know nothing of it.
+
+        Args:
+            can_resume: whether what it has generated can be encoded with its prompt; else the same tokens are made
+                once more, as they depend on the request alone.
+        """
+        generation = self.resumed(request)
+        again = replace(request, input_length=len(generation.prompt), max_output=generation.max_output)
+        again.encoded = again.generated = again.blocks = 0
+        again.batch = None
+        if can_resume(again):
+            self.generations[request.id] = generation
+            self._generated.pop(request.id, None)
+        elif generated := self._generated.get(request.id):
+            self._repeated[request.id] = len(generated)
+            generation = self.generations[request.id]
+            again.input_length, again.max_output = len(generation.prompt), generation.max_output
+        return again
+
+    def without_repeated(self, tokens: list[Token]) -> list[Token]:
+        """The tokens of a step that have not been handed out before; counts those that have."""
+        if not self._repeated:
+            return tokens
+        return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]
+
+    def _is_repeated(self, id_: int) -> bool:
+        left = self._repeated.get(id_, 0)
+        if left > 1:
+            self._repeated[id_] = left - 1
+        else:
+            self._repeated.pop(id_, None)
+        return left > 0

@@ -1,0 +1,72 @@
+"""Going over to a plan whose placement is another: the engine runs empty, and workers are deployed anew."""
+
+from __future__ import annotations
+
+import logging
+
+from xgpt.errors import MachineError
+from xgpt.policies import Schedule
+from xrunner.executor import Deploy, Executor
+from xrunner.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+
+class Redeployment:
+    """The plan that is deployed as soon as no request runs any more, and the requests that are parked until then.
+
+    Args:
+        deploy: None: no other placement can be deployed.
+    """
+
+    def __init__(self, deploy: Deploy | None) -> None:
+        self._deploy = deploy
+        self._next: Schedule | None = None
+        self._parked: dict[int, Generation] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether another plan is to be deployed."""
+        return self._next is not None
+
+    def want(self, schedule: Schedule) -> None:
+        """Deploy this plan next.
+
+        Raises:
+            MachineError: no other placement can be deployed.
+        """
+        if self._deploy is None:
+            raise MachineError("this engine cannot go over to another placement; start the server with that plan")
+        self._next = schedule
+
+    def park(self, generation: Generation) -> None:
+        """Keep a request until the other plan has been deployed."""
+        self._parked[generation.id] = generation
+
+    def forget(self, id_: int) -> None:
+        """Take a request out, if it is parked."""
+        self._parked.pop(id_, None)
+
+    def run(self, before: Schedule) -> tuple[Schedule, Executor, str | None]:
+        """Deploy the other plan, or the one before again where that fails, for want of memory perhaps.
+
+        Returns:
+            The plan that runs now, its workers, and why the other one does not, if so.
+        """
+        assert self._deploy is not None and self._next is not None
+        refused = None
+        try:
+            schedule, executor = self._next, self._deploy(self._next)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        if refused is not None:  # not above: the error would keep what it has met in memory
+            logger.error("another plan could not be deployed", extra={"fields": {"reason": refused}})
+            schedule = before.fresh()
+            executor = self._deploy(schedule)
+        self._next = None
+        return schedule, executor, refused
+
+    def unpark(self) -> list[Generation]:
+        """The requests that were parked, in the order of their coming; they are so no longer."""
+        parked, self._parked = list(self._parked.values()), {}
+        return parked
