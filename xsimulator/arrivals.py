@@ -128,13 +128,16 @@ class _Clock:
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
         cost, free, now = self.cost, self.free_ns, issue_ns
-        seconds = cost.step(counts)
+        costs = cost.step_ns(counts)
         if len(free) == 1:
-            free[0] = max(now, free[0]) + max(1, round(seconds[0] * 1e9))
-            return free[0]
-        hops = cost.hops(counts.num_tokens)
-        for stage, (cost_s, hop_s) in enumerate(zip(seconds, hops, strict=True)):
-            now = free[stage] = max(now + round(hop_s * 1e9), free[stage]) + max(1, round(cost_s * 1e9))
+            now = free[0] = max(now, free[0]) + costs[0]
+            return now
+        for stage, hop in enumerate(cost.hops_ns(counts.num_tokens)):
+            now += hop
+            if now < free[stage]:
+                now = free[stage]
+            now += costs[stage]
+            free[stage] = now
         return now
 
     def occupy(self, issue_ns: int, seconds: float) -> None:

@@ -8,7 +8,7 @@ arrivals. A run ends as soon as more requests have broken their bounds than the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, floor, inf, log2
+from math import ceil, floor, inf, log, log2
 
 import numpy as np
 
@@ -24,7 +24,9 @@ LEAST_REQUESTS = 2000
 """Requests that count, at least."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""And at least as many as arrive, at saturation, in so many times the bound; the warm-up is one such time."""
+"""And at least as many as arrive, at saturation, in so many spans; the warm-up is one. A span is the bound, or what a
+request takes that waits as long as requests do at a rate just below saturation, where that is less: beyond, the
+arrival rate is the saturated one to within `PRECISION`, whatever the bound."""
 PRECISION = 0.02
 """Of the rate, relative."""
 EDGE = 0.05
@@ -74,7 +76,11 @@ class Trial:
         self._by_request = by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve"
         self.lanes = lanes_of(plan, profile)
         share = plan.estimate.throughput_rps / plan.replicas
-        span_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
+        longest_s = plan.estimate.latency_s + _wait_s(plan, share)
+        bound_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
+        span_s = min(bound_s, longest_s)
+        self.is_far = bound_s > longest_s
+        """The bound is so loose that the rate is the saturated one."""
         # In powers of two, so that plans of about the same throughput meet the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(LEAST_REQUESTS, LIFETIMES * self.num_warm_up)
@@ -107,6 +113,15 @@ class Trial:
         gaps = (end - first) / np.maximum(outputs - 1, 1)
         return Seen((end - arrived) / 1e9, (first - arrived) / 1e9, gaps / 1e9)
 
+    def saturated(self) -> float:
+        """Requests a second of all replicas while requests always wait."""
+        stream = Stream(self._inputs, self._outputs, self.plan.workload.output.lengths[-1], [0] * len(self._inputs))
+        run = self._run(stream)
+        run.run()
+        ends = np.sort(run.end_ns)
+        first, last = self.num_warm_up, self.num_warm_up + self.num_requests
+        return float(self.plan.replicas * self.num_requests / (ends[last] - ends[first]) * 1e9)
+
     def _run(self, stream: Stream) -> Run:
         plan, schedule = self.plan, policies.build(self.plan)
         if self._by_request:
@@ -135,6 +150,8 @@ class CapacitySearch:
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed), _slack(plan)
         self._most = plan.estimate.throughput_rps
+        if self._trial.is_far:  # a queue that grows for ever breaks such a bound only after a longer run than any
+            self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
         """Of rates that are kept: the quantile of the whole time, and the share of requests within the bounds."""
@@ -142,7 +159,7 @@ class CapacitySearch:
     @property
     def rate(self) -> float:
         """The rate; 0: below a tenth of saturation, or none."""
-        return self._highest(self._slack, self.precision)
+        return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
         """Whether the bounds are kept at a rate."""
@@ -191,7 +208,8 @@ class CapacitySearch:
             if high <= (1 + precision) * low or high < LEAST_SHARE * self._most:
                 return low
             if len(self._excess) == 1:
-                rate = min(max(first, LEAST_SHARE * self._most), 0.97 * self._most)
+                top = 1 / (1 + precision) if self._trial.is_far else 0.97
+                rate = min(inf if self._trial.is_far else max(first, LEAST_SHARE * self._most), top * self._most)
             else:
                 rate = self._between(low, high, slack, step, precision, bisect=num_tried % 3 == 2)
                 step *= 2
@@ -223,6 +241,16 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
     if not plan.constraint.bounds_latency:
         return None
     return CapacitySearch(plan, profile, predicted).found(edges=edges)
+
+
+def _wait_s(plan: Plan, throughput: float) -> float:
+    """What the quantile of requests waits at `PRECISION` below saturation, s: the tail of a queue in heavy traffic.
+
+    P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), with s the coefficient of variation of output lengths.
+    """
+    lengths, shares = np.asarray(plan.workload.output.lengths, float), np.asarray(plan.workload.output.probabilities)
+    variation = float(shares @ lengths**2 / (shares @ lengths) ** 2) - 1
+    return -log(1 - plan.constraint.quantile) / PRECISION * (1 + variation) / 2 / throughput
 
 
 def _slack(plan: Plan) -> float:

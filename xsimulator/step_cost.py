@@ -23,7 +23,7 @@ import numpy as np
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec, Plan, Profile, StageLane
-from xsimulator.curves import Array, Grid, Line, Table
+from xsimulator.curves import MOST_KNOWN, Array, Grid, Line, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape, lane_of
 
@@ -111,6 +111,7 @@ class LaneCost:
         self._near = None if profile.hop is None else Line.of(profile.hop)
         self._far = None if profile.inter_node_hop is None else Line.of(profile.inter_node_hop)
         self.has_encoder = bool(profile.encoder_layers)
+        self._hops_ns: dict[int, list[int]] = {}
 
     @property
     def num_stages(self) -> int:
@@ -230,13 +231,44 @@ class LaneCost:
 
     def step(self, step: StepCounts) -> list[float]:
         """Seconds of one step on each stage."""
-        if step.encode or self.has_encoder:
-            by_kind = [sum(self._parts(stage, step)) for stage, _ in self.kinds]
-        else:
-            by_kind = [of(step.decodes, step.context) for of in self._decoding]
+        by_kind = self._by_kind_of(step)
         if len(by_kind) == self.num_stages:
             return by_kind
         return [by_kind[k] for k in self._kinds_in_order]
+
+    def step_ns(self, step: StepCounts) -> list[int]:
+        """Whole nanoseconds of one step on each stage, at least one."""
+        by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
+        if len(by_kind) == self.num_stages:
+            return by_kind
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def _by_kind_of(self, step: StepCounts) -> list[float]:
+        if self.has_encoder:
+            return [sum(self._parts(stage, step)) for stage, _ in self.kinds]
+        if not step.encode:
+            return [of(step.decodes, step.context) for of in self._decoding]
+        # What a layer takes is the same on all stages of a degree: pipelines have many.
+        decodes, num_tokens = step.decodes, step.num_tokens
+        context = step.context / decodes if decodes else 0.0
+        layers = {
+            tp: (
+                degree.rest.at(num_tokens),
+                _ragged(degree.encode, step.encode),
+                degree.decode.at(decodes, context) if decodes else 0.0,
+                degree.head.at(step.sampled),
+            )
+            for tp, degree in self._degrees.items()
+        }
+        embedding_s = self._embedding.at(num_tokens)
+        overhead_s = self._overhead.at(decodes + len(step.encode))
+        found = []
+        for stage, _ in self.kinds:
+            (rest_s, encode_s, decode_s, head_s), number = layers[stage.tp], stage.decoder_layers
+            tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
+            seconds = tokens_s + number * encode_s + number * decode_s
+            found.append(seconds + (head_s if stage.heads else 0.0) + overhead_s)
+        return found
 
     def parts(self, step: StepCounts) -> list[StepParts]:
         """The same, part by part."""
@@ -264,6 +296,15 @@ class LaneCost:
         lines = (self._near, self._far)
         seconds = {far: line.at(num_tokens) for far, line in enumerate(lines) if line is not None}
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
+
+    def hops_ns(self, num_tokens: int) -> list[int]:
+        """The same in whole nanoseconds; steps come in few sizes."""
+        found = self._hops_ns.get(num_tokens)
+        if found is None:
+            found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
+            if len(self._hops_ns) < MOST_KNOWN:
+                self._hops_ns[num_tokens] = found
+        return found
 
     def _parts(self, stage: StageShape, step: StepCounts) -> StepParts:
         degree, layers, decodes = self._degrees[stage.tp], stage.decoder_layers, step.decodes

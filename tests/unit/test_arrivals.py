@@ -126,3 +126,17 @@ def test_no_rate_is_not_kept() -> None:
     """A plan that keeps its bounds at no rate is no rival: what beats it must keep a rate."""
     plan, of = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
     assert not CapacitySearch(plan, of.profile).keeps(0.0)
+
+
+@pytest.mark.parametrize("bound_s", [1e3, 1e9])
+def test_beyond_any_wait_the_rate_is_the_saturated_one(bound_s: float) -> None:
+    """However loose the bound, as many requests are simulated as tell that, and the rate does not grow with it."""
+    plan, of = plans(*SCENARIOS[0])["chunked"], subject(*SCENARIOS[0][:3])
+    loose = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"latency_bound_s": bound_s})})
+    found = capacity(loose, of.profile)
+    assert found is not None
+    assert found.num_requests <= 16384
+    saturated = Trial(loose, of.profile).saturated()
+    assert found.rate_per_s == pytest.approx(min(saturated, plan.estimate.throughput_rps), rel=1.5 * PRECISION)
+    kept = capacity(plan, of.profile)
+    assert kept is not None and found.rate_per_s >= kept.rate_per_s * (1 - PRECISION)

@@ -22,6 +22,8 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "exegpt": ("rra", "waa"),
 }
 """Choices that stand for several policies."""
+UNIFORM_KINDS = ("chunked", "orca", "static")
+"""What other planners offer, on replicas of equal stages."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,13 @@ def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
         )
 
 
+def is_uniform(plan: Plan) -> bool:
+    """Whether other planners offer such a plan: replicas of equal stages, without rra and waa."""
+    from xscheduler.placement import Placement
+
+    return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
+
+
 def plan_uniform(
     subject: Subject, constraint: Constraint, search: str, kv: KvPromise = "reserve", max_devices: int | None = None
 ) -> Plan | None:
@@ -185,12 +194,11 @@ def plan_uniform(
     from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
 
-    kinds = ("chunked", "orca", "static")
     try:
         if constraint.maximises_arrivals:
             of = scheduler(subject, constraint, search, kv, max_devices, uniform=True)
-            return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
-        plans = best_of_each(subject, constraint, kinds, search, kv, max_devices, uniform=True)
+            return next(iter(best_by_arrivals(of, UNIFORM_KINDS, only_best=True).values()))
+        plans = best_of_each(subject, constraint, UNIFORM_KINDS, search, kv, max_devices, uniform=True)
     except InfeasibleError:
         return None
     return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)

@@ -225,11 +225,13 @@ def _against_uniform(
 ) -> list[str]:
     """Return a line on the best uniform plan, where the chosen one need not be uniform."""
     from xgpt.app.arrivals import maximised
-    from xgpt.app.planning import plan_uniform
+    from xgpt.app.planning import is_uniform, plan_uniform
     from xgpt.app.wording import settings_text
 
     if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None:
         return []
+    if is_uniform(best):
+        return ["best uniform plan (equal stages, no rra, no waa): the chosen one"]
     uniform = plan_uniform(subject, constraint, search, kv, max_devices)
     if uniform is None:
         return ["no uniform plan (equal stages, no rra, no waa) keeps the bound"]
