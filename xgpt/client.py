@@ -110,6 +110,7 @@ async def replay(
     enough: int | None = None,
     stream: bool = True,
     ca_file: Path | None = None,
+    api_key: str | None = None,
 ) -> list[ClientResult]:
     """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
@@ -118,7 +119,7 @@ async def replay(
             each is sent at its `send_at_s`, whatever has become of the others.
         stream: read each token as it comes; otherwise whole answers, which cost client and server less.
         enough: closed loop: stop when so many have ended, and leave out those under way.
-        ca_file: the authorities that may vouch for an https server; None: the system's.
+        ca_file, api_key: see `Connection`.
 
     Raises:
         InputError: `concurrency` below 1, or requests whose `send_at_s` does not fit the kind of loop.
@@ -129,7 +130,7 @@ async def replay(
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
         accepted = "a closed loop takes no send_at_s, an open loop one for each request"
         raise InputError("concurrency", concurrency, accepted)
-    async with _Connections(url, ca_file) as connections:
+    async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:
             model = await _served_model(connection, url)
         client = _Client(connections, model, stream)
@@ -177,9 +178,10 @@ async def _served_model(connection: Connection, url: str) -> _Model:
 class _Connections:
     """As many as requests are under way at once."""
 
-    def __init__(self, url: str, ca_file: Path | None) -> None:
+    def __init__(self, url: str, ca_file: Path | None, api_key: str | None) -> None:
         self._url = url
         self._ca_file = ca_file
+        self._api_key = api_key
         self._all: list[Connection] = []
         self._idle: list[Connection] = []
 
@@ -195,7 +197,7 @@ class _Connections:
     async def one(self) -> AsyncIterator[Connection]:
         """A connection that nobody else uses meanwhile."""
         if not self._idle:
-            self._all.append(Connection(self._url, self._ca_file))
+            self._all.append(Connection(self._url, self._ca_file, self._api_key))
             self._idle.append(self._all[-1])
         connection = self._idle.pop()
         try:

@@ -44,12 +44,13 @@ class Connection:
     Args:
         url: the server's, with whatever comes before all paths.
         ca_file: the authorities that may vouch for an https server; None: the system's.
+        api_key: what the server demands; None: nothing.
 
     Raises:
         InputError: it is not the URL of a server, or the file holds no certificate.
     """
 
-    def __init__(self, url: str, ca_file: Path | None = None) -> None:
+    def __init__(self, url: str, ca_file: Path | None = None, api_key: str | None = None) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -60,7 +61,9 @@ class Connection:
         self._tls = _tls(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
-        self._host = parts.netloc.rpartition("@")[2]
+        self._headers = [("host", parts.netloc.rpartition("@")[2]), ("accept", "*/*")]
+        if api_key is not None:
+            self._headers.append(("authorization", f"Bearer {api_key}"))
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self._http: h11.Connection
@@ -72,9 +75,9 @@ class Connection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 self._reader, self._writer = await asyncio.open_connection(*self._address, ssl=self._tls)
             self._http = h11.Connection(h11.CLIENT)
-        headers = [("host", self._host), ("accept", "*/*")]
+        headers = self._headers
         if body:
-            headers += [("content-type", "application/json"), ("content-length", str(len(body)))]
+            headers = [*headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
         events = (
             h11.Request(method=method, target=self._prefix + path, headers=headers),
             *([h11.Data(data=body)] if body else []),

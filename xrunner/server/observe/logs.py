@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
+import os
+import queue
 import sys
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from http import HTTPStatus
 from typing import IO, NamedTuple
 
 import msgspec
 
+MAX_LINES = 4096
+"""That may wait to be written."""
+END_S = 1.0
+"""For what still waits when the process ends."""
 KINDS = 1000
 """Kinds of lines that are told apart: those that came last."""
 
@@ -79,9 +87,49 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+class BackgroundHandler(logging.Handler):
+    """Writes lines to a file descriptor in a thread of its own: a pipe that is not read holds up nothing else.
+
+    What comes while `MAX_LINES` wait is lost; a line says how much was, once there is room again.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
+        self._num_lost = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+        atexit.register(self.flush)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._num_lost:
+                lost = logging.LogRecord(__name__, logging.WARNING, "", 0, "log lines were lost", (), None)
+                lost.fields = {"lines": self._num_lost}
+                self._lines.put_nowait(self.format(lost))
+                self._num_lost = 0
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_lost += 1
+
+    def flush(self) -> None:
+        """Wait until all is written, but no longer than `END_S`."""
+        end_s = time.monotonic() + END_S
+        while self._lines.unfinished_tasks and time.monotonic() < end_s:
+            time.sleep(0.005)
+
+    def _write(self) -> None:
+        while True:
+            left = memoryview(f"{self._lines.get()}\n".encode())
+            with suppress(OSError):  # there is nothing that could be told of it
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+            self._lines.task_done()
+
+
 def log_json(level: str, stream: IO[str] | None = None) -> None:
-    """Send the logs of the process to `stream` (standard error), from `level` on."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Send the logs of the process to `stream` (standard error, then in a thread of its own), from `level` on."""
+    handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())
     logging.raiseExceptions = False  # a line that cannot be written must not become twenty on standard error
