@@ -7,6 +7,7 @@ missing to the other. A request through httpx takes 1.6 ms of a core, through th
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,18 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
         raise InputError("--ca-file", str(ca_file), f"it must hold certificates in PEM: {error.strerror}") from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
+
+
+def own_api_key() -> str | None:
+    """What XGPT_API_KEY says; None: nothing.
+
+    Raises:
+        InputError: it is none. Never shows it.
+    """
+    key = os.environ.get("XGPT_API_KEY")
+    if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
+        raise InputError("XGPT_API_KEY", "*" * len(key), "a key is printable ASCII characters without blanks")
+    return key or None
 
 
 class Connection:

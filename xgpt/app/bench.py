@@ -24,7 +24,7 @@ from xgpt.app.simulating import (
     simulate,
     warm_up_requests,
 )
-from xgpt.errors import InputError, MachineError
+from xgpt.errors import MachineError
 from xgpt.schema import BenchReport, Comparison, EngineKind, Estimate, Plan, UrlReport, Workload
 
 if TYPE_CHECKING:
@@ -142,28 +142,26 @@ def bench_url(
     concurrency: int,
     rng: np.random.Generator,
     ca_file: Path | None = None,
-    api_key_file: Path | None = None,
 ) -> UrlReport:
     """Replay sampled requests against any running endpoint; what a client sees is all that is known.
 
     Args:
         ca_file: the authorities that may vouch for an https server; None: the system's.
-        api_key_file: holds the key that the server demands, and nothing else; None: it demands none.
 
     Raises:
-        InputError: a file does not hold what it should.
+        InputError: the file holds no certificate, or XGPT_API_KEY no key.
         MachineError: nothing answers there, or every request failed.
     """
     from xgpt.client import ClientRequest, replay
+    from xgpt.connection import own_api_key
     from xgpt.workload import sample
 
-    api_key = None if api_key_file is None else _read_key(api_key_file)
     inputs, outputs = sample(workload, num_requests, rng)
     requests = [
         ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
         for i, o in zip(inputs, outputs, strict=True)
     ]
-    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=ca_file, api_key=api_key))
+    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=ca_file, api_key=own_api_key()))
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
@@ -182,17 +180,6 @@ def bench_url(
         ttft_p99_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.99),
         itl_p99_s=_quantile(gaps, 0.99) if gaps else 0.0,
     )
-
-
-def _read_key(path: Path) -> str:
-    """Raises InputError, which does not show what the file holds."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--api-key-file", str(path), f"it cannot be read: {error}") from None
-    if not (key.isascii() and key.isprintable()) or len(key.split()) != 1:
-        raise InputError("--api-key-file", str(path), "it must hold one key, and nothing else")
-    return key
 
 
 def _client_requests(

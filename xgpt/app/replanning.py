@@ -83,9 +83,10 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         return plan, observe_lengths(lengths.input, lengths.output, plan.workload)
     import httpx
 
-    headers = {}
-    if key := os.environ.get("XGPT_API_KEY"):
-        headers["authorization"] = f"Bearer {key}"
+    from xgpt.connection import own_api_key
+
+    key = own_api_key()
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
         told = response.raise_for_status().json()

@@ -67,5 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
+    import logging
+
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # so that nothing follows
     click.echo(f"xgpt: {' '.join(message.split())}", err=True)
     sys.exit(code)

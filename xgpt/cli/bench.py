@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 @click.option(
     "--ca-file", metavar="FILE", help="Certificate authorities for an https URL, in PEM. Default: the system's."
 )
-@click.option("--api-key-file", metavar="FILE", help="Holds the key that a URL demands.")
 @engine_option
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
@@ -52,12 +51,13 @@ def command(
     calibrated_path: str | None,
     profile_path: str | None,
     ca_file: str | None,
-    api_key_file: str | None,
     engine: EngineKind,
     seed: int,
     as_json: bool,
 ) -> None:
     """Replay a workload, and set what the plan predicts against what is measured.
+
+    A URL that demands an API key has it from the environment variable XGPT_API_KEY.
 
     \b
     Examples:
@@ -87,8 +87,8 @@ def command(
         if arrival_rate is not None:
             raise InputError("--arrival-rate", arrival_rate, "a URL is measured in a closed loop; give --concurrency")
         lengths = load_workload(workload or "summarization")
-        trusted, key = (None if path is None else Path(path) for path in (ca_file, api_key_file))
-        url_report = bench_url(target, lengths, num_requests, concurrency, rng, trusted, key)
+        trusted = None if ca_file is None else Path(ca_file)
+        url_report = bench_url(target, lengths, num_requests, concurrency, rng, trusted)
         if as_json:
             click.echo(dump_json(url_report), nl=False)
         else:
@@ -96,8 +96,6 @@ def command(
         return
     if ca_file is not None:
         raise InputError("--ca-file", ca_file, "it goes with an https URL")
-    if api_key_file is not None:
-        raise InputError("--api-key-file", api_key_file, "it goes with a URL")
     plan = load_json(Path(target), Plan, "plan")
     lengths = plan.workload if workload is None else load_workload(workload, plan.model)
     log: list[StepRecord] = []
