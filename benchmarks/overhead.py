@@ -4,7 +4,7 @@
 
 A worker that does everything but compute stands in for the model, so nothing depends on which model it would be. Each
 table varies one size and keeps the others: requests in decode, tokens of context, requests that wait. The figures are
-medians. Writes results/overhead.json; docs/PERFORMANCE.md keeps the last.
+medians. Writes results/overhead.json; docs/results/engine.md keeps the last.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization] [--chosen-only]
 
 The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured.
-Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and .md; docs/PREDICTION.md keeps the last, with
-what was learnt from it.
+Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and .md; the last is
+docs/results/prediction.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ encoder and three decoder layers) is served on this machine, with the model's wi
 V100, at its own. Of what the paper leaves open: answers are as long as prompts, independently; deadlines come one to
 three times a full concatenated batch's time after the arrival; rates are multiples of what TNB serves at saturation.
 
-Each part writes its rows to results/tcb.json and the tables of all parts to results/tcb.md; docs/TCB.md keeps the last.
+Each part writes its rows to results/tcb.json and the tables of all parts to results/tcb.md; the last are in
+docs/results/tcb.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ and as many requests at once as keep the bound: what one would tune without a pl
 before it is measured; beside it stands what the simulated engine makes of the same requests, and of many: how far the
 sample, and how far the closed form, is the cause of an error. After it come its steps by kind, beside what the profile
 says of them: how far the profile is. Writes results/vllm.KIND.json and, to look at again, the steps in
-results/vllm.KIND.jsonl; docs/VLLM.md keeps the last.
+results/vllm.KIND.jsonl; docs/results/vllm.md keeps the last.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def vllm_as_it_is(plan: Plan, directory: Path, step_log: Path) -> Iterator[str]:
 
 
 def row(kind: str, plan: Plan, report: BenchReport) -> list[str]:
-    """A line of the table in docs/VLLM.md."""
+    """A line of the table in docs/results/vllm.md."""
     figures = {figure.metric: figure for figure in report.figures}
     cells = [kind, settings_text(plan), report.plan_sha256[:8]]
     for metric in ("throughput_rps", "latency_s"):

@@ -4,7 +4,7 @@
 
 `xgpt serve --engine vllm` starts with rra's best plan for the workload; after so many requests all lengths are by a
 factor others. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
-results/vllm.shift.json; docs/VLLM.md keeps the last.
+results/vllm.shift.json; docs/results/vllm.md keeps the last.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The papers' figures beside ours.
 
-    python -m benchmarks.papers [--quick] [--jsonl results/papers.jsonl] [--markdown docs/REPRODUCTION.md]
+    python -m benchmarks.papers [--quick] [--jsonl results/papers.jsonl] [--markdown docs/results/papers.md]
 
 Profiles are computed from datasheets, with one set of efficiencies a device kind. At the paper's settings where it
 names them; where it does not, the search chooses. Searched rows stand in two columns: over FasterTransformer as the
@@ -40,10 +40,10 @@ COLUMNS = ("model", "cluster", "task", "bound", "FT", "static", "ours", "policy"
 
 PAGE = """# The papers' figures, reproduced
 
-Made by `python -m benchmarks.papers --markdown docs/REPRODUCTION.md`. All times are predictions: profiles computed
+Made by `python -m benchmarks.papers --markdown docs/results/papers.md`. All times are predictions: profiles computed
 from datasheets with one set of efficiencies a device kind (`configs/devices`), the closed forms of `xsimulator`, and,
 where a schedule is searched for, `xscheduler`. What TCB reports is measured by `python -m benchmarks.tcb`
-([TCB.md](TCB.md)), ExeGPT's Table 5 by `python -m benchmarks.monotonicity`.
+([TCB](tcb.md)), ExeGPT's Table 5 by `python -m benchmarks.monotonicity`.
 
 """
 
