@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-import xrunner.attention.rows as row_attention
-import xrunner.rows as rows_module
+import xrunner.tcb.attention as row_attention
+import xrunner.tcb.rows as rows_module
 from tests.numerics.checkpoints import VOCABULARY
 from tests.numerics.test_families import FIRST_SHAPES, make_worker
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.policies.packing import concatenated_rows, padded_rows, slotted_rows
 from xgpt.policies.request import Request
+from xgpt.policies.tcb import concatenated_rows, padded_rows, slotted_rows
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.rows import run_rows
+from xrunner.tcb.rows import run_rows
 
 rng = np.random.default_rng(3)
 REQUESTS = [Request(i, int(rng.integers(1, 14)), int(rng.integers(1, 9))) for i in range(11)]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies.packing import (
+from xgpt.policies.request import Request
+from xgpt.policies.tcb import (
     RowBatch,
     concatenated_rows,
     even_rows,
@@ -15,7 +16,6 @@ from xgpt.policies.packing import (
     padded_rows,
     slotted_rows,
 )
-from xgpt.policies.request import Request
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 

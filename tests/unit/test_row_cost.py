@@ -3,11 +3,11 @@
 import pytest
 
 from xgpt.errors import InputError
-from xgpt.policies.packing import concatenated_rows, padded_rows, slotted_rows
 from xgpt.policies.request import Request
+from xgpt.policies.tcb import concatenated_rows, padded_rows, slotted_rows
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.analytic import profile
-from xsimulator.rows import RowCost
+from xsimulator.tcb import RowCost
 
 
 @pytest.fixture(scope="module")

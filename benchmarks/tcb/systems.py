@@ -17,7 +17,8 @@ import numpy as np
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.orders import DasOrder, utility
-from xgpt.policies.packing import (
+from xgpt.policies.request import Request
+from xgpt.policies.tcb import (
     BatchCost,
     RowBatch,
     concatenated_rows,
@@ -26,12 +27,11 @@ from xgpt.policies.packing import (
     padded_rows,
     slotted_rows,
 )
-from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder, TruncatedNormal
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import histogram, poisson_arrivals
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.rows import RowCost
+from xsimulator.tcb import RowCost
 
 MEAN, SHORTEST, LONGEST = 20.0, 3, 100
 """Tokens. Source: TCB sec. 6.2.1."""

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies.packing import RowBatch
+from xgpt.policies.tcb import RowBatch
 from xrunner.attention import Batch
-from xrunner.attention.rows import NOBODY, attend_slots, same_owner
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
+from xrunner.tcb.attention import PADDING, attend_slots, same_owner
 
 LEAVING_SHARE = 0.25
 """Slots leave once that share of those left has ended: each leaving copies what the others hold."""
@@ -84,7 +84,7 @@ class _Layout:
         self.most = batch.most_a_slot
         self.token_ids = np.zeros(shape, dtype=np.int64)
         self.positions = np.zeros(shape, dtype=np.int64)
-        self.owner = np.full(shape, NOBODY, dtype=np.int64)
+        self.owner = np.full(shape, PADDING, dtype=np.int64)
         self.ids = [place.id for place in batch.places]
         self.slot = np.array([place.slot for place in batch.places])
         self.number = np.arange(len(self.ids)) - np.searchsorted(self.slot, self.slot)
@@ -107,7 +107,7 @@ class _Rows(ABC):
         """Tokens of each request whose keys and values are kept behind the prompts'."""
         self._owner = self._tensor(layout.owner)
         self._slot, self._number = self._tensor(layout.slot), self._tensor(layout.number)
-        numbers = torch.full((len(layout.owner), layout.most), NOBODY, device=self._device)
+        numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
         """# bool [slots, most, tokens]"""

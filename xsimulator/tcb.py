@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.policies.packing import RowBatch
+from xgpt.policies.tcb import RowBatch
 from xgpt.schema import ModelSpec, Profile
 from xsimulator.curves import Array, Grid, Line
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from benchmarks.tcb_systems import (
+from benchmarks.tcb.systems import (
     MEAN,
     Demand,
     Machine,
@@ -43,12 +43,12 @@ from benchmarks.tcb_systems import (
 )
 from xgpt.io import write_atomic
 from xgpt.policies.admission import make_queue
-from xgpt.policies.packing import RowBatch, concatenated_rows, even_rows, slotted_rows
 from xgpt.policies.request import Request
+from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows, slotted_rows
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import AdmissionOrder, DType, ModelSpec
 from xprofiler.analytic import profile
-from xsimulator.rows import RowCost
+from xsimulator.tcb import RowCost
 
 RESULTS = Path("results/tcb.json")
 ROWS, ROW_TOKENS = 64, 400
@@ -88,7 +88,7 @@ def v100(dtype: DType) -> Machine:
 
 
 def real(width: int, threads: int) -> Machine:
-    from benchmarks.tcb_real import RealMachine
+    from benchmarks.tcb.real import RealMachine
 
     return RealMachine(scaled(load_model("tcb-seq2seq")[0], width), threads)
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.tcb_systems import Demand, Machine
+from benchmarks.tcb.systems import Demand, Machine
 from xgpt.policies import Chunk, Schedule, Step
-from xgpt.policies.packing import RowBatch
 from xgpt.policies.request import Request
+from xgpt.policies.tcb import RowBatch
 from xgpt.schema import ModelSpec
 from xgpt.schema.step_log import StepRecord
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.rows import run_rows
+from xrunner.tcb.rows import run_rows
 
 NUM_BLOCKS = 16_000
 """Of 16 tokens: more than all requests of the largest batch need."""

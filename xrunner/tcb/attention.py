@@ -1,6 +1,6 @@
 """Attention over rows of several requests: computed over whole slots, masked to each request.
 
-The layout of TCB, for the batches that `xrunner.rows` runs; what serves is the flattened batch of the other backends.
+What serves is the flattened batch of the backends in `xrunner.attention`.
 Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
 """
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 MASK_BYTES = 64 * 2**20
 """So many slots are attended to at once that their masks, a bias for each head included, take no more."""
 
-NOBODY = -1
+PADDING = -1
 """Owner of a token that is padding."""
 
 
@@ -48,4 +48,4 @@ def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
 
     # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
     """
-    return (queries[..., None] == keys[:, None]) | (queries[..., None] == NOBODY)
+    return (queries[..., None] == keys[:, None]) | (queries[..., None] == PADDING)
