@@ -8,24 +8,15 @@ of them do is for a simulation to say (xsimulator.capacity); no bound on what is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.schema import Constraint
-from xscheduler.space import Ints, Settings, Space
+from xgpt.schema import Constraint, PolicySettings
+from xscheduler.space import Ints, Space
+from xsimulator.forecast import Forecast
 from xsimulator.queueing import NUM_LOADS, Array, Queue
 
-LOAD = {
-    "rra": "encode_batch",
-    "orca": "max_batch",
-    "chunked": "max_batch",
-    "static": "batch",
-    "waa": "max_decode_batch",
-}
-"""The control variable that grows along a curve."""
-NUM_CURVES = {"rra": 12, "orca": 1, "chunked": 12, "static": 1, "waa": 8}
-"""Values of the other variable at which curves begin."""
 STEP = 1.35
 """Between a setting and its neighbours."""
 MOST_PLACEMENTS = 48
@@ -37,7 +28,7 @@ class Rated(NamedTuple):
 
     rate: float
     space: Space
-    settings: Settings
+    settings: PolicySettings
 
 
 def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0.0) -> list[Rated]:
@@ -62,7 +53,7 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0
 
 def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rated | None:
     """The best settings of a placement; None: none that reaches the rate."""
-    outer, best = _outer_values(space, NUM_CURVES[space.kind]), None
+    outer, best = _outer_values(space, space.forecast.num_curves), None
     for round_ in range(2):
         best = max(
             filter(None, (best, _best_on(space, constraint, outer, at_least))), default=None, key=lambda r: r.rate
@@ -73,13 +64,14 @@ def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rate
     return best
 
 
-def rate_of(space: Space, settings: Settings, constraint: Constraint) -> float:
+def rate_of(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
     """The rate that the closed form gives one placement's settings, all replicas together."""
     columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
-    return float(space.placement.replicas * _queue(space, constraint, _curves(columns, space.kind)).max_rate()[0, -1])
+    queue = _queue(space, constraint, _curves(columns, space.forecast))
+    return float(space.placement.replicas * queue.max_rate()[0, -1])
 
 
-def neighbours(space: Space, settings: Settings) -> list[Settings]:
+def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
     """Settings that differ in one variable, by a third."""
     found = []
     for axis in space.axes:
@@ -93,14 +85,14 @@ def neighbours(space: Space, settings: Settings) -> list[Settings]:
 
 
 def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float) -> Rated | None:
-    largest = {LOAD[space.kind]: _largest(space, outer)}
+    largest = {space.forecast.load: _largest(space, outer)}
     name = _outer_name(space)
     if name is not None:
         largest[name] = outer
-    columns = _curves(largest, space.kind)
+    columns = _curves(largest, space.forecast)
     evaluation = space.evaluate(columns)
     replicas = space.placement.replicas
-    queue = Queue(space.kind, evaluation.performance, space.lengths, constraint)
+    queue = Queue(space.forecast.stations, evaluation.performance, space.lengths, constraint)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), queue.max_rate(at_least / replicas), 0.0)
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
@@ -108,22 +100,21 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
 
 
 def _queue(space: Space, constraint: Constraint, columns: dict[str, Ints]) -> Queue:
-    return Queue(space.kind, space.evaluate(columns).performance, space.lengths, constraint)
+    return Queue(space.forecast.stations, space.evaluate(columns).performance, space.lengths, constraint)
 
 
-def _curves(largest: dict[str, Ints], kind: str) -> dict[str, Ints]:
+def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
     """The points of curves that end at these settings. # [curves * NUM_LOADS]"""
-    load = LOAD[kind]
+    load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
     columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}
-    columns[load] = np.maximum(np.round(share * largest[load][:, None]), 1).astype(int).ravel()
-    if kind == "waa":  # under light load an encode batch is what has come since the last one
-        columns["encode_batch"] = np.maximum(np.round(share * largest["encode_batch"][:, None]), 1).astype(int).ravel()
+    for name in (load, *forecast.follows):
+        columns[name] = np.maximum(np.round(share * largest[name][:, None]), 1).astype(int).ravel()
     return columns
 
 
 def _outer_name(space: Space) -> str | None:
-    names = [axis.variable.name for axis in space.axes if axis.variable.name != LOAD[space.kind]]
+    names = [axis.variable.name for axis in space.axes if axis.variable.name != space.forecast.load]
     return names[0] if names else None
 
 
@@ -133,13 +124,12 @@ def _outer_values(space: Space, count: int) -> Ints:
     if name is None:
         return np.zeros(1, int)
     values = next(axis.values for axis in space.axes if axis.variable.name == name)
-    if space.kind == "waa":
-        values = values[: max(1, len(values) // 2)]  # a cap of fewer than two encode batches makes static batches
+    values = space.forecast.curve_values(values)
     picked: Ints = np.unique(values[np.round(np.geomspace(1, len(values), count)).astype(int) - 1])
     return picked
 
 
-def _finer(space: Space, outer: Ints, settings: Settings) -> Ints:
+def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
     """Values of the other variable between the best one's neighbours."""
     name = _outer_name(space)
     assert name is not None
@@ -156,10 +146,9 @@ def _finer(space: Space, outer: Ints, settings: Settings) -> Ints:
 def _largest(space: Space, outer: Ints) -> Ints:
     """The largest batch that memory holds beside each value of the other variable."""
     most = max(int(space.capacity), 1)
-    if space.kind != "rra":
+    axis, inner, counts = space.lines
+    if axis is None or inner.variable.name != space.forecast.load:
         return np.full(len(outer), most)
-    axis, _, counts = space.lines
-    assert axis is not None
     lines = np.searchsorted(axis.values, outer)
     least = space.least_requests
     return np.maximum(counts[lines] + least - 1, least).astype(int)

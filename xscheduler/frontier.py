@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscheduler.space import Settings, Space
+from xgpt.schema import PolicySettings
+from xscheduler.space import Space
 
 NUM_POINTS = 1000
 """Settings that are looked at in a placement."""
@@ -20,7 +21,7 @@ class Point(NamedTuple):
 
     latency_s: float
     throughput_rps: float
-    settings: Settings
+    settings: PolicySettings
 
 
 def frontier(spaces: Sequence[Space]) -> list[Point]:

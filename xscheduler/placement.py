@@ -15,6 +15,7 @@ from typing import Any
 
 from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
 from xsimulator.curves import Grid, Line
+from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, degrees, lane, lane_of, spread
 
@@ -129,22 +130,31 @@ class Placements:
 
         A replica of n devices stands floor(N/n) times: up to 8 devices, more of them lose no placement.
         """
-        found = []
+        found, num_lanes = [], len(FORECASTS[kind].settings.lanes)
         for size in _sizes(self.num_devices):
             replicas = self.num_devices // size
-            found += list(self._waa(size, replicas) if kind == "waa" else self.one_lane(kind, size, replicas))
+            of = self._two_lanes(size, replicas) if num_lanes == 2 else self.one_lane(kind, size, replicas)
+            found += list(of)
         return found
+
+    @cached_property
+    def widest(self) -> Lane:
+        """The lane that spreads a replica over most devices."""
+        sizes = reversed(_sizes(self.num_devices))
+        found = (layout for size in sizes for layout in self._standing(size, self.num_devices // size))
+        return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
         """So many replicas of so many devices, encode and decode on the same ones."""
-        for layout in self.layouts(size):
-            if not self._fits_nodes((layout,), replicas):
-                continue
+        for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices}
-            for fixed in _microbatches(kind, layout.num_stages):
+            for fixed in FORECASTS[kind].microbatches(_microbatches(layout.num_stages)):
                 yield Placement(replicas, (layout,), tp | fixed)
 
-    def _waa(self, size: int, replicas: int) -> Iterator[Placement]:
+    def _standing(self, size: int, replicas: int) -> Iterator[Layout]:
+        return (layout for layout in self.layouts(size) if self._fits_nodes((layout,), replicas))
+
+    def _two_lanes(self, size: int, replicas: int) -> Iterator[Placement]:
         for encoders, allocation in self._allocations(size).items():
             for encode in self.layouts(encoders, decode=False):
                 for decode in self.layouts(size - encoders, encode=False, first_device=encoders):
@@ -295,14 +305,6 @@ def _splits(size: int, degree: int) -> Iterator[int]:
     yield from (degree * count for count in range(groups, 0, -step))
 
 
-def _microbatches(kind: str, num_stages: int) -> list[dict[str, int]]:
+def _microbatches(num_stages: int) -> list[int]:
     """Micro-batches worth trying on a pipeline: fewer than stages leave bubbles, more make smaller steps."""
-    counts = sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]
-    if kind != "static":
-        return [{"microbatches": count} for count in counts]
-    # FasterTransformer takes as many of both; DeepSpeed Inference more to encode.
-    return [
-        {"encode_microbatches": factor * count, "decode_microbatches": count}
-        for count in counts
-        for factor in ((1, 2) if num_stages > 1 else (1,))
-    ]
+    return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

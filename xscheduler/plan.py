@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from xgpt.io import sha256
-from xgpt.schema import Admission, Estimate, Plan, ProfileRef, SearchCertificate, Stage, StageLane
+from xgpt.schema import Admission, Estimate, Plan, PolicySettings, ProfileRef, SearchCertificate, Stage, StageLane
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
-from xscheduler.space import Settings, Space
+from xscheduler.space import Space
 from xsimulator.lengths import Lengths
 
 
@@ -15,7 +15,7 @@ def plan_of(
     lengths: Lengths,
     space: Space,
     values: dict[str, float],
-    settings: Settings,
+    settings: PolicySettings,
     certificate: SearchCertificate,
 ) -> Plan:
     """The plan of one point of a space.

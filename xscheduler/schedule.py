@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import Constraint, Plan, Profile, SearchCertificate
+from xgpt.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate
 from xscheduler.arrival_rate import by_rate, neighbours, rate_of
 from xscheduler.frontier import Point, frontier
 from xscheduler.minorant import minorant
@@ -21,7 +21,7 @@ from xscheduler.plan import plan_of
 from xscheduler.problem import Problem
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
-from xscheduler.space import POLICIES, Limits, Models, Settings, Space
+from xscheduler.space import POLICIES, Limits, Models, Space
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
@@ -48,7 +48,7 @@ class Scheduler:
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
-        self._found: dict[tuple[Settings, int, int], Space] = {}
+        self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
         self._screens: dict[Constraint, Screen] = {}
         self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
@@ -218,7 +218,7 @@ class Scheduler:
         """The plan with the highest throughput among these policies."""
         return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
 
-    def score(self, settings: Settings, placement: Placement) -> Plan:
+    def score(self, settings: PolicySettings, placement: Placement) -> Plan:
         """What somebody's own settings would do, whether or not they keep the constraint.
 
         Raises:
@@ -318,8 +318,7 @@ class Scheduler:
 
     def _no_memory(self) -> InfeasibleError:
         """Why no placement holds the model, from the one that spreads it widest."""
-        widest = max(self._placements.of("rra"), key=lambda placement: placement.num_devices)
-        memory = self._memory(widest.encode_lane)
+        memory = self._memory(self._placements.widest)
         if isinstance(memory, InfeasibleError):
             return memory
         return InfeasibleError(
@@ -363,11 +362,11 @@ class _Predictors:
         return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
 
 
-def _columns(settings: Settings) -> dict[str, np.ndarray]:
+def _columns(settings: PolicySettings) -> dict[str, np.ndarray]:
     return {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
 
 
-def _key(plan: Plan) -> tuple[Settings, int, int]:
+def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
     return plan.policy, plan.replicas, len(plan.stages)
 
 

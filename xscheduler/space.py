@@ -13,45 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import (
-    ChunkedSettings,
     Constraint,
     KvPromise,
-    OrcaSettings,
-    RraSettings,
-    StaticSettings,
+    PolicySettings,
     Variable,
-    WaaSettings,
 )
 from xscheduler.bound import excess_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import FORECASTS, Performance
-from xsimulator.lengths import Lengths, steady_decode_batch
+from xsimulator.forecast.base import Ints, Room
+from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, capacity
 
-Ints = npt.NDArray[np.int_]
 Array = npt.NDArray[np.float64]
-Settings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettings | WaaSettings
 
-POLICIES: dict[str, type[Settings]] = {
-    "rra": RraSettings,
-    "chunked": ChunkedSettings,
-    "orca": OrcaSettings,
-    "static": StaticSettings,
-    "waa": WaaSettings,
-}
-"""Every policy that the search knows, in the order of its tables."""
-
-TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
-"""Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
-
-LINES = {
-    "rra": "encode_batch",
-    "chunked": "max_batch",
-    "orca": "max_batch",
-    "static": "batch",
-    "waa": "encode_batch",
-}
-"""The variable that numbers points along a line; the other one, if there is one, is the line's own."""
+POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in FORECASTS.items()}
+"""The settings of every policy that the search knows."""
 
 POINTS_AT_ONCE = 20_000
 """Points of a sweep that are predicted in one call."""
@@ -128,13 +105,14 @@ class Space:
         wish: Wish | None = None,
     ) -> None:
         self.kind = kind
+        self.forecast = FORECASTS[kind]
         self.placement = placement
         self.lengths = lengths
         self.constraint = constraint
         self.limits = limits
         self.bound = bound
         self.wish = wish
-        self.kv: KvPromise = "reserve" if kind == "static" else limits.kv
+        self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
         """Numbers of the points that were predicted, call by call."""
@@ -150,7 +128,7 @@ class Space:
 
     @cached_property
     def axes(self) -> list[Axis]:
-        return [Axis(variable, self._values(variable.name)) for variable in POLICIES[self.kind].variables]
+        return [Axis(variable, self._values(variable.name)) for variable in self.forecast.settings.variables]
 
     @cached_property
     def searched(self) -> list[Axis]:
@@ -161,15 +139,12 @@ class Space:
         return [axis for axis in self.axes if axis.variable.latency == "none"]
 
     def _values(self, name: str) -> Ints:
+        return self.forecast.values(name, self._room)
+
+    @property
+    def _room(self) -> Room:
         micro = self.placement.microbatches
-        if name == "token_budget":
-            return np.asarray(
-                [b * micro for b in TOKEN_BUDGETS if b <= 2 * self.limits.max_batch * self.lengths.max_input]
-            )
-        if name == "decode_iterations":
-            return np.arange(1, max(2, self.lengths.max_output))
-        least = 1 if self.kind == "waa" and name == "encode_batch" else self.least_requests
-        return np.arange(least, max(least, int(self.capacity)) + 1)
+        return Room(self.lengths, micro, self.least_requests, self.capacity, self.limits.max_batch)
 
     @cached_property
     def least_requests(self) -> int:
@@ -209,15 +184,11 @@ class Space:
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
         """The points as lines along one variable: the other one, this one, and how many of its values each line has."""
-        inner = next(axis for axis in self.axes if axis.variable.name == LINES[self.kind])
+        inner = next(axis for axis in self.axes if axis.variable.name == self.forecast.line)
         outer = next((axis for axis in self.axes if axis is not inner), None)
         if outer is None:
             return None, inner, np.asarray([len(inner.values)])
-        counts = np.full(len(outer.values), len(inner.values))
-        if self.kind == "rra":
-            counts = np.floor(self.capacity / np.maximum(_phases(self.lengths), 1.0) + 1e-9) - inner.values[0] + 1
-        elif self.kind == "waa":
-            counts = outer.values  # a batch larger than the cap never enters
+        counts = self.forecast.line_counts(outer.values, inner.values, self._room)
         return outer, inner, np.minimum(np.maximum(counts, 0), len(inner.values)).astype(int)
 
     def within_memory(
@@ -312,23 +283,17 @@ class Space:
     def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        return Evaluation(FORECASTS[self.kind].evaluate(model, **columns, **fixed), self)
+        return Evaluation(self.forecast.evaluate(model, **columns, **fixed), self)
 
-    def settings(self, columns: dict[str, Ints], index: int) -> Settings:
+    def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}
-        return POLICIES[self.kind].model_validate(values | self.placement.fixed)
+        return self.forecast.settings.model_validate(values | self.placement.fixed)
 
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
     """Requests that a lane holds beside steps without tokens: the same for all placements on it."""
     return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv)[0])
-
-
-@lru_cache(maxsize=8)
-def _phases(lengths: Lengths) -> Array:
-    """Mean phases that a request stays in decode, for each N_D. # [max D]"""
-    return np.asarray([steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])
 
 
 class Evaluation:
@@ -362,11 +327,8 @@ class Evaluation:
 
     @cached_property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """In memory, and waa's encode batch under its cap."""
-        performance = self.performance
-        if self._space.kind != "waa":
-            return self.in_memory
-        return self.in_memory & (performance.encode_batch <= performance.peak_requests)
+        """In memory, and as the policy allows."""
+        return self.in_memory & self._space.forecast.is_allowed(self.performance)
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:

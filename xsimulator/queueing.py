@@ -28,6 +28,7 @@ import numpy.typing as npt
 from xgpt.schema import Constraint
 from xgpt.schema.step_log import StepRecord
 from xsimulator.forecast import Performance
+from xsimulator.forecast.base import Stations
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -44,11 +45,6 @@ LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.
 
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
-MIXED = ("orca", "chunked")
-"""Policies whose every step may admit requests."""
-FREED_TOGETHER = ("rra", "static")
-"""Policies whose places are free again together: after a phase, after a batch."""
-
 
 class Queue:
     """Curves of candidates of one policy: along each, the batch grows, and every point of it is a candidate.
@@ -59,7 +55,12 @@ class Queue:
     """
 
     def __init__(
-        self, kind: str, found: Performance, lengths: Lengths, constraint: Constraint, num_loads: int = NUM_LOADS
+        self,
+        stations: Stations,
+        found: Performance,
+        lengths: Lengths,
+        constraint: Constraint,
+        num_loads: int = NUM_LOADS,
     ) -> None:
         self._quantile = constraint.quantile
         decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
@@ -72,7 +73,7 @@ class Queue:
             of.reshape(shape) for of in (found.ttft, found.tpot, found.cycle, found.throughput)
         )
         # A step that mixes may admit at any time; other steps admit once a phase, or batch.
-        self._ttft, self._tpot, self._gate = ttft, tpot, tpot if kind in MIXED else gate
+        self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate
         # A schedule never serves less with a larger batch: where the closed form says so, it is by rounding.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
         """Requests a second at most. # [curves, loads]"""
@@ -81,7 +82,7 @@ class Queue:
         self._set_bounds(constraint)
         self._set_states()
         self._stay_variation = np.zeros_like(stay)
-        if kind not in FREED_TOGETHER:
+        if not stations.frees_together:
             stays = self._first + tpot[..., None] * self._decodes
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 

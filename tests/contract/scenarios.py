@@ -15,6 +15,7 @@ from xgpt.schema import (
     LayerTimes,
     ModelShape,
     OrcaSettings,
+    PolicySettings,
     Profile,
     RraSettings,
     StaticSettings,
@@ -24,7 +25,6 @@ from xgpt.schema import (
 from xgpt.workload import decoding_share, sample
 from xprofiler import analytic
 from xscheduler.problem import Problem
-from xscheduler.space import Settings
 from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, estimate
@@ -65,7 +65,7 @@ def one_lane(model: str, cluster: str, workload: str) -> OneLaneModel:
 
 
 def simulate(
-    model: OneLaneModel, workload: Workload, settings: Settings, num_requests: int, rng: np.random.Generator
+    model: OneLaneModel, workload: Workload, settings: PolicySettings, num_requests: int, rng: np.random.Generator
 ) -> Measured:
     """Run a saturated engine, and measure so many requests after its warm-up. K/V memory never binds."""
     predicted = estimate(model, settings)
@@ -88,7 +88,7 @@ def simulate(
     )
 
 
-def random_settings(kind: str, rng: np.random.Generator) -> Settings:
+def random_settings(kind: str, rng: np.random.Generator) -> PolicySettings:
     """Control variables, drawn evenly on a logarithmic scale."""
 
     def draw(low: int, high: int) -> int:

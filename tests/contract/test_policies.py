@@ -7,9 +7,9 @@ import pytest
 
 from tests.contract.scenarios import one_lane, problem, random_settings, simulate
 from xgpt.io import dump_json
-from xgpt.schema import ChunkedSettings, Histogram, Plan, RraSettings, Variable, Workload
+from xgpt.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
-from xscheduler.space import POLICIES, Settings
+from xscheduler.space import POLICIES
 from xsimulator.forecast import FORECASTS, OneLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.placement import whole
@@ -125,7 +125,7 @@ def errors_of(kind: str) -> list[tuple[float, float, str]]:
     return errors
 
 
-def alone_in_engine(settings: Settings) -> bool:
+def alone_in_engine(settings: PolicySettings) -> bool:
     """`latency_s` extends a stay over the steps that follow it.
 
     With one slot those encode the slot's next requests, which a longer stay would have kept out: there only the

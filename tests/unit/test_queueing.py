@@ -10,7 +10,7 @@ from xgpt.schema import Constraint, Histogram, Workload
 from xgpt.schema.step_log import Arrival, StepRecord
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
-from xsimulator.forecast import Performance
+from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.lengths import Lengths
 from xsimulator.queueing import Queue, whole_times
 
@@ -24,7 +24,7 @@ def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> Queue:
     inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
     lengths = Lengths(Workload(name="one", input=ONE_LENGTH, output=ONE_LENGTH))
     constraint = Constraint(latency_bound_s=bound_s, quantile=quantile)
-    return Queue("orca", Performance(**(rest | inside)), lengths, constraint, num_loads=2)
+    return Queue(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, constraint, num_loads=2)
 
 
 def late(queue: Queue, rate: float) -> float:

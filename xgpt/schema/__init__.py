@@ -27,7 +27,6 @@ from xgpt.schema.plan import (
     ProfileRef,
     SearchCertificate,
     Stage,
-    StageLane,
 )
 from xgpt.schema.policy import (
     ChunkedSettings,
@@ -35,6 +34,7 @@ from xgpt.schema.policy import (
     PolicySettings,
     RraSettings,
     SingleLaneSettings,
+    StageLane,
     StaticSettings,
     TensorParallel,
     Variable,

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
 from xgpt.schema.model import DType, ModelSpec
-from xgpt.schema.policy import PolicySettings
+from xgpt.schema.policy import PolicySettings, StageLane
 from xgpt.schema.workload import Workload
 
 SLICE_TOKENS = 2048
@@ -26,7 +26,6 @@ AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
-StageLane = Literal["both", "encode", "decode"]
 
 
 class Constraint(Frozen):

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 from xgpt.schema.base import Frozen
 
 Direction = Literal["rises", "falls", "none"]
+StageLane = Literal["both", "encode", "decode"]
 
 
 class Variable(NamedTuple):
@@ -40,6 +41,8 @@ class _SingleLane(Frozen):
     tp_degree: PositiveInt = 1
     tp_devices: int = Field(default=0, ge=0)
 
+    lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
+    """What the stages of a replica are divided into."""
     holds_finished: ClassVar[bool] = False
     """Whether requests keep their place until the whole batch has finished."""
 
@@ -125,6 +128,7 @@ class WaaSettings(Frozen):
     encode_tp: TensorParallel = TensorParallel()
     decode_tp: TensorParallel = TensorParallel()
 
+    lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
     holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "none", "rises", "requests encoded at once (B_E)"),

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan
 from xscheduler.replanning.judge import Judge, Terms, replaced
-from xscheduler.space import POLICIES
+from xsimulator.forecast import FORECASTS
 
-SWAPPABLE = ("rra", "chunked", "orca")
+SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
 """Policies that an engine can swap between two steps; a static batch must end first, and waa's lanes must empty."""
+ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
 class Candidates(NamedTuple):
@@ -35,7 +36,7 @@ def find_candidates(judge: Judge) -> Candidates:
     plan = judge.plan
     kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     is_alone = plan.devices_per_replica == 1
-    anywhere = judge.best((*SWAPPABLE, "static") if is_alone else tuple(POLICIES), in_place=False)
+    anywhere = judge.best(ON_ONE_DEVICE if is_alone else tuple(FORECASTS), in_place=False)
     if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
         return Candidates(anywhere, replaced(plan, anywhere, in_place=True))
     try:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from xscheduler.space import Settings, Space
+from xgpt.schema import PolicySettings
+from xscheduler.space import Space
 
 Method = Literal["branch-and-bound", "exhaustive", "optuna"]
 
@@ -26,7 +27,7 @@ class Found:
     """
 
     space: Space | None = field(compare=False)
-    settings: Settings | None
+    settings: PolicySettings | None
     values: dict[str, float]
     evaluations: int
     gap: float | None

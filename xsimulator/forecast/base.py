@@ -7,8 +7,8 @@ A forecast keeps nothing. What it reads is a model: the steps of a placement's l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,40 @@ import numpy.typing as npt
 from xgpt.schema import PolicySettings
 from xsimulator.curves import Array
 from xsimulator.forecast.performance import Performance
+from xsimulator.lengths import Lengths
 
 Columns = Mapping[str, Array]
 """Candidates: a column of values for each control variable, and for micro-batches."""
+Ints = npt.NDArray[np.int_]
 M = TypeVar("M")
+
+
+class Room(NamedTuple):
+    """What a placement leaves to the control variables.
+
+    Attributes:
+        least: requests at least, so that no micro-batch goes without one.
+        capacity: requests that may hold K/V at once.
+        max_batch: requests in a micro-batch at most.
+    """
+
+    lengths: Lengths
+    microbatches: int
+    least: int
+    capacity: float
+    max_batch: int
+
+
+class Stations(NamedTuple):
+    """What requests that arrive meet.
+
+    Attributes:
+        admits_each_step: every step may admit some; otherwise once a cycle.
+        frees_together: places are free again together, after a phase or a batch.
+    """
+
+    admits_each_step: bool
+    frees_together: bool
 
 
 class Forecast(ABC, Generic[M]):
@@ -29,10 +59,48 @@ class Forecast(ABC, Generic[M]):
         settings: its settings, which declare its control variables.
         model: makes what predictions read, from the lanes' costs (`LaneCost`), the lengths, the quantile and
             `all_requests`.
+        line: the variable that numbers settings along a line; another one, if there is one, is the line's own.
+        load: the variable that grows along a curve, from one request on.
+        follows: variables that shrink with it.
+        num_curves: values of another variable at which curves begin.
+        stations: what the queue of requests is made of.
+        swaps_between_steps: whether an engine goes over to it between two steps, from others that it does so with.
+        reserves_kv: whether K/V memory is always set aside whole.
     """
 
     settings: ClassVar[type[Any]]
     model: ClassVar[Callable[..., Any]]
+    line: ClassVar[str]
+    load: ClassVar[str]
+    follows: ClassVar[tuple[str, ...]] = ()
+    num_curves: ClassVar[int] = 1
+    stations: ClassVar[Stations]
+    swaps_between_steps: ClassVar[bool] = False
+    reserves_kv: ClassVar[bool] = False
+
+    # Settings ----------------------------------------------------------------------------------------------------
+
+    def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
+        """The settings that so many micro-batches make, for each of these counts."""
+        return [{"microbatches": count} for count in counts]
+
+    def values(self, name: str, room: Room) -> Ints:
+        """The values of a control variable: requests, unless a policy says otherwise."""
+        return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
+
+    def line_counts(self, outer: Ints, inner: Ints, room: Room) -> npt.NDArray[Any]:
+        """How many of the line variable's values go with each value of the other one."""
+        return np.full(len(outer), len(inner))
+
+    def curve_values(self, values: Ints) -> Ints:
+        """Values of the other variable at which curves may begin."""
+        return values
+
+    def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
+        """Which predicted settings go with each other, memory apart."""
+        return np.ones(len(found.throughput), bool)
+
+    # Predictions -------------------------------------------------------------------------------------------------
 
     def evaluate(self, model: M, **columns: npt.ArrayLike) -> Performance:
         """Predict candidates; `columns` are control variables, one entry a candidate. Micro-batches not named are 1."""

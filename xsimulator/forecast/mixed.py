@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from xgpt.schema import ChunkedSettings, OrcaSettings
-from xsimulator.forecast.base import Columns, Forecast, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.mixes import MixedSteps
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
 
+TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
+"""Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
+
 
 class _Mixed(Forecast[OneLaneModel]):
     model = OneLaneModel
+    line = load = "max_batch"
+    stations = Stations(admits_each_step=True, frees_together=False)
+    swaps_between_steps = True
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         microbatches = column(columns, "microbatches")
@@ -23,3 +31,10 @@ class Orca(_Mixed):
 
 class Chunked(_Mixed):
     settings = ChunkedSettings
+    num_curves = 12
+
+    def values(self, name: str, room: Room) -> Ints:
+        if name == "token_budget":
+            most = 2 * room.max_batch * room.lengths.max_input
+            return np.asarray([budget * room.microbatches for budget in TOKEN_BUDGETS if budget <= most])
+        return super().values(name, room)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
-import numpy.typing as npt
 from scipy.special import ndtr
 
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import RraSettings
 from xsimulator.curves import Array
-from xsimulator.forecast.base import Columns, Forecast, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack
 from xsimulator.forecast.phases import phases_of
 from xsimulator.forecast.pipeline import expected_max_deviate
-from xsimulator.lengths import Lengths
-
-Counts = npt.NDArray[np.int_]
+from xsimulator.lengths import Lengths, steady_decode_batch
 
 AT_ONCE = 2000
 """Candidates predicted in one go: their tables stay in the processor's caches."""
@@ -25,13 +24,25 @@ AT_ONCE = 2000
 class Rra(Forecast[OneLaneModel]):
     settings = RraSettings
     model = OneLaneModel
+    line = load = "encode_batch"
+    num_curves = 12
+    stations = Stations(admits_each_step=False, frees_together=True)
+    swaps_between_steps = True
+
+    def values(self, name: str, room: Room) -> Ints:
+        if name == "decode_iterations":
+            return np.arange(1, max(2, room.lengths.max_output))
+        return super().values(name, room)
+
+    def line_counts(self, outer: Ints, inner: Ints, room: Room) -> Array:
+        return np.floor(room.capacity / np.maximum(_phases(room.lengths), 1.0) + 1e-9) - inner[0] + 1
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         iterations = columns["decode_iterations"].astype(int)
         return _predict(model, columns["encode_batch"], iterations, column(columns, "microbatches"))
 
 
-def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Counts, microbatches: Array) -> Performance:
+def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
     """The cohorts of k phases ago decode together.
 
     The time of a cycle is the longest of the ways through it (for equal stages this is exact): one stage's work;
@@ -135,3 +146,9 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
         carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
     strays = 2 * ndtr(stray * np.sqrt(each))
     return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
+
+
+@lru_cache(maxsize=8)
+def _phases(lengths: Lengths) -> Array:
+    """Mean phases that a request stays in decode, for each N_D. # [max D]"""
+    return np.asarray([steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.schema import StaticSettings
 from xsimulator.curves import Array
-from xsimulator.forecast.base import Columns, Forecast, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.phases import segments
 from xsimulator.forecast.pipeline import expected_max_deviate
 from xsimulator.lengths import Lengths
-
-Counts = npt.NDArray[np.int_]
 
 MOST_SEGMENTS = 24
 """Stretches into which a batch's iterations are put at most: within one, costs are linear."""
@@ -23,6 +22,18 @@ MOST_SEGMENTS = 24
 class Static(Forecast[OneLaneModel]):
     settings = StaticSettings
     model = OneLaneModel
+    line = load = "batch"
+    stations = Stations(admits_each_step=False, frees_together=True)
+    reserves_kv = True
+
+    def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
+        # FasterTransformer takes as many of both; DeepSpeed Inference more to encode.
+        factors = (1, 2) if len(counts) > 1 else (1,)
+        return [
+            {"encode_microbatches": factor * count, "decode_microbatches": count}
+            for count in counts
+            for factor in factors
+        ]
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         parts = (column(columns, f"{part}_microbatches") for part in ("encode", "decode"))
@@ -85,7 +96,7 @@ def _most_tokens(lengths: Lengths, requests: Array) -> Array:
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 
 
-def _rounds(model: OneLaneModel) -> tuple[tuple[Counts, Array], Counts, Counts, Array]:
+def _rounds(model: OneLaneModel) -> tuple[tuple[Ints, Array], Ints, Ints, Array]:
     """Decode steps of a static batch: each stretch's place in the table, where it starts, how many steps it has.
 
     And for each iteration the log of the probability that a request has ended before.
