@@ -180,5 +180,5 @@ def figures_9_to_11() -> Iterator[Claim]:
         "up to 47%",
         "1.0x",
         "reported",
-        "the paper lays it to control messages beside the data; here the loop costs all policies alike",
+        "the paper lays it to control messages along with the data; here the loop costs all policies alike",
     )

@@ -1,0 +1,93 @@
+"""Plain English: requests and machines are not people, and words are used in their usual sense."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from xgpt.cli import COMMANDS, cli
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = ("xgpt/cli", "xgpt/schema")
+"""Those whose docstrings are kept; add a package once it has been read aloud."""
+
+UNWANTED = {
+    "people": r"\b(who|whom|whoever|whomever|nobody|somebody|someone|everybody|everyone|anybody|anyone)\b",
+    "beside": r"\bbeside\b",
+    "of late": r"\bof late\b",
+    "so many": r"\bso (many|much)\b(?! (\w+ )?(that|as)\b)",
+    "diary": r"\b(it was|used to be|no longer)\b.*\b(before|until|now)\b",
+    "commit hash": r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b",
+}
+"""By what is wrong with them. A peer's plan hash has eight digits; seven are a commit's."""
+
+
+def unwanted(text: str) -> list[str]:
+    """Return each unwanted word or phrase with some words around it; code is left out."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`|^ {4}.*$", " ", text, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for what, pattern in UNWANTED.items():
+        for match in re.finditer(pattern, prose, re.IGNORECASE):
+            around = prose[max(0, match.start() - 40) : match.end() + 40]
+            found.append(f"{what}: {' '.join(around.split())}")
+    return found
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield every docstring of a module, those below its attributes included, with its lines outdented."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield "\n".join(line.strip() for line in node.value.value.splitlines())
+
+
+@pytest.mark.parametrize("text", ["Who waits", "stands beside it", "takes so many devices", "since 163285c"])
+def test_unwanted_words_are_found(text: str) -> None:
+    assert unwanted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`who` in code", "so many rows that it overflows", "besides", "plan a4c65eaf", "of 1234567 points", "whose"],
+)
+def test_other_words_are_not(text: str) -> None:
+    assert not unwanted(text)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+)
+def test_pages(page: str) -> None:
+    found = unwanted((ROOT / page).read_text(encoding="utf-8"))
+    assert not found
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help(name: str) -> None:
+    command: click.Command = importlib.import_module(f"xgpt.cli.{name}").command if name else cli
+    texts = [command.help or "", *(option.help or "" for option in command.params if isinstance(option, click.Option))]
+    assert not [found for text in texts for found in unwanted(" ".join(text.split()))]
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name in COMMANDS:
+        command = importlib.import_module(f"xgpt.cli.{name}").command
+        silent = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+        assert not silent, f"xgpt {name}: {silent}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert paths
+    assert not {str(path): found for path in paths for text in docstrings(path) for found in unwanted(text)}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
