@@ -1,0 +1,60 @@
+"""What the documentation names exists: modules, files, commands' options, and what README links to."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
+
+PACKAGES = "xgpt|xsimulator|xscheduler|xrunner|xprofiler|benchmarks|tests|tools"
+NAMED = re.compile(rf"(?<![\w/.-])(?:(?:{PACKAGES})(?:\.(?!yaml)\w+)+|(?:{PACKAGES}|configs|docs)(?:/[\w.]*\w)+)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def stands(name: str) -> bool:
+    """Whether a file, a folder, a module or a name in a module is there."""
+    if "/" in name:
+        return any((ROOT / f"{name}{end}").exists() for end in ("", ".py"))
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        path, rest = ROOT.joinpath(*parts[:count]), parts[count:]
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return all(re.search(rf"\b{part}\b", file.read_text(encoding="utf-8")) for part in rest)
+    return not parts[1:]
+
+
+def test_what_is_missing_is_found() -> None:
+    assert stands("xgpt.schema.plan.Plan") and stands("tests/unit/test_docs.py") and stands("xgpt/cli")
+    assert not stands("xgpt.nothing") and not stands("xgpt.schema.plan.Nothing") and not stands("xgpt/cli/nothing.py")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_code_exists(page: str) -> None:
+    names = set(NAMED.findall((ROOT / page).read_text(encoding="utf-8")))
+    assert not sorted(name for name in names if not stands(name))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page == "README.md" or "/guide/" in page])
+def test_options_of_xgpt_exist(page: str) -> None:
+    known = {name for command in COMMANDS for name in _options(command)}
+    lines = re.findall(r"^ {4}xgpt .*(?:\n {6}.*)*", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    used = {name for line in lines for name in OPTION.findall(re.sub(r"'[^']*'|#.*", "", line))}
+    assert used <= known
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+def test_readme_links_exist(link: str) -> None:
+    assert link.startswith("https") or (ROOT / link).exists()
+
+
+def _options(command: str) -> set[str]:
+    parameters = importlib.import_module(f"xgpt.cli.{command}").command.params
+    return {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
