@@ -19,7 +19,7 @@ import click
 from xgpt.io import write_atomic
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import ModelSpec
-from xprofiler.measure import ModelFree
+from xprofiler.bench import ModelFree
 from xrunner.attention import BACKENDS
 from xrunner.engine import Engine
 from xrunner.generation import Generation

@@ -28,7 +28,7 @@ import torch
 from xgpt.io import write_atomic
 from xgpt.resolve import load_model
 from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, DType, ModelSpec
-from xprofiler.measure import Bench, timed
+from xprofiler.bench import Bench, timed
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.layers import Linear
 from xrunner.weights import DTYPES

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,13 +23,15 @@ import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, DType, ModelSpec
-from xprofiler.measure import BLOCK_SIZE, NUM_BLOCKS, Bench, Measured, Progress, timed
+from xprofiler.bench import BLOCK_SIZE, NUM_BLOCKS, Measured, Progress, timed
+from xprofiler.measure import bench_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.parallel import Part
-from xrunner.transfer import CachePart, Moving, Piece
+from xrunner.transfer import Moving, Piece
 from xrunner.weights import state_dtype
+from xrunner.worker import Worker
 
 HOST = "127.0.0.1"
 HOP_TOKENS = (1, 16, 128, 512, 2048)
@@ -145,7 +147,7 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
                 threads=task.threads,
                 layouts=task.layouts,
             ),
-            part=Part(task.spec, (0, task.spec.num_layers), (0, 0), rank=rank % degree, degree=degree),
+            part=replace(Part.whole(task.spec), rank=rank % degree, degree=degree),
             group=group,
         )
 
@@ -154,11 +156,10 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
                 sender.send((number * total + done, len(task.degrees) * total, f"{what}, {degree} devices together"))
 
         with torch.inference_mode():
-            by_degree[degree] = _mean_of_ranks(Bench(worker, report, _seconds_together).measure())
+            by_degree[degree] = _mean_of_ranks(bench_of(worker)(worker, report, _seconds_together).measure())
         if degree == 1:
             hop = _curve(HOP_TOKENS, partial(_hop, task, rank))
-            cache = CachePart(worker.cache, Part.whole(task.spec))
-            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, task, rank, cache))
+            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, worker, Part.whole(task.spec)))
         del worker
     if rank == 0:
         sender.send(Together(by_degree, hop, transfer))
@@ -193,18 +194,24 @@ def _hop(task: Task, rank: int, num_tokens: int) -> float:
     return _there_and_back(rank, lambda: dist.send(hidden, 1 - rank), lambda: dist.recv(hidden, 1 - rank)) / 2
 
 
-def _transfer(task: Task, rank: int, cache: CachePart, num_tokens: int) -> float:
-    """Keys and values of all layers out of one cache, through host memory, into another: half of there and back."""
-    piece = Piece(0, 1, (0, task.spec.num_layers), (0, task.spec.num_kv_heads))
+def _transfer(rank: int, worker: Worker, part: Part, num_tokens: int) -> float:
+    """What as many bytes as the K/V of so many tokens in all layers take out of one worker, through host memory, into
+    another: half of there and back. An encoder-decoder's move what its encoder has read, of more tokens.
+    """
+    spec, cargo = part.spec, worker.cargo(part)
+    if spec.is_encoder_decoder:
+        num_tokens = round(num_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim / spec.hidden_size)
+        worker.readings[0] = torch.zeros(num_tokens, spec.hidden_size, dtype=worker.dtype)
+    piece = Piece(0, 1, (0, spec.num_layers), (0, spec.num_kv_heads))
     prompt = [Moving(0, list(range(-(-num_tokens // BLOCK_SIZE))), num_tokens)]
-    received = cache.empty(piece, prompt)
+    received = cargo.empty(piece, prompt)
 
     def send() -> None:
-        dist.send(cache.read(piece, prompt), 1 - rank)
+        dist.send(cargo.read(piece, prompt), 1 - rank)
 
     def receive() -> None:
         dist.recv(received, 1 - rank)
-        cache.write(piece, prompt, received)
+        cargo.write(piece, prompt, received)
 
     return _there_and_back(rank, send, receive) / 2
 

@@ -112,14 +112,20 @@ def _beyond_profile(
     problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float]
 ) -> tuple[str, ...]:
     """Warnings where steps lie outside what was measured."""
-    layer = problem.profile.layers[0]
+    profile = problem.profile
+    layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches
     encode_tokens = values["encode_tokens"] / placement.microbatches
     warnings = []
+    tokens, most_tokens = decode_batch + encode_tokens, layer.rest.points[-1]
+    context = lengths.max_input + lengths.max_output
+    if encoder is not None:  # prompts pass the encoder, and the decoder sees them apart from its own tokens
+        tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
+        context = max(lengths.max_input, lengths.max_output)
     for name, value, last in (
-        ("tokens a step", decode_batch + encode_tokens, layer.rest.points[-1]),
+        ("tokens a step", tokens, most_tokens),
         ("decode batch", decode_batch, layer.decode_attention.batches[-1]),
-        ("context", lengths.max_input + lengths.max_output, layer.decode_attention.lengths[-1]),
+        ("context", context, layer.decode_attention.lengths[-1]),
     ):
         if value > last:
             warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")

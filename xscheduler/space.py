@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from xgpt.schema import (
     Constraint,
     KvPromise,
+    ModelSpec,
     PolicySettings,
     Variable,
 )
@@ -29,6 +30,14 @@ Array = npt.NDArray[np.float64]
 
 POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in FORECASTS.items()}
 """The settings of every policy that the search knows."""
+
+UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks"
+
+
+def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
+    """Return those of some policies that a model can run under: see `UNCUT`."""
+    return tuple(kind for kind in kinds if not (kind == "chunked" and model.is_encoder_decoder))
+
 
 POINTS_AT_ONCE = 20_000
 """Points of a sweep that are predicted in one call."""

@@ -139,6 +139,14 @@ def test_t5_is_not_planned_in_float16(xgpt: Xgpt) -> None:
     assert load_json(Path("plan.json"), Plan, "plan").dtype == "bfloat16"
 
 
+def test_an_encoders_prompts_are_not_cut(xgpt: Xgpt) -> None:
+    problem = ("--latency-bound", "inf", "--model", "t5-11b", "--cluster", "a40x8", "--workload", "translation")
+    line = xgpt.fails(2, "plan", *problem, "--policy", "chunked")
+    assert "--policy: 'chunked'" in line and "read" in line and "rra, orca, static, waa" in line
+    ran = xgpt("plan", *problem, "--objective", "saturated")
+    assert ran.code == 0 and "no plan of chunked: an encoder reads a prompt whole" in ran.out
+
+
 def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """By shape, dtype and device; a plan of an earlier measurement keeps its own."""
     from xgpt.resolve import load_cluster, load_model

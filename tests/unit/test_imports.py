@@ -49,6 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "xprofiler": SHELL | {"xprofiler"},
     "xprofiler.vllm": SHELL | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
+    "xprofiler.bench": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
+    "xprofiler.encoder_decoder": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xprofiler.measure": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xgpt.app": {"xgpt", *PACKAGES},
     "xgpt.cli": {"xgpt", *PACKAGES},
@@ -56,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Longest prefix wins."""
 
-MAY_IMPORT_TORCH = ("xrunner", "xprofiler.measure", "xprofiler.ranks")
+MAY_IMPORT_TORCH = ("xrunner", "xprofiler.bench", "xprofiler.encoder_decoder", "xprofiler.measure", "xprofiler.ranks")
 HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "starlette", "transformers", "matplotlib"}
 
 

@@ -15,7 +15,7 @@ from xgpt.io import config_names, parse
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Profile
 from xprofiler import analytic
-from xprofiler.measure import spread
+from xprofiler.bench import spread
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
 

@@ -144,6 +144,7 @@ def plan_each(
         progress: told of what takes its time.
 
     Raises:
+        InputError: the model cannot be run under the policy that is asked for.
         InfeasibleError: no policy has one.
     """
     from functools import partial
@@ -151,9 +152,7 @@ def plan_each(
     from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
 
-    kinds = POLICY_GROUPS.get(policy, (policy,))
-    if policy == "auto" and subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
-        kinds = tuple(kind for kind in kinds if kind != "static")
+    kinds = _kinds(subject, policy)
     if constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
         constraint = constraint.model_copy(update={"objective": "arrivals"})
     if constraint.maximises_arrivals:
@@ -163,6 +162,24 @@ def plan_each(
     _check_stable(constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return {kind: _admitting(plan, order) for kind, plan in ordered}
+
+
+def _kinds(subject: Subject, policy: PolicyChoice) -> tuple[str, ...]:
+    """The policies that are planned for.
+
+    Raises:
+        InputError: the model cannot be run under the one that is asked for.
+    """
+    from xscheduler.space import UNCUT, runnable
+
+    kinds = POLICY_GROUPS.get(policy, (policy,))
+    if policy == "auto" and subject.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+        kinds = tuple(kind for kind in kinds if kind != "static")
+    found = runnable(kinds, subject.model)
+    if not found:
+        others = ", ".join(runnable(POLICY_GROUPS["auto"], subject.model))
+        raise InputError("--policy", policy, f"{subject.model.name}: {UNCUT}; take one of {others}, auto")
+    return found
 
 
 def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
@@ -193,12 +210,14 @@ def plan_uniform(
     """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
     from xgpt.app.arrivals import best_by_arrivals
     from xgpt.app.verifying import best_of_each
+    from xscheduler.space import runnable
 
+    kinds = runnable(UNIFORM_KINDS, subject.model)
     try:
         if constraint.maximises_arrivals:
             of = scheduler(subject, constraint, search, kv, max_devices, uniform=True)
-            return next(iter(best_by_arrivals(of, UNIFORM_KINDS, only_best=True).values()))
-        plans = best_of_each(subject, constraint, UNIFORM_KINDS, search, kv, max_devices, uniform=True)
+            return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
+        plans = best_of_each(subject, constraint, kinds, search, kv, max_devices, uniform=True)
     except InfeasibleError:
         return None
     return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)

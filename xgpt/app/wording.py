@@ -96,9 +96,15 @@ def headroom_in_words(plan: Plan) -> list[str]:
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     """The policies of a choice that have no plan in the table, and those whose latency is not simulated there."""
     from xgpt.app.planning import POLICY_GROUPS
+    from xscheduler.space import UNCUT
 
     missing = [kind for kind in POLICY_GROUPS.get(policy, (policy,)) if kind not in plans]
-    lines = [f"no plan keeps the bounds: {', '.join(missing)}"] if missing else []
+    lines = []
+    if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
+        missing.remove("chunked")
+        lines.append(f"no plan of chunked: {UNCUT}")
+    if missing:
+        lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
     if closed:
         lines.append(f"in closed form, as they serve less: {', '.join(closed)}; latencies of the others are simulated")

@@ -110,14 +110,18 @@ class EncoderDecoderModel(Model):
         lengths = batch.prompt_len[batch.num_decodes :].tolist()
         if not lengths:
             return None
-        place = torch.arange(max(lengths), device=batch.token_ids.device)
-        bias = self.encoder.position_bias(place - place[:, None])
-        bias = bias.permute(2, 0, 1).contiguous()  # [heads, longest, longest]
+        attend = self.reading(lengths, batch.token_ids.device)
         prompts = _tokens(batch, _is_prompt(batch))
         hidden = self.token_embedding(prompts.token_ids) if received is None else received
         for layer in self.encoder.layers:
-            hidden = layer(hidden, prompts, partial(attend_both_ways, lengths=lengths, bias=bias))
+            hidden = layer(hidden, prompts, attend)
         return self.encoder.final_norm(hidden) if self.has_head else hidden
+
+    def reading(self, lengths: list[int], device: torch.device) -> Attend:
+        """How the encoder attends within prompts of these lengths, the same in all layers."""
+        place = torch.arange(max(lengths), device=device)
+        bias = self.encoder.position_bias(place - place[:, None])
+        return partial(attend_both_ways, lengths=lengths, bias=bias.permute(2, 0, 1).contiguous())
 
     def decode(
         self,
@@ -137,22 +141,42 @@ class EncoderDecoderModel(Model):
             logits, or hidden states of a stage other than the last. # [sequences, vocab or hidden]
         """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
-        last = _last(batch)
-        prompts, own = _tokens(batch, _is_prompt(batch)), _tokens(batch, last)
-        ones = torch.arange(len(last) + 1, dtype=torch.int32, device=last.device)
-        recalled = replace(
-            prompts, query_start=ones, context_len=batch.prompt_len, num_decodes=len(last), max_query_len=1
-        )
-        lookup = OwnTokens(batch, batch.prompt_len, own.cache_slots, self.decoder.position_bias, cache.block_size)
+        own, recalled = own_tokens(batch), recalling(batch)
+        lookup = self.lookup(batch, cache.block_size)
         hidden = self.token_embedding(own.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
             recall = partial(recall_prompts, cache=layer_cache, batch=recalled, backend=backend)
             hidden = layer(hidden, memory, own, partial(lookup.attend, cache=layer_cache), recall)
         return self.head(hidden) if self.has_head else hidden
 
+    def lookup(self, batch: Batch, block_size: int) -> OwnTokens:
+        """How the decoder attends to its own tokens, the same in all layers."""
+        assert batch.prompt_len is not None
+        slots = batch.cache_slots[_last(batch)]
+        return OwnTokens(batch, batch.prompt_len, slots, self.decoder.position_bias, block_size)
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits. # [rows, hidden] -> [rows, vocab]"""
         return self.lm_head(self.decoder.final_norm(hidden) * self.spec.head_scale)
+
+
+def own_tokens(batch: Batch) -> Batch:
+    """The batch with each sequence's one decoder token alone."""
+    return _tokens(batch, _last(batch))
+
+
+def recalling(batch: Batch) -> Batch:
+    """The batch as cross-attention sees it: one token a sequence looks at its prompt, new prompts are written."""
+    assert batch.prompt_len is not None
+    num_sequences = len(batch.prompt_len)
+    ones = torch.arange(num_sequences + 1, dtype=torch.int32, device=batch.token_ids.device)
+    return replace(
+        _tokens(batch, _is_prompt(batch)),
+        query_start=ones,
+        context_len=batch.prompt_len,
+        num_decodes=num_sequences,
+        max_query_len=1,
+    )
 
 
 def _last(batch: Batch) -> Tensor:

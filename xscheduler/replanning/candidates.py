@@ -7,6 +7,7 @@ from typing import NamedTuple
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan
 from xscheduler.replanning.judge import Judge, Terms, replaced
+from xscheduler.space import runnable
 from xsimulator.forecast import FORECASTS
 
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
@@ -34,9 +35,9 @@ def find_candidates(judge: Judge) -> Candidates:
         InfeasibleError: no plan keeps the bounds.
     """
     plan = judge.plan
-    kinds = SWAPPABLE if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
+    kinds = runnable(SWAPPABLE, plan.model) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     is_alone = plan.devices_per_replica == 1
-    anywhere = judge.best(ON_ONE_DEVICE if is_alone else tuple(FORECASTS), in_place=False)
+    anywhere = judge.best(runnable(ON_ONE_DEVICE if is_alone else FORECASTS, plan.model), in_place=False)
     if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
         return Candidates(anywhere, replaced(plan, anywhere, in_place=True))
     try:
@@ -60,7 +61,7 @@ def careful(judge: Judge, plan: Plan, rate_rps: float, terms: Terms) -> Plan | N
         if judge.keeps(plan, quantile):
             return None
         try:
-            best = judge.best(SWAPPABLE, in_place=True, quantile=quantile)
+            best = judge.best(runnable(SWAPPABLE, plan.model), in_place=True, quantile=quantile)
         except InfeasibleError:
             continue
         if judge.rate(best) >= (1 - price) * rate_rps:

@@ -1,0 +1,275 @@
+"""Measures the points of a profile on a worker.
+
+Points are measured in several passes over all of them, once a pass, and each point's time is their mean: what a run
+pays on average. The clock of a shared machine moves between two or three rates every second or so; a median of few
+takes one of them for the whole, and which one it takes differs from point to point. Layers are run one after the
+other, as in a step, so that weights and K/V come from memory and not from a cache that only a benchmark would have
+warm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import Curve, ModelSpec
+from xprofiler.passes import in_passes
+from xrunner.ahead import AheadWorker
+from xrunner.attention import Batch, make_batch
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+from xrunner.graphs import CudaCapture
+from xrunner.models import DecoderModel, EncoderDecoderModel
+from xrunner.worker import Worker
+
+BLOCK_SIZE = 16
+TOKENS = (1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048)
+"""Close together where decode batches are: matrix kernels take rows by the dozen or so, and ten cost up to a tenth of a
+step more than what eight and sixteen do would let one think."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
+"""Half a block short of whole blocks: kernels read whole ones, and that is what they read too much on average."""
+PROMPTS = (8, 24, *CONTEXTS[1:])
+ENCODE_BATCHES = (1, 4, 16)
+STEP_PROMPT = 128
+"""Length of the prompts in measured whole steps: attention is so small a part of these that its own measurement's error
+does not end up in the rest of a layer."""
+TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
+"""Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
+JOBS_A_STEP = 16
+"""It is measured after each so many points."""
+STEPS_A_STRETCH = 3
+"""So many in succession, over seconds of profiling, meet as much of the machine's ups and downs as one request does."""
+MAX_STEP_TOKENS = 2048
+"""Prompt tokens in a measured attention call: larger ones cost proportionally."""
+MAX_CACHED_TOKENS = 16384
+"""K/V tokens of a measured decode batch: larger ones cost proportionally."""
+
+NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
+
+Sizes = Sequence[tuple[int, int]]
+"""Of a batch; decodes come first. Of a decoder-only model (tokens before, tokens now) each; of an encoder-decoder
+(tokens of the prompt, the decoder's tokens before), where none before means that the prompt is encoded."""
+Progress = Callable[[int, int, str], None]
+Timer = Callable[[Callable[[], object]], float]
+Jobs = dict[tuple[str | int, ...], Callable[[], float]]
+Measured = dict[tuple[str | int, ...], float]
+"""Seconds by name and sizes."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Where a model is measured, as far as its context reaches.
+
+    Attributes:
+        encode, decode: (batch, length) of attention: the tables' and those of the steps.
+        steps: whole steps by their tokens: short decodes as far as batches go, short prompts beyond. Sequences are
+            (tokens before, tokens now).
+    """
+
+    prompts: list[int]
+    contexts: list[int]
+    encode: list[tuple[int, int]]
+    decode: list[tuple[int, int]]
+    steps: dict[int, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Points:
+        prompts = [n for n in PROMPTS if n <= spec.max_context]
+        contexts = [n for n in CONTEXTS if n <= spec.max_context]
+        context = contexts[min(1, len(contexts) - 1)]
+        prompt = 2 ** int(math.log2(min(STEP_PROMPT, spec.max_context)))
+        steps = {}
+        for n in TOKENS:
+            steps[n] = [(context - 1, 1)] * n if n <= max(BATCHES) else [(0, prompt)] * (n // prompt)
+        encode = {(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS}
+        encode |= {(n // prompt, prompt) for n in steps if n > max(BATCHES)}
+        decode = {(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS}
+        decode |= {(n, context) for n in steps if n <= max(BATCHES)}
+        return cls(
+            prompts,
+            contexts,
+            sorted(encode),
+            sorted(decode),
+            steps,
+        )
+
+
+def curve(measured: Measured, name: str, points: Sequence[int]) -> Curve:
+    return Curve(points=tuple(points), seconds=tuple(measured[name, n] for n in points))
+
+
+def spread(steps: Sequence[float]) -> float:
+    """By how much the 90th percentile of stretches of a step's times exceeds their mean, as a share of it.
+
+    Of stretches, not of single steps: what one long stall adds to the mean can lie above nine tenths of single steps,
+    and then nothing would be left for the machine's slow moments.
+
+    Args:
+        steps: seconds, in the order of measuring; one stretch or more.
+    """
+    whole = len(steps) // STEPS_A_STRETCH * STEPS_A_STRETCH
+    stretches = np.mean(np.reshape(steps[:whole], (-1, STEPS_A_STRETCH)), axis=1)
+    return max(0.0, float(np.quantile(stretches, 0.9) / np.mean(stretches)) - 1)
+
+
+class Bench:
+    """Measures the points of a profile on one worker, which may be one of several that compute together.
+
+    Args:
+        seconds: how long a call takes.
+    """
+
+    def __init__(self, worker: Worker, progress: Progress, seconds: Timer | None = None) -> None:
+        self.worker = worker
+        self.spec = worker.model.spec
+        self.progress = progress
+        self.seconds = seconds or timed
+
+    def measure(self) -> Measured:
+        """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
+        # Pages that were never written all read as one page of zeros, which the processor's cache then holds.
+        for cache in self.worker.cache.layers:
+            cache.fill_(0.1)
+        jobs = self.jobs()
+        times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
+        steps: list[float] = []
+        calls = in_passes(jobs, _prompt_tokens)
+        for done, key in enumerate(calls):
+            self.progress(done, len(calls), f"profiling: {key[0]}")
+            if done % JOBS_A_STEP == 0:
+                steps.append(self.typical_step())
+            times[key].append(jobs[key]())
+        return {key: statistics.mean(values[1:]) for key, values in times.items()} | {("spread", 0): spread(steps[1:])}
+
+    def jobs(self) -> Jobs:
+        """What measures each point."""
+        points = Points.of(self.spec)
+        jobs: Jobs = {}
+        for n, sequences in points.steps.items():
+            jobs["step", n] = partial(self.step, sequences)
+            jobs["embedding", n] = partial(self.embedding_of, sequences)
+        batches = {*BATCHES, *(len(sequences) for sequences in points.steps.values())}
+        for n in sorted(batches):
+            jobs["head", n] = partial(self.head, n)
+        for n in BATCHES:
+            jobs["overhead", n] = partial(self.overhead, n)
+        for b, n in points.encode:
+            jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
+        for b, n in points.decode:
+            jobs["decode attention", b, n] = partial(self.attention, [(n - 1, 1)] * b)
+        return jobs
+
+    # Points, each in seconds ---------------------------------------------------------------------------------
+
+    def attention(self, sequences: Sizes) -> float:
+        """One layer's attention; sequences are (tokens before, tokens now)."""
+        caches, batch = self.worker.cache.layers, self.batch(sequences)
+        q, k, v = self.queries_keys_values(len(batch.token_ids))
+
+        def run() -> None:
+            for cache in caches:
+                self.worker.backend.forward(q, k, v, cache, batch)
+
+        # As steps that only decode are served: launched one by one, kernels of microseconds would wait for the host.
+        is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)
+        return self.seconds(CudaCapture()(run) if is_captured else run) / len(caches)
+
+    def embedding_of(self, sequences: Sizes) -> float:
+        model, batch = self.worker.model, self.batch(sequences)
+        assert isinstance(model, DecoderModel)
+        return self.seconds(lambda: model.embed(batch))
+
+    def head(self, num_rows: int) -> float:
+        """Final norm, logits and the choice of tokens."""
+        model = self.worker.model
+        assert isinstance(model, DecoderModel | EncoderDecoderModel)
+        rows = self.random(num_rows, self.spec.hidden_size)
+        return self.seconds(lambda: self.worker.sample(model.head(rows)).cpu())
+
+    def overhead(self, num_requests: int) -> float:
+        """A step of the real engine less its model: rule, pool, batch, settling."""
+        worker = ModelFree(self.worker)
+        pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
+        engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
+        for i in range(num_requests):
+            engine.submit(Generation(i, prompt=(0,) * 8, max_output=100))
+        engine.step()
+        steps = 12
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - started)
+        worker.release(range(num_requests))
+        return statistics.mean(seconds)
+
+    def typical_step(self) -> float:
+        return self.step(TYPICAL_STEP)
+
+    def step(self, sequences: Sizes) -> float:
+        """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
+        batch = self.batch(sequences)
+        return self.seconds(lambda: self.worker.next_tokens(batch))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.worker.cache.layers[0].dtype, device=self.worker.cache.device)
+
+    def queries_keys_values(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one layer. # each [tokens, heads, head_dim]"""
+        heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        q, k, v = (self.random(num_tokens, n, size) for n in (heads, kv_heads, kv_heads))
+        return q, k, v
+
+    def batch(self, sequences: Sizes) -> Batch:
+        """A batch of sequences with K/V blocks of their own."""
+        before, query_len = np.asarray(sequences, np.int32).T
+        context_len = before + query_len
+        width = -(-int(context_len.max()) // BLOCK_SIZE)
+        return make_batch(
+            np.zeros(int(query_len.sum()), np.int64),
+            query_len,
+            context_len,
+            np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),
+            block_size=BLOCK_SIZE,
+            num_decodes=int(((before > 0) & (query_len == 1)).sum()),
+            device=self.worker.cache.layers[0].device,
+        )
+
+
+class ModelFree(Worker):
+    """Does all of a worker's bookkeeping and none of its arithmetic."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.model, worker.cache, worker.backend)
+
+    def next_tokens(self, batch: Batch) -> np.ndarray:
+        return np.zeros(len(batch.logit_rows), np.int64)
+
+
+def _prompt_tokens(key: tuple[str | int, ...]) -> int:
+    name, *sizes = key
+    return math.prod(map(int, sizes)) if name in ("step", "encode step", "encode attention") else 0
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of a call with all that it has launched, and nothing launched before it."""
+    _wait_for_gpu()
+    started = time.perf_counter()
+    run()
+    _wait_for_gpu()
+    return time.perf_counter() - started
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,235 @@
+"""Step times of an encoder-decoder: of its encoder's layers, and of its decoder's with their cross-attention.
+
+A step that decodes is a whole step less self- and cross-attention, embedding and head: what is left is the rest of a
+decoder layer. A step that encodes passes the decoder, too, with the token that it starts with: less all of that, and
+less making the prompts' keys and values, what is left is the rest of an encoder layer. So the parts of a step add up to
+whole steps that were measured, as `xsimulator.step_cost` adds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from xgpt.schema import CrossTimes, EncoderLayerTimes, LayerTimes, ModelSpec, Surface
+from xprofiler.bench import (
+    BATCHES,
+    BLOCK_SIZE,
+    CONTEXTS,
+    ENCODE_BATCHES,
+    MAX_CACHED_TOKENS,
+    MAX_STEP_TOKENS,
+    PROMPTS,
+    STEP_PROMPT,
+    TOKENS,
+    Bench,
+    Jobs,
+    Measured,
+    Sizes,
+    curve,
+)
+from xrunner.attention import Batch, make_batch
+from xrunner.kv_cache import write_kv
+from xrunner.models import EncoderDecoderModel
+from xrunner.models.encoder_decoder import CrossLayer, recall_prompts, recalling
+
+TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
+DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
+"""One token a request passes the decoder."""
+LEAST_PROMPT = 8
+"""Of requests whose own tokens alone are attended to."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Where an encoder-decoder is measured, as far as its context reaches.
+
+    Attributes:
+        prompts: lengths of the encoder's attention.
+        contexts: lengths of a decoder's attention, to its own tokens and to prompts.
+        decodes: whole steps that only decode, by their requests.
+        encodes: whole steps that only encode, by their prompt tokens: (prompts, tokens of each).
+        encode, own, cross: (batch, length) of attention: the tables' and those of the steps.
+    """
+
+    prompts: list[int]
+    contexts: list[int]
+    decodes: dict[int, tuple[int, int]]
+    encodes: dict[int, tuple[int, int]]
+    encode: list[tuple[int, int]]
+    own: list[tuple[int, int]]
+    cross: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Points:
+        prompts = [n for n in PROMPTS if n <= spec.max_context]
+        contexts = [n for n in CONTEXTS if n <= spec.max_context]
+        context = contexts[min(1, len(contexts) - 1)]
+        prompt = min(STEP_PROMPT, 2 ** (spec.max_context.bit_length() - 1))
+        decodes = dict.fromkeys(DECODER_TOKENS, (context, context))
+        encodes = {n: (max(1, n // prompt), min(n, prompt)) for n in TOKENS}
+        encode = {(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS}
+        cached = {(b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS}
+        steps = {(n, context) for n in decodes}
+        return cls(
+            prompts,
+            contexts,
+            decodes,
+            encodes,
+            sorted(encode | set(encodes.values())),
+            sorted(cached | steps),
+            sorted(cached | steps | set(encodes.values())),
+        )
+
+
+class CrossBench(Bench):
+    """Measures an encoder-decoder. Of its sequences it is told (tokens of the prompt, the decoder's tokens before)."""
+
+    def jobs(self) -> Jobs:
+        points = Points.of(self.spec)
+        jobs: Jobs = {}
+        for n, (prompt, own) in points.decodes.items():
+            jobs["decode step", n] = partial(self.step, [(prompt, own - 1)] * n)
+        for n, (batch, prompt) in points.encodes.items():
+            jobs["encode step", n] = partial(self.step, [(prompt, 0)] * batch)
+            jobs["keys and values", n] = partial(self.keys_and_values, n)
+            jobs["embedding", n + batch] = partial(self.embedding, n + batch)
+        for n in TOKENS:
+            jobs["embedding", n] = partial(self.embedding, n)
+        for n in sorted({*BATCHES, *points.decodes, *(batch for batch, _ in points.encodes.values())}):
+            jobs["head", n] = partial(self.head, n)
+        for n in BATCHES:
+            jobs["overhead", n] = partial(self.overhead, n)
+        for b, n in points.encode:
+            jobs["encode attention", b, n] = partial(self.encoder_attention, b, n)
+        for b, n in points.own:
+            jobs["own attention", b, n] = partial(self.own_attention, b, n)
+        for b, n in points.cross:
+            jobs["cross attention", b, n] = partial(self.cross_attention, b, n)
+        return jobs
+
+    def typical_step(self) -> float:
+        return self.step(TYPICAL_STEP)
+
+    @property
+    def model(self) -> EncoderDecoderModel:
+        assert isinstance(self.worker.model, EncoderDecoderModel)
+        return self.worker.model
+
+    # Points, each in seconds -------------------------------------------------------------------------------------
+
+    def embedding(self, num_tokens: int) -> float:
+        tokens = self.batch([(num_tokens, 0)]).token_ids[:num_tokens]
+        return self.seconds(lambda: self.model.token_embedding(tokens))
+
+    def encoder_attention(self, num_prompts: int, length: int) -> float:
+        """One layer's, with its share of the position bias, which is made once a step."""
+        layers = self.spec.num_encoder_layers
+        device = self.worker.cache.device
+        q, k, v = self.queries_keys_values(num_prompts * length)
+
+        def run() -> None:
+            attend = self.model.reading([length] * num_prompts, device)
+            for _ in range(layers):
+                attend(q, k, v)
+
+        return self.seconds(run) / layers
+
+    def own_attention(self, num_requests: int, num_own: int) -> float:
+        """One decoder layer's attention to its own tokens, with its share of what is worked out once a step."""
+        caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
+        q, k, v = self.queries_keys_values(num_requests)
+
+        def run() -> None:
+            lookup = self.model.lookup(batch, BLOCK_SIZE)
+            for cache in caches:
+                lookup.attend(q, k, v, cache=cache)
+
+        return self.seconds(run) / len(caches)
+
+    def cross_attention(self, num_requests: int, length: int) -> float:
+        """One decoder layer's attention to prompts whose keys and values are there."""
+        caches, batch = self.worker.cache.layers, recalling(self.batch([(length, 1)] * num_requests))
+        q, k, v = self.queries_keys_values(num_requests)
+
+        def run() -> None:
+            for cache in caches:
+                recall_prompts(q, k[:0], v[:0], cache=cache, batch=batch, backend=self.worker.backend)
+
+        return self.seconds(run) / len(caches)
+
+    def keys_and_values(self, num_tokens: int) -> float:
+        """One decoder layer's of what the encoder has read."""
+        model, caches = self.model, self.worker.cache.layers
+        slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
+        memory = self.random(num_tokens, self.spec.hidden_size)
+
+        def run() -> None:
+            for layer, cache in zip(model.decoder.layers, caches, strict=True):
+                assert isinstance(layer, CrossLayer)
+                k, v = layer.cross.keys_and_values(memory)
+                write_kv(k, v, cache, slots)
+
+        return self.seconds(run) / len(caches)
+
+    def batch(self, sequences: Sizes) -> Batch:
+        prompt_len, own = np.asarray(sequences, np.int32).T
+        query_len = np.where(own > 0, 1, prompt_len + 1).astype(np.int32)
+        context_len = prompt_len + own + 1
+        width = -(-int(context_len.max()) // BLOCK_SIZE)
+        return make_batch(
+            np.zeros(int(query_len.sum()), np.int64),
+            query_len,
+            context_len,
+            np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),
+            block_size=BLOCK_SIZE,
+            num_decodes=int((own > 0).sum()),
+            prompt_len=prompt_len,
+            device=self.worker.cache.device,
+        )
+
+
+def layers_of(
+    spec: ModelSpec, degree: int, measured: Measured, alone: Measured
+) -> tuple[LayerTimes, EncoderLayerTimes]:
+    """A decoder's and an encoder's layer at one degree.
+
+    Args:
+        alone: of one device; the embedding is the profile's, so what it costs more or less here is in the layers.
+    """
+    points = Points.of(spec)
+
+    def rest(step: str, n: int, embedded: int, num_layers: int, beside: float) -> float:
+        return max(measured[step, n] - alone["embedding", embedded] - beside, 0.0) / num_layers
+
+    decoder: Measured = {}
+    for n, (prompt, own) in points.decodes.items():
+        attention = measured["own attention", n, own] + measured["cross attention", n, prompt]
+        beside = measured["head", n] + spec.num_layers * attention
+        decoder["rest", n] = rest("decode step", n, n, spec.num_layers, beside)
+    encoder: Measured = {}
+    for n, (batch, prompt) in points.encodes.items():
+        started = decoder["rest", batch] + measured["cross attention", batch, prompt] + measured["keys and values", n]
+        attention = measured["encode attention", batch, prompt]
+        beside = measured["head", batch] + spec.num_layers * started + spec.num_encoder_layers * attention
+        encoder["rest", n] = rest("encode step", n, n + batch, spec.num_encoder_layers, beside)
+
+    def surface(name: str, at: list[tuple[int, int]], batches: tuple[int, ...], lengths: list[int]) -> Surface:
+        return Surface.filled({sizes: measured[name, *sizes] for sizes in at}, batches, lengths)
+
+    reading = surface("encode attention", points.encode, ENCODE_BATCHES, points.prompts)
+    cross = CrossTimes(
+        keys_values=curve(measured, "keys and values", TOKENS),
+        attention=surface("cross attention", points.cross, BATCHES, points.contexts),
+    )
+    layer = LayerTimes(
+        tp_degree=degree,
+        rest=curve(decoder, "rest", DECODER_TOKENS),
+        encode_attention=reading,  # no decoder layer has prompts of its own
+        decode_attention=surface("own attention", points.own, BATCHES, points.contexts),
+        cross=cross,
+        head=None if degree == 1 else curve(measured, "head", BATCHES),
+    )
+    return layer, EncoderLayerTimes(tp_degree=degree, rest=curve(encoder, "rest", TOKENS), attention=reading)
