@@ -99,7 +99,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError("model", str(path), "it must hold a JSON object")
@@ -134,7 +134,7 @@ def weight_files(directory: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = {str(shard): tensor for tensor, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
     if not shards:
         raise InputError("model", str(index), "its weight_map must name the tensors")

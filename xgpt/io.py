@@ -114,7 +114,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     """
     try:
         data = json.loads(_read_text(path, field))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of many digits, deep nesting
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(field, str(path), "it must hold a JSON object")

@@ -254,7 +254,7 @@ def _json_rows(path: Path, text: str) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(where, line.strip()[:80], f"it must be a JSON object: {error}") from None
         if not isinstance(row, dict):
             raise InputError(where, line.strip()[:80], "it must be a JSON object")

@@ -1,7 +1,9 @@
 """Chats, choices, log probabilities and stop strings, through the client that users have."""
 
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -268,3 +270,39 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": "hi"}]) == "hi"
     given = {"documents": [{"title": "a"}]}
     assert ChatTemplate(source).render([{"role": "user", "content": "hi"}], variables=given) == "documents hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{{ 10 ** (10 ** 9) }}",
+        "{{ [1] * (2**40) }}",
+        "{{ (2**60) * ('x' * 2) }}",
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_hostile_template_is_refused_when_it_renders(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first was computed while the checkpoint was loaded: ten gigabytes."""
+    monkeypatch.setattr("xrunner.server.api.chat.RENDER_S", 0.5)
+    template = ChatTemplate(source)
+    with pytest.raises(ValueError):
+        template.render([])
+    time.sleep(0.6)  # nothing comes later
+    assert ChatTemplate("{{ 2 * 3 ** 2 }}{{ 'ab' * 3 }}{{ 1.5 * 2 }}").render([]) == "18ababab3.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b"[" * 1_000_000),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+    ],
+)
+def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError):
+        load_chat_template(tmp_path)

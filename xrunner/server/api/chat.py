@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +18,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from xgpt.errors import InputError
 
 Message = dict[str, Any]
+
+RENDER_S = 10.0
+"""For a template to render a chat."""
+MAX_PRODUCT = 1 << 20
+"""Items of a repeated text or list, bits of a power, in a template."""
 
 
 class ChatTemplate:
@@ -28,8 +37,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -38,6 +47,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise InputError("chat_template", error.name or "", f"line {error.lineno}: {error.message}") from None
+        except (RecursionError, MemoryError, TypeError, SyntaxError) as error:  # of what Jinja makes of it, or Python
+            raise InputError("chat_template", "", f"it cannot be compiled: {type(error).__name__}") from None
         self._special_tokens = special_tokens or {}
 
     def render(
@@ -54,7 +65,8 @@ class ChatTemplate:
         given = {"tools": None, "documents": None} | (variables or {}) | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(given)
+            with _limited(RENDER_S):
+                return self._template.render(given)
         except Exception as error:  # whatever: it was not written for such messages
             raise ValueError(str(error) or type(error).__name__) from None
 
@@ -72,9 +84,12 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("chat_template", str(path), f"it cannot be read: {error}") from None
     if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     if source is None:
         return None
+    if not isinstance(source, str):
+        raise InputError("chat_template", type(source).__name__, "it must be a text, or a list of named ones")
     written = {name: _written(token) for name, token in config.items() if name.endswith("_token")}
     return ChatTemplate(source, {name: token for name, token in written.items() if token is not None})
 
@@ -84,7 +99,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("tokenizer_config", str(path), f"it cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError("tokenizer_config", str(path), "it must hold a JSON object")
@@ -104,6 +119,56 @@ def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which no product of two numbers, or of a text and a number, fills the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            size = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
+        else:
+            size = _size(left) * _size(right)
+        if size > MAX_PRODUCT:
+            raise jinja2.TemplateError(f"a product of {size} items or bits is more than {MAX_PRODUCT}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(value: object) -> int:
+    """Items of a sequence; of a number as many as it would repeat one, or its bits where it is larger than that."""
+    if isinstance(value, int):
+        return max(1, value) if value.bit_length() < 64 else value.bit_length()
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 1
+
+
+class _TooLong(Exception):
+    """Raised in a thread that has rendered for too long."""
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """End the block with an exception where it takes longer; a single call into C is ended once it returns."""
+    thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except _TooLong:
+        raise TimeoutError(f"it takes longer than {seconds:g} s") from None
+    finally:
+        with lock:
+            is_over = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+        timer.cancel()
 
 
 class _Generation(Extension):
