@@ -20,7 +20,7 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
 from xrunner.packed import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
-from xrunner.stage import Pipe, Stage
+from xrunner.stage import Pipe, StageModel
 from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
 from xrunner.worker import Worker
 
@@ -93,7 +93,7 @@ def build_worker(
         raise MachineError(
             f"{settings.device} cannot hold {settings.spec.name} and {settings.num_blocks} K/V blocks: {error}"
         ) from None
-    stage = None if pipe is None else Stage(model, pipe)
+    stage = None if pipe is None else StageModel(model, pipe)
     vocabulary = None
     if group is not None:
         join(model, group)

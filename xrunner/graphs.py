@@ -20,7 +20,7 @@ from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
 """Batches that are captured: filling up costs at most seven rows to 64, and little beside the weights beyond."""
-NOBODY = -2
+FILLER = -2
 """Owner of the block that rows of nobody write to."""
 
 
@@ -84,11 +84,11 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 
 
 class _Inputs:
-    """A batch of decodes at fixed addresses; rows that nobody fills decode the first token of `NOBODY`."""
+    """A batch of decodes at fixed addresses; rows of no request decode the first token of `FILLER`."""
 
     def __init__(self, cache: KvCache, most: int, num_blocks: int) -> None:
         device = cache.device
-        block = int(cache.allocate(NOBODY, 1)[0])
+        block = int(cache.allocate(FILLER, 1)[0])
         self._block, self._slot = block, block * cache.block_size
         self._batch = Batch(
             token_ids=torch.zeros(most, dtype=torch.int64, device=device),

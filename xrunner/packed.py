@@ -51,7 +51,7 @@ MOST_PRODUCT = 2**33
 REPEATS = 5
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """A way to keep a weight.
 
     Attributes:
@@ -122,11 +122,11 @@ def _int8_is_exact() -> bool:
     return bool(torch.allclose(product(torch.ones(2, 64), None), torch.full((2, 16), 127.0 * 64)))
 
 
-LAYOUTS: dict[str, Layout] = {
-    "mkl": Layout("float32", torch.backends.mkl.is_available, _with_mkl),
-    "onednn": Layout("float32", torch.backends.mkldnn.is_available, _with_onednn),
-    "onednn-bfloat16": Layout("bfloat16", torch.backends.mkldnn.is_available, _with_bfloat16),
-    "onednn-int8": Layout("int8", cache(_int8_is_exact), _with_int8),
+LAYOUTS: dict[str, WeightLayout] = {
+    "mkl": WeightLayout("float32", torch.backends.mkl.is_available, _with_mkl),
+    "onednn": WeightLayout("float32", torch.backends.mkldnn.is_available, _with_onednn),
+    "onednn-bfloat16": WeightLayout("bfloat16", torch.backends.mkldnn.is_available, _with_bfloat16),
+    "onednn-int8": WeightLayout("int8", cache(_int8_is_exact), _with_int8),
 }
 """By the name that profiles and plans give it; of a dtype the first at hand is taken where nothing was measured."""
 

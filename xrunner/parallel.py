@@ -34,7 +34,7 @@ class Group(Protocol):
         """Every rank's tensor, by rank; all have one shape."""
 
 
-class Span(NamedTuple):
+class Share(NamedTuple):
     """Indices [start, stop) of `full`: heads, columns of a feed-forward block, tokens of a vocabulary."""
 
     start: int
@@ -45,13 +45,13 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
-    def times(self, factor: int) -> Span:
-        return Span(*(factor * x for x in self))
+    def times(self, factor: int) -> Share:
+        return Share(*(factor * x for x in self))
 
 
-def share(full: int, rank: int, degree: int) -> Span:
+def share(full: int, rank: int, degree: int) -> Share:
     """A rank's share of `full` things, as even as can be."""
-    return Span(full * rank // degree, full * (rank + 1) // degree, full)
+    return Share(full * rank // degree, full * (rank + 1) // degree, full)
 
 
 class Cut(NamedTuple):
@@ -101,29 +101,29 @@ class Part:
         return cls(spec, (0, spec.num_layers), (0, spec.num_encoder_layers))
 
     @property
-    def kv_heads(self) -> Span:
+    def kv_heads(self) -> Share:
         """Heads of keys and values that this rank caches: its share, or one that others hold, too."""
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
         head = self.rank * total // self.degree
-        return Span(head, head + 1, total)
+        return Share(head, head + 1, total)
 
     @property
-    def heads(self) -> Span:
+    def heads(self) -> Share:
         """Heads of queries: those that read this rank's keys and values."""
         spec, kv = self.spec, self.kv_heads
         group = spec.num_heads // spec.num_kv_heads
         readers = max(1, self.degree // spec.num_kv_heads)
         own = share(group * kv.size, self.rank % readers, readers)
-        return Span(group * kv.start + own.start, group * kv.start + own.stop, spec.num_heads)
+        return Share(group * kv.start + own.start, group * kv.start + own.stop, spec.num_heads)
 
     @property
-    def ffn(self) -> Span:
+    def ffn(self) -> Share:
         return share(self.spec.ffn_size, self.rank, self.degree)
 
     @property
-    def vocabulary(self) -> Span:
+    def vocabulary(self) -> Share:
         return share(self.spec.vocab_size, self.rank, self.degree)
 
     @property
@@ -231,11 +231,11 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     found: dict[str, tuple[Cut, ...]] = {}
     q, kv = part.heads.times(part.spec.head_dim), part.kv_heads.times(part.spec.head_dim)
 
-    def rows(name: str, *spans: Span) -> None:
-        found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, span.start, span.full) for span in spans)
+    def rows(name: str, *shares: Share) -> None:
+        found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, held.start, held.full) for held in shares)
 
-    def columns(name: str, span: Span) -> None:
-        found[f"{name}.weight"] = (Cut(1, span.start, span.full),)
+    def columns(name: str, held: Share) -> None:
+        found[f"{name}.weight"] = (Cut(1, held.start, held.full),)
 
     for name, module in model.named_modules():
         match module:

@@ -28,7 +28,7 @@ class Pipe(Protocol):
         """# [rows, hidden]"""
 
 
-class Stage:
+class StageModel:
     """A model's part between its neighbours, called like the whole model.
 
     An encoder-decoder's prompts run through the encoder layers of all stages before the first decoder layer can look

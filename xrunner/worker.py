@@ -18,7 +18,7 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
 from xrunner.sampling import Sampler, highest
-from xrunner.stage import Stage
+from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, Readings
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
@@ -50,7 +50,7 @@ class Worker(OneAtATime):
         cache: KvCache,
         backend: AttentionBackend,
         *,
-        stage: Stage | None = None,
+        stage: StageModel | None = None,
         run: Run | None = None,
         vocabulary: Vocabulary | None = None,
         vocab_size: int | None = None,

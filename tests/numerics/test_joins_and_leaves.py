@@ -13,7 +13,7 @@ from xrunner.ahead import AheadWorker
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.graphs import NOBODY, GraphedModel
+from xrunner.graphs import FILLER, GraphedModel
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker
 from xsimulator.events import replay
@@ -69,7 +69,7 @@ def owners(worker):
     everything = sorted(owned + worker.cache._free)
     assert everything == list(range(worker.cache.num_blocks))
     ahead = getattr(worker, "_ahead", None)
-    return len(owned) - (NOBODY in worker.cache._owned) - (len(ahead.extended) if ahead else 0)
+    return len(owned) - (FILLER in worker.cache._owned) - (len(ahead.extended) if ahead else 0)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -34,7 +34,7 @@ from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.api.writers import Delta
 from xrunner.server.http.answer import Answer
-from xrunner.server.observe.metrics import Histogram
+from xrunner.server.observe.metrics import BucketCounts
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}
@@ -227,7 +227,7 @@ def test_histograms_read_as_prometheus_own() -> None:
             histogram.observe(value)
         return [line for line in generate_latest(registry).decode().splitlines() if "_created " not in line]
 
-    assert shown(Histogram) == shown(prometheus_client.Histogram)
+    assert shown(BucketCounts) == shown(prometheus_client.Histogram)
 
 
 @pytest.mark.parametrize("stream", [False, True])

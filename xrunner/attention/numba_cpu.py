@@ -14,7 +14,7 @@ from numba import literally, njit, prange
 from torch import Tensor
 
 from xrunner.attention.base import AttentionBackend, Batch
-from xrunner.attention.lanes import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
+from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]

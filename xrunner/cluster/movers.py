@@ -16,7 +16,7 @@ from xrunner.cluster.tensors import Traffic
 from xrunner.transfer import Cargo, Moving, Piece, pieces, reading_pieces
 
 
-class Order(NamedTuple):
+class Move(NamedTuple):
     """Move these requests."""
 
     number: int
@@ -46,7 +46,7 @@ class Mover(threading.Thread):
         self._group = group
         self._traffic = traffic
         self._moved = moved
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._orders: SimpleQueue[Move | None] = SimpleQueue()
         lanes = (
             {device: deployment.seat(device).part for stage in deployment.lane(lane) for device in stage.devices}
             for lane in ("encode", "decode")
@@ -54,7 +54,7 @@ class Mover(threading.Thread):
         all_pieces = (reading_pieces if deployment.model.is_encoder_decoder else pieces)(*lanes)
         self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
-    def move(self, order: Order) -> None:
+    def move(self, order: Move) -> None:
         """Move this behind all else; returns at once."""
         self._orders.put(order)
 

@@ -23,7 +23,7 @@ from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherSettings, StartWorkers
-from xrunner.cluster.movers import Mover, Order
+from xrunner.cluster.movers import Move, Mover
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
@@ -290,7 +290,7 @@ class Executing:
         requests = [
             Moving(beginning.id, worker.cache.blocks_of(beginning.id), beginning.cached) for beginning in transfer.begin
         ]
-        mover.move(Order(transfer.number, requests))
+        mover.move(Move(transfer.number, requests))
 
     def _answer(self, answer: bytes) -> None:
         assert self._answers is not None

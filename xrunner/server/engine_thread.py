@@ -52,7 +52,7 @@ class Promise(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Submission:
     """What all outputs of one HTTP request have in common.
 
     Attributes:
@@ -221,7 +221,9 @@ class EngineThread:
     def pool(self) -> ServedPool:
         return self._engine.pool
 
-    def submit(self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, terms: Terms) -> Stream:
+    def submit(
+        self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, submission: Submission
+    ) -> Stream:
         """Hand in a request (see `Generation`).
 
         Raises:
@@ -233,28 +235,28 @@ class EngineThread:
             next(self._ids),
             prompt,
             allowance.max_output,
-            terms.stop_token_ids,
-            terms.output_length,
+            submission.stop_token_ids,
+            submission.output_length,
             sampling,
-            deadline_ns=None if terms.end_s == math.inf else round(terms.end_s * 1e9),
+            deadline_ns=None if submission.end_s == math.inf else round(submission.end_s * 1e9),
             promised_output=allowance.promised_output,
-            account=terms.account,
+            account=submission.account,
         )
         stream = Stream(
             generation.id,
-            terms.inbox,
+            submission.inbox,
             time.perf_counter(),
-            [] if terms.hold else None,
-            terms.account,
+            [] if submission.hold else None,
+            submission.account,
             len(prompt),
-            deadline_s=terms.end_s if terms.has_deadline else None,
-            promise=terms.promise,
+            deadline_s=submission.end_s if submission.has_deadline else None,
+            promise=submission.promise,
         )
-        self.metrics.handover_s.observe(stream.submitted_s - terms.read_s)
+        self.metrics.handover_s.observe(stream.submitted_s - submission.read_s)
         if self.watch is not None:
             stream.seen = self.watch.arrive(len(prompt), allowance.max_output)
         self._streams[stream.id] = stream
-        self._backlog.join(stream.id, len(prompt), stream.submitted_s, terms.account)
+        self._backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit(generation)
         return stream

@@ -121,7 +121,7 @@ def parser() -> FlexibleArgumentParser:
 
 
 def main() -> None:
-    """Serve until vLLM has died, or `leash` ends us."""
+    """Serve until vLLM has died, or `supervised` ends us."""
     given = parser().parse_args()
     try:
         asyncio.run(serve(given.address, given.lane, AsyncEngineArgs.from_cli_args(given)))

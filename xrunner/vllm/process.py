@@ -68,7 +68,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
     Its output, errors too, is the process's `stdout`, the caller's to read and to close.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "xrunner.vllm.leash", *command],
+        [sys.executable, "-m", "xrunner.vllm.supervised", *command],
         env=environment(packages, variables),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

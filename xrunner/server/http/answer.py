@@ -20,7 +20,7 @@ from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_deadline
 from xrunner.server.api.writers import Delta, Writer
-from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Terms
+from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import ABORT, RequestInfo
 
@@ -148,7 +148,7 @@ class Answer(Response):
         outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
         self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
-        terms = Terms(
+        submission = Submission(
             inbox=self._inbox,
             account=self._info.key.account,
             stop_token_ids=self._stop_token_ids,
@@ -163,7 +163,7 @@ class Answer(Response):
         for prompt in self._prompts:
             for index in range(num_choices):
                 sampling = self._request.sampling(seed + index * SEED_STRIDE)
-                stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, terms)
+                stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = Choice(
                     len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer

@@ -78,7 +78,7 @@ def most_connections() -> int:
     return min(room, MAX_CONNECTIONS)
 
 
-class Accepted(socket.socket):
+class AcceptedSocket(socket.socket):
     """A client's socket that its listener knows of until it is closed."""
 
     listener: Listener
@@ -115,7 +115,7 @@ class Listener(socket.socket):
 
     def __init__(self, bound: socket.socket, most: int | None = None) -> None:
         self.most = most_connections() if most is None else most
-        self._open: tuple[OrderedDict[int, Accepted], ...] = tuple(OrderedDict() for _ in Phase)
+        self._open: tuple[OrderedDict[int, AcceptedSocket], ...] = tuple(OrderedDict() for _ in Phase)
         """Of each phase the connections that are in it, by file number, the one that has been longest first."""
         self._failed = False
         super().__init__(fileno=bound.detach())
@@ -142,7 +142,7 @@ class Listener(socket.socket):
         """What asyncio asks for is how many it accepts at once."""
         super().listen(BACKLOG)
 
-    def accept(self) -> tuple[Accepted, Any]:
+    def accept(self) -> tuple[AcceptedSocket, Any]:
         """Raises BlockingIOError where there is none, or no room for one."""
         if self._failed:
             # asyncio asks on after an error, as often as it accepts at once, and logs each.
@@ -153,7 +153,7 @@ class Listener(socket.socket):
         except OSError as error:
             self._failed = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
             raise
-        accepted = Accepted(plain.family, plain.type, plain.proto, plain.detach())
+        accepted = AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
         accepted.listener = self
         if self.num_open >= self.most:
             self._make_room()
@@ -167,17 +167,17 @@ class Listener(socket.socket):
     def num_open(self) -> int:
         return sum(map(len, self._open))
 
-    def of(self, file_number: int) -> Accepted | None:
+    def of(self, file_number: int) -> AcceptedSocket | None:
         """The connection with this file number; None: it has been dropped."""
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
-    def enter(self, accepted: Accepted, phase: Phase) -> None:
+    def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
         """A connection is at something else, or at the same anew."""
         if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
             accepted.phase = phase
             self._open[phase][accepted.fileno()] = accepted
 
-    def forget(self, accepted: Accepted) -> None:
+    def forget(self, accepted: AcceptedSocket) -> None:
         self._open[accepted.phase].pop(accepted.fileno(), None)
 
     def _make_room(self) -> None:
@@ -197,7 +197,7 @@ class Protocol(H11Protocol):
         self.logger = _uvicorn
         self.access_log = False
         self._listener = listener
-        self._accepted: Accepted | None = None
+        self._accepted: AcceptedSocket | None = None
         self._now = self.loop.time
         self._head_since: float | None = self._now()
         """Since when a head has been awaited or coming; None: a request is under way, or the client may rest."""

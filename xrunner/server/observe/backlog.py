@@ -33,7 +33,7 @@ class Backlog:
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Queued] = {}
         """In the order of their coming."""
         self._accounts: dict[str, Account] = {}
         self._counts: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class Backlog:
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
         """One more waits, with so many prompt tokens; none comes before those who have come."""
-        self._waiting[id_] = _Waiting(num_tokens, now_s, account)
+        self._waiting[id_] = _Queued(num_tokens, now_s, account)
         self._accounts[account.name] = account
         self._counts[account.name] += 1
 
@@ -99,7 +99,7 @@ class Backlog:
                 self._told_s = end_s
             self._since_s = end_s
 
-    def _take(self, id_: int) -> _Waiting | None:
+    def _take(self, id_: int) -> _Queued | None:
         one = self._waiting.pop(id_, None)
         if one is not None:
             self._counts[one.account.name] -= 1
@@ -162,17 +162,17 @@ class Backlog:
             self.caution = max(1.0, (1 - PER_ANSWER * LATE) * self.caution)
 
 
-class _Waiting(NamedTuple):
+class _Queued(NamedTuple):
     num_tokens: int
     since_s: float
     account: Account
 
 
-def _tokens(waiting: Iterable[_Waiting]) -> int:
+def _tokens(waiting: Iterable[_Queued]) -> int:
     return sum(one.num_tokens for one in waiting)
 
 
-def _before_last(account: Account, num_tokens: float, waiting: list[_Waiting]) -> float:
+def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
     """Prompt tokens that have begun once so many more of an account have: its own, with what others get meanwhile."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]

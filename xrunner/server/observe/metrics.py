@@ -47,34 +47,34 @@ class Metrics:
             "What the met deadlines were worth: one over the prompt's tokens each.",
             registry=registry,
         )
-        self.step_s = Histogram(
+        self.step_s = BucketCounts(
             "xgpt_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS_S, registry=registry
         )
-        self.ttft_s = Histogram(
+        self.ttft_s = BucketCounts(
             "xgpt_time_to_first_token_seconds",
             "From taking a request in to its first token.",
             buckets=REQUEST_BUCKETS_S,
             registry=registry,
         )
-        self.inter_token_s = Histogram(
+        self.inter_token_s = BucketCounts(
             "xgpt_inter_token_latency_seconds",
             "Between two tokens of a request.",
             buckets=STEP_BUCKETS_S,
             registry=registry,
         )
-        self.e2e_s = Histogram(
+        self.e2e_s = BucketCounts(
             "xgpt_e2e_request_latency_seconds",
             "From taking a request in to its last token.",
             buckets=REQUEST_BUCKETS_S,
             registry=registry,
         )
-        self.handover_s = Histogram(
+        self.handover_s = BucketCounts(
             "xgpt_handover_seconds",
             "Own overhead: from a request that has been read to its hand-over to the engine.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
-        self.delivery_s = Histogram(
+        self.delivery_s = BucketCounts(
             "xgpt_delivery_seconds",
             "Own overhead: from the end of the step that sampled a token to the writing of its bytes.",
             buckets=OVERHEAD_BUCKETS_S,
@@ -93,7 +93,7 @@ class Metrics:
     def _observe(self, watch: Watch) -> None:
         registry = self._registry
         replans = Counter("xgpt_plan_decisions", "Looks at changed lengths, by outcome.", ["action"], registry=registry)
-        planning_s = Histogram(
+        planning_s = BucketCounts(
             "xgpt_planning_seconds", "Time that re-planning took.", buckets=REQUEST_BUCKETS_S, registry=registry
         )
 
@@ -149,7 +149,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class Histogram(Collector):
+class BucketCounts(Collector):
     """Observations counted in buckets, from one thread; named and shown as prometheus_client's own is.
 
     That one looks at each bucket and takes two locks, which is five times the work; and each token is observed.

@@ -1,4 +1,4 @@
-"""Runs a command for as long as its own standard input stays open: `python -m xrunner.vllm.leash COMMAND ...`.
+"""Runs a command for as long as its own standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
 group. Whoever started us holds the other end of our input, which the kernel closes when they end, however that comes
