@@ -11,7 +11,7 @@ from xrunner.server.api.protocol import ChatRequest, CompletionRequest
 
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array"}}}
-_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {}}}
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
     "401": "No valid API key came with the request.",

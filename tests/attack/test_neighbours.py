@@ -1,0 +1,200 @@
+"""What stands around a server: the pipe that its log goes to, signals, names that others choose, files and planners."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.placed import left_over, one_lane, plan
+from tests import fake_vllm
+from tests.attack.target import EVERYWHERE, FAKE_VLLM, FLAVOURS, PROBE, Target, attacked
+from tests.attack.test_http import connect, read_all, request
+from tests.fakes import eventually
+from xgpt.checkpoint import read_spec
+from xgpt.io import dump_json
+from xrunner.vllm.process import PYTHON_VARIABLE
+
+STARTS = (*FLAVOURS, FAKE_VLLM)
+
+
+def start(
+    flavour: str, checkpoint: Path, directory: Path, *options: str, stderr: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """A server that is only being started."""
+    environment = dict(os.environ)
+    if flavour == FAKE_VLLM:
+        environment[PYTHON_VARIABLE] = str(fake_vllm.program(directory))
+        options += ("--engine", "vllm")
+    model = read_spec(checkpoint)
+    made = FLAVOURS.get(flavour, lambda model: plan(one_lane([1]), model=model))(model)
+    path = directory / "plan.json"
+    path.write_text(dump_json(made.model_copy(update={"checkpoint": str(checkpoint)})))
+    command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", *options]
+    return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
+
+
+def test_a_log_that_is_not_read_holds_up_no_request(checkpoint: Path, tmp_path: Path) -> None:
+    """A pipe of 4 KiB was full after a dozen requests, and the server stood still."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    process = start("one", checkpoint, tmp_path, "--no-replan", stderr=writing)
+    os.close(writing)
+    try:
+        said = b""
+        while b"listening on " not in said:
+            said += os.read(reading, 4096)
+        host, port = said.rpartition(b"http://")[2].decode().strip().split(":")
+        for _ in range(100):
+            with connect((host, int(port)), 20) as client:
+                client.sendall(b"GET /v1/nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+                assert read_all(client).startswith(b"HTTP/1.1 404")
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
+
+
+@pytest.mark.long
+@pytest.mark.point(20)
+@pytest.mark.parametrize("flavour", STARTS)
+def test_sigterm_whenever_it_comes_leaves_nothing(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
+    """While it is imported, while workers start, while they load, and once more soon after."""
+    generator = random.Random(0)
+    for number in range(4):
+        process = start(flavour, checkpoint, tmp_path, "--no-replan")
+        time.sleep(generator.uniform(0.2, 8))
+        process.terminate()
+        if number % 2:
+            time.sleep(generator.uniform(0, 0.5))
+            process.terminate()
+        try:
+            assert process.wait(45) in (0, 130, -signal.SIGTERM)
+            assert eventually(lambda at=process.pid: not left_over(at, ()))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module", params=EVERYWHERE[:-1])
+def target(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:  # type: ignore[misc]
+    """Of a model whose name is markup, with keys of all characters that a name may have."""
+    directory = tmp_path_factory.mktemp("names")
+    named = shutil.copytree(checkpoint, directory / NAME)
+    with attacked(request.param, named, directory, keys="a.b@c-d_e alices-alices-alices\n") as running:
+        yield running
+
+
+NAME = "<script>alert(1)<|script>\n\x1b[31m{{7*7}}\"'"
+
+
+def test_names_of_others_stay_names(target: Target) -> None:
+    """Of the model, in pages, logs, metrics and answers; ids of requests and traces that forge lines."""
+    before = target.probe()
+    status, page = target.ask("GET", "/")
+    assert status == 200 and b"<script>alert" not in page and b"{{7*7}}" in page
+    hostile = [
+        "a\x1b[2Jb",
+        "a\tb",
+        "\xe4\xf6",
+        "x" * 10_000,
+        '","level":"error',
+        "0" * 128,
+        "%0d%0aSet-Cookie:a=b",
+        "${jndi:x}",
+    ]
+    traces = ["00-" + "0" * 32 + "-" + "0" * 16 + "-01", "ff-x", "00-" + "g" * 32, "-" * 5000, "00-\xe4-1-1"]
+    for id_ in hostile:
+        for trace in traces:
+            extra = f"X-Request-Id: {id_}\r\ntraceparent: {trace}\r\ntracestate: {'a=b,' * 100}\r\n"
+            body = {"model": target.model, "prompt": [3], "max_tokens": 1}
+            sent = request(body, extra=extra + "Connection: close\r\n")
+            with connect(target.address) as client:
+                client.sendall(sent)
+                head = read_all(client).partition(b"\r\n\r\n")[0]
+            assert head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400")), head[:200]
+            assert b"Set-Cookie:" not in head.replace(b"%0d%0aSet-Cookie:a=b", b"") and b"\x1b" not in head
+    assert target.ask("POST", f"/{NAME.encode().hex()}/%1b%0a%0d", b"{}")[0] in (404, 405)
+    asked = {"Authorization": "Bearer alices-alices-alices", "Content-Type": "application/json"}
+    assert target.ask("POST", "/v1/completions", {"model": target.model, **PROBE}, asked)[0] == 200
+    _, metrics = target.ask("GET", "/metrics")
+    families = list(text_string_to_metric_families(metrics.decode()))
+    labels = {sample.labels.get("key") for family in families for sample in family.samples}
+    assert "a.b@c-d_e" in labels
+    assert target.probe() == before
+    assert eventually(lambda: any('"key":"a.b@c-d_e"' in line for line in target.served.lines))
+    for line in list(target.served.lines):
+        assert "\x1b" not in line
+        if line.startswith("{"):
+            json.loads(line)
+
+
+def test_hang_ups_without_end(target: Target) -> None:
+    """300 in a second, beside requests; each reads the keys anew."""
+    before = target.probe()
+    with target.felt() as felt:
+        for _ in range(300):
+            target.served.process.send_signal(signal.SIGHUP)
+            time.sleep(0.002)
+        time.sleep(0.5)
+    assert felt.failures == []
+    assert target.probe() == before
+
+
+def test_clients_that_go_at_once(target: Target) -> None:
+    """200 requests whose clients leave in the head, the body, or the answer, some with a reset."""
+    before = target.probe()
+    raw = request(
+        {"model": target.model, "prompt": [3, 4], "max_tokens": 200, "n": 2, "ignore_eos": True, "stream": True}
+    )
+    generator = random.Random(0)
+    with target.felt() as felt, ExitStack() as late:
+        for number in range(200):
+            client = connect(target.address)
+            client.sendall(raw[: generator.choice((10, 60, len(raw) - 1, len(raw), len(raw)))])
+            if number % 3 == 0:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            if number % 5 == 0:
+                late.enter_context(client)
+            else:
+                client.close()
+    assert felt.failures == []
+    assert eventually(lambda: target.metric("xgpt_requests_running") + target.metric("xgpt_requests_waiting") == 0)
+    assert target.metric("xgpt_kv_blocks_used") == 0
+    assert target.probe() == before
+
+
+@pytest.mark.long
+def test_files_that_are_none(checkpoint: Path, tmp_path: Path) -> None:
+    """What a stranger's checkpoint brings ends in one line, not in a traceback."""
+    deep = b"[" * 1_000_000
+    for name, content in {
+        "generation_config.json": deep,
+        "tokenizer_config.json": deep,
+        "tokenizer.json": deep,
+        "chat_template.jinja": b"{% for %}",
+        "model.safetensors": (2**63).to_bytes(8, "little"),
+    }.items():
+        own = shutil.copytree(checkpoint, tmp_path / name / "small")
+        (own / name).write_bytes(content)
+        made = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(own)})
+        (tmp_path / "plan.json").write_text(dump_json(made))
+        command = [sys.executable, "-m", "xgpt", "serve", str(tmp_path / "plan.json"), "--port", "0", "--no-replan"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 2, (name, ended.stderr)
+        assert ended.stderr.splitlines()[-1].startswith("xgpt: "), name
