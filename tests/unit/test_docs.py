@@ -58,3 +58,8 @@ def test_readme_links_exist(link: str) -> None:
 def _options(command: str) -> set[str]:
     parameters = importlib.import_module(f"xgpt.cli.{command}").command.params
     return {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_every_field_of_a_file_has_a_meaning() -> None:
+    lines = (ROOT / "docs/reference/files.md").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.endswith("|  |")]

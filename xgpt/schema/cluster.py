@@ -52,11 +52,17 @@ class DeviceKind(Frozen):
     """One accelerator, or one CPU, as its datasheet or the machine describes it."""
 
     name: str
+    """Name of the device."""
     type: Literal["cpu", "gpu"]
+    """A CPU or a GPU."""
     memory_bytes: PositiveInt
+    """Memory of one device."""
     flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
+    """Datasheet's FLOP/s of each type."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
+    """Datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
+    """What kernels reach of that; None: the device can only be measured."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the memory that weights, K/V and workspace may fill together."""
 
@@ -65,21 +71,30 @@ class Link(Frozen):
     """A point-to-point connection, one direction."""
 
     bandwidth_bytes_per_s: PositiveFloat
+    """Bandwidth of one direction."""
     latency_s: float = Field(ge=0)
+    """Time of an empty message."""
 
 
 class ClusterSpec(Frozen):
     """`num_nodes` equal machines of `devices_per_node` equal devices."""
 
     name: str
+    """Name of the cluster."""
     device: DeviceKind
+    """The kind of its devices."""
     num_nodes: PositiveInt = Field(default=1, le=MOST)
+    """Number of machines."""
     devices_per_node: PositiveInt = Field(default=1, le=MOST)
+    """Devices of each machine."""
     intra_node: Link | None = None
+    """Link between devices of a machine."""
     inter_node: Link | None = None
+    """Link between machines."""
     host: Link | None = None
     """Device memory to host memory: the path of keys and values under WAA."""
     price_per_device_hour: PositiveFloat | None = None
+    """Price of one device for an hour, in any currency."""
 
     @property
     def is_local(self) -> bool:

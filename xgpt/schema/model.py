@@ -44,9 +44,13 @@ class RopeScaling(Frozen):
     """Llama 3.1's frequency scaling of rotary embeddings."""
 
     factor: float = Field(gt=0)
+    """Factor on long wavelengths."""
     low_freq_factor: float = Field(gt=0)
+    """Wavelengths above the context over this are scaled fully."""
     high_freq_factor: float = Field(gt=0)
+    """Wavelengths below the context over this are not scaled."""
     original_max_position: PositiveInt
+    """Context before scaling."""
 
 
 class ModelShape(Frozen):
@@ -57,19 +61,33 @@ class ModelShape(Frozen):
     """
 
     name: str
+    """Name of the model."""
     family: Family
+    """Architecture."""
     num_layers: PositiveInt
+    """Decoder layers."""
     num_encoder_layers: int = Field(default=0, ge=0)
+    """Encoder layers."""
     hidden_size: PositiveInt
+    """Width of hidden states."""
     num_heads: PositiveInt
+    """Query heads."""
     num_kv_heads: PositiveInt
+    """Key and value heads."""
     head_dim: PositiveInt
+    """Width of a head."""
     ffn_size: PositiveInt
+    """Width between the two products of a feed-forward block."""
     gated_ffn: bool = False
+    """Whether the feed-forward block has a gate."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    """Activation of the feed-forward block."""
     vocab_size: PositiveInt
+    """Tokens of the vocabulary."""
     max_context: PositiveInt
+    """Longest prompt and output together, in tokens."""
     attention_bias: bool = False
+    """Whether projections of attention have biases."""
 
     @property
     def shape(self) -> ModelShape:
@@ -94,15 +112,25 @@ class ModelSpec(ModelShape):
     """
 
     tie_embeddings: bool = True
+    """Whether embedding and output head share their weights."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Epsilon of norms."""
     rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of rotary embeddings."""
     rope_scaling: RopeScaling | None = None
+    """Scaling of rotary embeddings."""
     relative_buckets: int = Field(default=32, ge=4)
+    """Buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
+    """Distance that the buckets reach to (t5)."""
     head_scale: float = Field(default=1.0, gt=0)
+    """Factor on what enters the output head."""
     bos_token_id: int | None = None
+    """First token of a decoder."""
     eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an output."""
     default_dtype: DType = "float16"
+    """Type to plan for where none is named."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:

@@ -41,14 +41,22 @@ class Constraint(Frozen):
     """
 
     objective: Objective = "saturated"
+    """What is maximised."""
 
     latency_bound_s: PositiveFloat | None = None
+    """Bound on latency, in seconds; None: no bound."""
     quantile: float = Field(default=0.99, gt=0, lt=1)
+    """Share of requests that must keep the bounds."""
     sla: Sla = "length"
+    """Which latency is bounded under objective "saturated"."""
     ttft_s: PositiveFloat | None = None
+    """Bound on the time to first token; None: no bound."""
     tpot_s: PositiveFloat | None = None
+    """Bound on the mean time per output token; None: no bound."""
     arrival_rate_per_s: PositiveFloat | None = None
+    """Arrival rate to sustain; None: as high as possible."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
+    """Share by which steps may take longer than predicted before a bound is broken."""
 
     @property
     def planned_quantile(self) -> float:
@@ -87,11 +95,17 @@ class Admission(Frozen):
     """
 
     order: AdmissionOrder = "fcfs"
+    """Order in which waiting requests enter."""
     row_tokens: PositiveInt | None = None
+    """Prompt tokens of a row, for "das" only."""
     kv: KvPromise = "reserve"
+    """How K/V memory is promised."""
     max_running: PositiveInt | None = None
+    """Requests that may run at a time; None: as many as fit."""
     patience: PositiveFloat | None = 8.0
+    """Multiple of the plan's latency after which a waiting request is overdue; None: never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
+    """Quantile of outputs that memory is promised for."""
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
@@ -110,11 +124,17 @@ class Stage(Frozen):
     """
 
     lane: StageLane = "both"
+    """Lane that the stage belongs to."""
     devices: tuple[int, ...]
+    """Devices of the stage, by number."""
     encode_layers: tuple[int, int] | None = None
+    """Encoder layers [first, last); None: none."""
     decode_layers: tuple[int, int]
+    """Decoder layers [first, last)."""
     tp: PositiveInt = 1
+    """Tensor-parallel degree."""
     kv_blocks: PositiveInt
+    """Number of K/V blocks."""
 
 
 class JointLengths(Frozen):
@@ -126,7 +146,9 @@ class JointLengths(Frozen):
     correlation: float
     """Pearson's correlation of input and output length."""
     throughput: float
+    """Relative difference of throughput."""
     latency: float
+    """Relative difference of latency."""
 
 
 class Capacity(Frozen):
@@ -139,6 +161,7 @@ class Capacity(Frozen):
     """
 
     rate_per_s: float
+    """Requests a second."""
     rate_under_tighter_per_s: float | None = None
     """The rate under bounds that are 5% tighter; None: simulated for the chosen plan only."""
     rate_under_looser_per_s: float | None = None
@@ -150,22 +173,30 @@ class Capacity(Frozen):
     closed_form_per_s: float | None = None
     """The rate that the closed form predicted."""
     num_requests: int
+    """Number of simulated requests that count."""
     warm_up_requests: int
+    """Number of simulated requests before those."""
     seed: int = 0
+    """Of lengths and arrivals."""
 
 
 class Estimate(Frozen):
     """What is predicted for a plan: at saturation, and in `capacity` for Poisson arrivals."""
 
     throughput_rps: NonNegativeFloat
+    """Requests a second at saturation."""
     output_tokens_per_s: NonNegativeFloat
+    """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
     """Latency from admission, of a request of the quantile's output length (sla "length") or the quantile of all."""
     latency_error: float | None = None
     """Relative standard error of a simulated latency (sla "request"); None: the latency is the closed form's."""
     ttft_s: NonNegativeFloat
+    """Time to first token, from admission."""
     tpot_s: NonNegativeFloat
+    """Mean time per output token."""
     itl_p99_s: NonNegativeFloat
+    """99th percentile of the gap between two tokens of a request."""
     encode_batch: NonNegativeFloat
     """Mean number of requests encoded in a step that encodes."""
     decode_batch: NonNegativeFloat
@@ -173,15 +204,19 @@ class Estimate(Frozen):
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
+    """Time from one step that encodes to the next."""
     bubble_fraction: float = 0.0
     """Share of the devices' time in which their stage is idle."""
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    """Memory of each device of a replica."""
     cost_per_million_tokens: float | None = None
+    """Cost of a million output tokens at saturation; None: no price is known."""
     capacity: Capacity | None = None
     """None: there is no bound (any rate below the throughput is kept), or it has not been simulated."""
     joint_lengths: JointLengths | None = None
     """None: the workload is not a trace, or its lengths are all equal."""
     warnings: tuple[str, ...] = ()
+    """What to know before the plan is used."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,14 +235,19 @@ class SearchCertificate(Frozen):
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
+    """How plans were searched for."""
     evaluations: int
     """Number of points of the space that were predicted, each counted once."""
     space_size: int
+    """Number of points of the space."""
     simulations: int = 0
     """Number of plans that were simulated to decide which one keeps the bound."""
     seconds: float
+    """Time that the search took."""
     gap: float | None
+    """Share by which the best plan of the space can exceed this one at most; None: not proven."""
     bound: str
+    """What the gap is measured against, in words."""
 
 
 class ProfileRef(Frozen):
@@ -220,13 +260,17 @@ class ProfileRef(Frozen):
     """
 
     source: Literal["measured", "analytic", "imported"]
+    """Where its times came from."""
     sha256: str
     engine: str | None = None
     engine_version: str | None = None
+    """Version of that engine."""
     num_threads: PositiveInt | None = None
+    """Threads that it was measured with."""
     layouts: dict[str, str] = Field(default_factory=dict)
     """Layout of the weights of each shape (OUTxIN) on a CPU."""
     spread: float = 0.0
+    """Share by which slow stretches of the measurement exceed the mean."""
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
     """Source of each part's numbers."""
@@ -236,22 +280,37 @@ class Plan(Frozen):
     """The whole of plan.json: every number that a run needs, so that the runner computes none itself."""
 
     schema_version: Literal[1] = 1
+    """Version of this format."""
     model: ModelSpec
+    """The model's shape."""
     checkpoint: str | None = None
     """Directory of the weights; None: weights drawn from `seed`."""
     seed: int = 0
+    """Of weights without a checkpoint, and of what is drawn."""
     dtype: DType
+    """Type that products run in."""
     cluster: ClusterSpec
+    """The devices that the plan is for."""
     workload: Workload
+    """The lengths that the plan is for."""
     constraint: Constraint
+    """What the plan keeps, and what it maximises."""
     policy: PolicySettings
+    """The schedule and its control variables."""
     admission: Admission = Admission()
+    """Which request enters next, and how K/V memory is promised."""
     replicas: PositiveInt = 1
+    """Copies of the stages, each serving requests of its own."""
     block_size: PositiveInt = 16
+    """Tokens of a K/V block."""
     stages: tuple[Stage, ...] = Field(min_length=1)
+    """Stages of one replica, in the order in which steps pass them."""
     estimate: Estimate
+    """What is predicted."""
     search: SearchCertificate
+    """How the plan was found, and its proof."""
     profile: ProfileRef
+    """The profile that the prediction rests on."""
 
     @model_validator(mode="after")
     def _check(self) -> Plan:

@@ -29,7 +29,9 @@ class TensorParallel(Frozen):
     """`devices` of a lane's devices run in groups of `degree`, the rest one by one."""
 
     degree: PositiveInt = 1
+    """Devices of a group."""
     devices: int = Field(default=0, ge=0)
+    """Devices that run in groups."""
 
 
 class _SingleLane(Frozen):
@@ -39,7 +41,9 @@ class _SingleLane(Frozen):
     """
 
     tp_degree: PositiveInt = 1
+    """Devices of a tensor-parallel group."""
     tp_devices: int = Field(default=0, ge=0)
+    """Devices that run in such groups."""
 
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """What the stages of a replica are divided into."""
@@ -54,9 +58,13 @@ class RraSettings(_SingleLane):
     """
 
     kind: Literal["rra"] = "rra"
+    """The policy."""
     encode_batch: PositiveInt
+    """Requests encoded a phase, in the mean (B_E)."""
     decode_iterations: PositiveInt
+    """Decode iterations a phase (N_D)."""
     microbatches: PositiveInt = 1
+    """Micro-batches that pass the pipeline in turn."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
@@ -71,8 +79,11 @@ class OrcaSettings(_SingleLane):
     """
 
     kind: Literal["orca"] = "orca"
+    """The policy."""
     max_batch: PositiveInt
+    """Largest number of requests in a step."""
     microbatches: PositiveInt = 1
+    """Micro-batches that pass the pipeline in turn."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("max_batch", "rises", "rises", "largest number of requests in a step"),
@@ -83,9 +94,13 @@ class ChunkedSettings(_SingleLane):
     """Every step decodes what runs and fills up to `token_budget` tokens with pieces of prompts."""
 
     kind: Literal["chunked"] = "chunked"
+    """The policy."""
     token_budget: PositiveInt
+    """Largest number of tokens in a step."""
     max_batch: PositiveInt
+    """Largest number of requests in a step."""
     microbatches: PositiveInt = 1
+    """Micro-batches that pass the pipeline in turn."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -100,9 +115,13 @@ class StaticSettings(_SingleLane):
     """
 
     kind: Literal["static"] = "static"
+    """The policy."""
     batch: PositiveInt
+    """Requests in a batch."""
     encode_microbatches: PositiveInt = 1
+    """Parts in which a batch is encoded."""
     decode_microbatches: PositiveInt = 1
+    """Parts in which a batch is decoded."""
 
     holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
@@ -121,12 +140,19 @@ class WaaSettings(Frozen):
     """Encode on one group of devices and decode on another, asynchronously. Source: ExeGPT sec. 4.1."""
 
     kind: Literal["waa"] = "waa"
+    """The policy."""
     allocation: Literal["compute", "memory"] = "compute"
+    """What devices are divided by: compute or memory (WAA-C, WAA-M)."""
     encode_batch: PositiveInt
+    """Requests encoded at once (B_E)."""
     max_decode_batch: PositiveInt
+    """Largest number of requests in decode."""
     decode_microbatches: PositiveInt = 1
+    """Micro-batches of the decode lane."""
     encode_tp: TensorParallel = TensorParallel()
+    """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()
+    """Tensor parallelism of the decode lane."""
 
     lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
     holds_finished: ClassVar[bool] = False

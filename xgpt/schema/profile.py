@@ -31,7 +31,9 @@ class Curve(Frozen):
     """Seconds against one size: `seconds[i]` at `points[i]`; linear between points."""
 
     points: tuple[int, ...] = Field(min_length=2)
+    """Sizes, rising."""
     seconds: tuple[float, ...]
+    """Time at each of them."""
 
     @model_validator(mode="after")
     def _check(self) -> Curve:
@@ -54,8 +56,11 @@ class Surface(Frozen):
     """Seconds against (batch, length): `seconds[i][j]` at `batches[i]`, `lengths[j]`; bilinear between."""
 
     batches: tuple[int, ...] = Field(min_length=1)
+    """Batch sizes, rising."""
     lengths: tuple[int, ...] = Field(min_length=2)
+    """Lengths, rising."""
     seconds: tuple[tuple[float, ...], ...]
+    """A row of times for each batch size."""
 
     @model_validator(mode="after")
     def _check(self) -> Surface:
@@ -105,6 +110,7 @@ class LayerTimes(Frozen):
     """
 
     tp_degree: PositiveInt = 1
+    """Devices of the group."""
     rest: Curve
     """Everything but attention, against tokens."""
     encode_attention: Surface
@@ -121,6 +127,7 @@ class EncoderLayerTimes(Frozen):
     """One layer of an encoder-decoder's encoder on a group of `tp_degree` devices, all-reduces included."""
 
     tp_degree: PositiveInt = 1
+    """Devices of the group."""
     rest: Curve
     """Everything but attention, against tokens."""
     attention: Surface
@@ -135,19 +142,27 @@ class Profile(Frozen):
     """
 
     schema_version: Literal[2] = 2
+    """Version of this format."""
     source: Literal["measured", "analytic", "imported"]
+    """Where the times came from."""
     model: ModelShape
+    """The shape that they are times of."""
     dtype: DType
+    """Type that products ran in."""
     device: str
+    """Name of the device."""
     devices_per_node: PositiveInt = 1
     """Devices of one node of the cluster that it was made for; it covers tensor-parallel degrees up to this number."""
     engine: str | None = None
     """The engine whose steps these are: "native", "vllm", another framework; None: from a datasheet, for any engine."""
     engine_version: str | None = None
+    """Version of that engine."""
     num_threads: PositiveInt | None = None
+    """Threads that it was measured with."""
     layouts: dict[str, str] = Field(default_factory=dict)
     """Layout in which xgpt's own engine keeps weights of each shape (OUTxIN) on this CPU: the fastest one measured."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
+    """Times of a decoder layer, for each tensor-parallel degree."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     """For an encoder-decoder only: one entry for each degree of `layers`."""
     embedding: Curve
@@ -166,9 +181,11 @@ class Profile(Frozen):
     A device that holds a share of the layers or heads moves that share of the tokens.
     """
     spread: float = Field(default=0.0, ge=0)
+    """Share by which slow stretches of the measurement exceed the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)
     """Where each part's numbers came from, where that is more than `source` says."""
     environment: dict[str, str] = Field(default_factory=dict)
+    """Versions of what it was measured with."""
 
     @model_validator(mode="after")
     def _check(self) -> Profile:

@@ -37,8 +37,11 @@ class Histogram(Frozen):
     """Lengths with their probabilities: rising lengths, probabilities that sum to one."""
 
     kind: Literal["histogram"] = "histogram"
+    """The kind of distribution."""
     lengths: tuple[PositiveInt, ...] = Field(min_length=1)
+    """Lengths in tokens, rising."""
     probabilities: tuple[float, ...] = Field(min_length=1)
+    """Share of each length."""
 
     @model_validator(mode="after")
     def _check(self) -> Histogram:
@@ -67,5 +70,8 @@ class Workload(Frozen):
     """The lengths that a plan was made for, as histograms."""
 
     name: str
+    """Name of the workload."""
     input: Histogram
+    """Prompt lengths."""
     output: Histogram
+    """Output lengths."""
