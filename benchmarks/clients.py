@@ -19,7 +19,7 @@ from typing import Any
 import click
 import openai
 
-from benchmarks.tiny_server import SPEC, TEMPLATE, codec, running
+from benchmarks.lib.tiny_server import SPEC, TEMPLATE, codec, running
 from xgpt.io import write_atomic
 
 RESULTS = Path("results/clients.json")

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.drifting import Phase, Run, real, scaled, shifted, simulated
+from benchmarks.lib.changing_lengths import Phase, Run, real, scaled, shifted, simulated
 from xgpt.app.profiles import obtain_profile
 from xgpt.cli.render import show, table
 from xgpt.errors import InfeasibleError

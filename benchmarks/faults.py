@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.placed import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
+from benchmarks.lib.served_plans import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
 from xgpt.app.serving import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.schema import Plan

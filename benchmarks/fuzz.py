@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from benchmarks.tiny_server import SPEC, Running, running
+from benchmarks.lib.tiny_server import SPEC, Running, running
 from xgpt.io import write_atomic
 
 RESULTS = Path("results/fuzz.json")

@@ -25,9 +25,9 @@ import click
 import httpx
 import numpy as np
 
-from benchmarks import tiny_server
 from benchmarks.drift import KINDS, SMALL, Lab
-from benchmarks.drifting import shifted
+from benchmarks.lib import tiny_server
+from benchmarks.lib.changing_lengths import shifted
 from xgpt.app.bench import calibrate, served
 from xgpt.cli.render import show, table
 from xgpt.client import ClientRequest, ClientResult, replay

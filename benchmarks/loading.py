@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.placed import one_lane, two_lanes
+from benchmarks.lib.served_plans import one_lane, two_lanes
 from xgpt.checkpoint import read_spec
 from xgpt.schema import Stage
 from xrunner.cluster.deployment import Deployment

@@ -27,7 +27,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks import all_requests
+from benchmarks.lib import all_requests
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_workload

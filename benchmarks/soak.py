@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.fuzz import Case, exchange, http
-from benchmarks.tiny_server import SPEC, Running, running
+from benchmarks.lib.tiny_server import SPEC, Running, running
 from xgpt.io import write_atomic
 
 RESULTS = Path("results/soak.json")

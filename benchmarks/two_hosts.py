@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.placed import SPEC, parser, report, served
+from benchmarks.lib.served_plans import SPEC, parser, report, served
 from xgpt.client import ClientRequest, replay
 from xgpt.errors import MachineError
 from xgpt.io import dump_json

@@ -23,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.drifting import Phase, is_lost, requests_of, scaled
+from benchmarks.lib.changing_lengths import Phase, is_lost, requests_of, scaled
 from xgpt.app.planning import plan_each, resolve
 from xgpt.app.simulating import outstanding_requests
 from xgpt.app.wording import settings_text

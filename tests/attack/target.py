@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.placed import SPEC, Served, one_lane, plan, served, two_lanes
+from benchmarks.lib.served_plans import SPEC, Served, one_lane, plan, served, two_lanes
 from tests import fake_vllm
 from xgpt.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from benchmarks.placed import PLANS, listening, plan, two_lanes
+from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked
 from xgpt.schema import ModelSpec, Plan

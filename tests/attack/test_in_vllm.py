@@ -19,7 +19,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from benchmarks.placed import one_lane, plan
+from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
 from tests.attack import target as attack
 from tests.attack.target import ADMIN_KEY, PROBE, Target, attacked

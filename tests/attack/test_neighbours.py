@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.placed import left_over, one_lane, plan
+from benchmarks.lib.served_plans import left_over, one_lane, plan
 from tests import fake_vllm
 from tests.attack.target import EVERYWHERE, FAKE_VLLM, FLAVOURS, PROBE, Target, attacked
 from tests.attack.test_http import connect, read_all, request

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.placed import one_lane, plan
+from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
 from tests.attack.target import ADMIN_KEY, EVERYWHERE, PROBE, attacked
 from tests.fakes import eventually

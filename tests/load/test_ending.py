@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import requests
-from benchmarks.placed import PLANS, left_over, listening, served
+from benchmarks.lib.served_plans import PLANS, left_over, listening, served
 from xgpt.client import replay
 
 

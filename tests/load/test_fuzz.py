@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.fuzz import fuzz
-from benchmarks.tiny_server import running
+from benchmarks.lib.tiny_server import running
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the server's memory from /proc")

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from benchmarks.drifting import Phase, simulated
+from benchmarks.lib.changing_lengths import Phase, simulated
 from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from xgpt.app.judging import judged

@@ -1,6 +1,6 @@
 """A server of its own process over a model of three million parameters: what soak and fuzz measure.
 
-    python -m benchmarks.tiny_server [MAX_BATCH NUM_BLOCKS]
+    python -m benchmarks.lib.tiny_server [MAX_BATCH NUM_BLOCKS]
 
 Ends on SIGTERM with one line of JSON that says how many K/V blocks are free again.
 """
@@ -96,7 +96,7 @@ def running(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Iterato
     # What the allocator keeps of freed memory would hide what is lost: few arenas, and large pieces given back.
     allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.tiny_server", str(max_batch), str(num_blocks)]
+    command = [sys.executable, "-m", "benchmarks.lib.tiny_server", str(max_batch), str(num_blocks)]
     with (
         tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody empties would stop the server
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
