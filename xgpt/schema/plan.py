@@ -32,12 +32,13 @@ class Constraint(Frozen):
     """What a plan must keep.
 
     Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
-    it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). `headroom` is the share of the
-    bound that the planner leaves unused (`Profile.headroom`).
+    it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is the profile's
+    (`Profile.headroom`).
 
     `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
-    keeps the bounds with waiting counted (`Capacity`), whatever the sla; "saturated", throughput while requests always
-    wait, with latency counted from admission, as the papers do. Files without the field were made for the latter.
+    keeps the bounds with waiting counted (`Capacity`), whatever the sla; "saturated", throughput while requests are
+    always waiting, with latency counted from admission, as the papers do. Files without the field were made for
+    the latter.
     """
 
     objective: Objective = "saturated"

@@ -22,9 +22,9 @@ The closed forms' own error against the simulated engine, 0.2% of latency in the
 """
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Least share of a latency bound that plans from measured profiles leave unused, however little these varied: a minute
-of measuring shows neither the hour nor the load of clients on the same machine. A running server takes smaller
-deviations for chance, and larger ones for a reason to re-plan."""
+"""Least headroom of plans from measured profiles, however little these varied: a minute of measuring shows neither
+the hour nor the load of clients on the same machine. A running server takes smaller deviations for chance, and larger
+ones for a reason to re-plan."""
 
 
 class Curve(Frozen):
@@ -206,7 +206,7 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Least share of a bound that plans leave unused: everything may take longer than predicted by it."""
+        """Share by which everything may take longer than this profile says before a plan breaks its bound."""
         return round(max(self.spread, KNOWN_ERROR[self.source]), 4)
 
     def slowed(self, factor: float) -> Profile:
