@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import Constraint
-from xsimulator.forecast import TwoLaneModel
 
 if TYPE_CHECKING:
     from xscheduler.space import Evaluation, Ints, Space
@@ -49,18 +48,12 @@ def ends_of(space: Space) -> tuple[int, int | None]:
 
 
 def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
-    """By which share every point of each box breaks the constraint at least.
-
-    What a request meets in waa's decode lane falls as larger encode batches take more of the cap: there no corner is
-    the slow one, and the bound is put together from the encode lane's lowest and the decode lane's lowest.
-    """
-    model, of = space.models.floor, floor.performance
-    if not isinstance(model, TwoLaneModel) or not space.constraint.bounds_latency:
+    """By which share every point of each box breaks the constraint at least."""
+    if not space.constraint.bounds_latency:
         return floor.excess[slow::corners]
-    low, high = of.encode_batch[::corners], of.encode_batch[corners - 1 :: corners]
-    batch = of.decode_batch.reshape(-1, corners).min(axis=1)
-    microbatches = np.full(len(low), float(space.placement.microbatches))
-    return excess_of(space.constraint, *model.least(low, high, batch, microbatches))
+    micro = float(space.placement.microbatches)
+    least = space.forecast.box_latencies(space.models.floor, floor.performance, corners, micro)
+    return floor.excess[slow::corners] if least is None else excess_of(space.constraint, *least)
 
 
 def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array) -> Array:
@@ -80,22 +73,15 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
             one with all values at their lowest first and at their highest last.
         fast: which of them is the fast one; None where there is none.
     """
-    most, least, model = evaluation.performance, floor.performance, space.models.floor
+    most, least = evaluation.performance, floor.performance
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
-    if isinstance(model, TwoLaneModel):
-        micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
-        bound_s, slack = space.constraint.latency_bound_s, 1 + space.constraint.headroom
-        per_replica = model.most(
-            most.encode_batch[low],
-            most.encode_batch[high],
-            most.peak_requests[high],
-            micro,
-            None if bound_s is None else bound_s / slack,
-        )
-    else:
-        per_replica = most.encode_batch[high] / least.cycle[low]
+    bound_s, slack = space.constraint.latency_bound_s or np.inf, 1 + space.constraint.headroom
+    micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
+    per_replica = space.forecast.box_throughput(
+        space.models.floor, most.take(low), most.take(high), least.take(low), micro, bound_s / slack
+    )
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
 
 

@@ -27,6 +27,8 @@ import numpy.typing as npt
 from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
 from xsimulator.curves import Grid, Line
+from xsimulator.forecast import FORECASTS
+from xsimulator.forecast.placements import Iterations, LeastSteps
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape
 
@@ -38,8 +40,6 @@ MAX_KINDS = 5
 """Distinct stages of a lane that are told apart."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 """Where phases run empty, m is less than the one request that an iteration has at least."""
-NUM_PHASES = 24
-"""Lengths of an rra phase at which the share of idle iterations is looked up."""
 
 
 class _Stages(NamedTuple):
@@ -93,6 +93,7 @@ class Screen:
             np.concatenate([BELOW_ONE, [1.0], points[(points > 1) & (points < most)], [most]])
         )
         """Mean decode batches of a micro-batch, m."""
+        self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[int, _Degree] = {}
 
@@ -109,53 +110,21 @@ class Screen:
         """
         if not placements:
             return np.zeros(0)
-        m, decodes = self.batches, self._mean_decodes
-        micro = np.asarray([float(placement.microbatches) for placement in placements])
-        lanes = [self._stages(placement.decode_lane) for placement in placements]
-        decode = np.stack([lane.decode_s for lane in lanes])  # [placements, kinds, m]
-        passing = np.stack([lane.passing_s for lane in lanes])[:, None]  # [placements, 1, m]
-        encode = np.stack([lane.encode_s for lane in lanes])[:, :, None] * m  # of m prompts
-        each = micro[:, None, None]
-        before_s = np.zeros(len(placements))
-        match kind:
-            case "orca" | "chunked":
-                working = [each * np.stack([lane.mixed_s for lane in lanes]), passing]
-                met = [each * np.stack([lane.met_s for lane in lanes]), passing]
-            case "static":
-                # Finished requests hold their place: all decode until the longest ends, and meet one encode phase.
-                # The first round may overlap with encoding.
-                phase = self._phase_s(placements, lanes) * micro[:, None] * m
-                rounds = np.maximum(self._longest - 1, 0.0) / decodes
-                working = [phase[:, None] / decodes + rounds * np.maximum(each * decode, passing)]
-                own_rounds = np.maximum(self._longest_met - 1, 0.0) / self._decodes
-                met = [
-                    each * (decode * own_rounds + encode / self._decodes),
-                    passing * (self._decodes - 1) / self._decodes,
-                ]
-            case "waa":
-                working = met = [each * decode, passing]
-                before_s = np.asarray([self._stages(p.encode_lane).encode_s.sum() for p in placements])
-            case _:
-                first = np.stack([lane.first_s for lane in lanes])
-                turn = first + self._phase_s(placements, lanes) * micro[:, None] * m / decodes
-                working = [each * (decode + encode / decodes), passing, turn[:, None]]
-                # Only iterations that find somebody take time.
-                met = [seconds * self._busy for seconds in working]
+        m, decodes = self.batches, self._decodes
+        steps = self._steps(placements)
+        terms = FORECASTS[kind].placement_terms(steps)
+        busy = terms.busy * np.ones_like(m)
 
-        left_s = (self._latency_s - before_s) / self._decodes
+        micro = steps.microbatches
+        left_s = (self._latency_s - terms.before_s) / decodes * np.ones(len(placements))
         most = np.minimum(np.asarray(capacities, float) / micro, m[-1])
-        most = np.minimum(most, self._crossing(np.concatenate(met, axis=1), left_s).min(axis=1))
-        if kind == "waa":
-            # A decode lane may have less than one request on average; where even one alone takes too long, nobody fits.
+        most = np.minimum(most, self._crossing(np.concatenate(terms.met, axis=1), left_s).min(axis=1))
+        if terms.at_least_one:
             most = np.where((most >= 0) & (most < 1), 1.0, most)
-        gaps = np.concatenate([each * decode, passing], axis=1) * (self._busy if kind == "rra" else 1.0)
+        gaps = np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * busy
         most = np.minimum(most, self._crossing(gaps, np.full(len(placements), self._tpot_s)).min(axis=1))
-
-        busy = self._busy if kind == "rra" else np.ones_like(m)
-        best = self._highest(np.concatenate(working, axis=1), most, micro, busy).min(axis=1)
-        if kind == "waa":
-            slowest = np.asarray([self._stages(p.encode_lane).encode_s.max() for p in placements])
-            best = np.minimum(best, 1 / slowest)
+        best = self._highest(np.concatenate(terms.working, axis=1), most, micro, busy).min(axis=1)
+        best = np.minimum(best, terms.most_rps)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
         return np.where(most >= 0, best * replicas, 0.0)
 
@@ -167,11 +136,26 @@ class Screen:
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
 
-    def _phase_s(self, placements: Sequence[Placement], lanes: Sequence[_Stages]) -> Array:
-        """Least seconds of an encode phase, for each request in it. # [placements, 1]"""
-        parts = [p.fixed.get("encode_microbatches", p.microbatches) for p in placements]
-        phase = [(of.through_s + (n - 1) * of.encode_s.max()) / n for of, n in zip(lanes, parts, strict=True)]
-        return np.asarray(phase)[:, None]
+    def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
+        lanes = [self._stages(placement.decode_lane) for placement in placements]
+        encode = [
+            of if len(placement.layouts) == 1 else self._stages(placement.encode_lane)
+            for of, placement in zip(lanes, placements, strict=True)
+        ]
+        parts = [placement.fixed.get("encode_microbatches", placement.microbatches) for placement in placements]
+        return LeastSteps(
+            of=self._iterations,
+            microbatches=np.asarray([float(placement.microbatches) for placement in placements]),
+            parts=np.asarray(parts, float),
+            decode=np.stack([lane.decode_s for lane in lanes]),
+            mixed=np.stack([lane.mixed_s for lane in lanes]),
+            met=np.stack([lane.met_s for lane in lanes]),
+            passing=np.stack([lane.passing_s for lane in lanes])[:, None],
+            first=np.stack([lane.first_s for lane in lanes]),
+            encode_each=np.stack([lane.encode_s for lane in lanes]),
+            encode_lane=np.stack([lane.encode_s for lane in encode]),
+            through=np.asarray([lane.through_s for lane in lanes]),
+        )
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
         """The highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
@@ -202,35 +186,6 @@ class Screen:
         share = np.clip((limit_s[:, None] - start) / np.where(end > start, end - start, 1.0), 0.0, 1.0)
         found = m[index] + share * (m[index + 1] - m[index])
         return np.where(count == 0, -1.0, np.where(count == len(m), m[-1], found))
-
-    @cached_property
-    def _longest(self) -> Array:
-        """Mean iterations until the longest of m requests ends. # [m]"""
-        return self._some.sum(axis=1)
-
-    @cached_property
-    def _longest_met(self) -> Array:
-        """Those of them that a request of the quantile's length meets. # [m]"""
-        return self._some[:, : self._decodes].sum(axis=1)
-
-    @property
-    def _some(self) -> Array:
-        """Probability that one of m requests, or of one where m is less, is still in decode. # [m, iterations]"""
-        survival = np.minimum(self._lengths.survival, 1.0)
-        return 1 - (1 - survival) ** np.maximum(np.floor(self.batches), 1.0)[:, None]
-
-    @cached_property
-    def _busy(self) -> Array:
-        """Least share of an rra phase's iterations that find somebody in decode, of those a request meets. # [m]"""
-        survival, most = self._lengths.survival, self._decodes
-        least = np.ones(len(self.batches))
-        for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
-            padded = np.zeros(-(-len(survival) // n) * n)
-            padded[: len(survival)] = survival
-            share = padded.reshape(-1, n).sum(axis=0)[: max(most, 1)]
-            encoded = self.batches / max(share.mean(), 1e-12)
-            least = np.minimum(least, -np.expm1(-np.outer(encoded, share)).mean(axis=1))
-        return np.maximum(least, 1e-3)
 
     def _stages(self, lane: Lane) -> _Stages:
         found = self._lanes.get(lane)  # a lane takes long to hash: once

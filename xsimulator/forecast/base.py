@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import PolicySettings
+from xgpt.schema import Plan, PolicySettings
 from xsimulator.curves import Array
 from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.placements import LeastSteps, Terms
 from xsimulator.lengths import Lengths
 
 Columns = Mapping[str, Array]
@@ -115,6 +116,47 @@ class Forecast(ABC, Generic[M]):
         searched = {variable.name for variable in settings.variables}
         columns = {name: of for name, of in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
+
+    def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
+        """Predict a plan under other lengths than it was made for, its resolved numbers kept.
+
+        Args:
+            model: of these lengths.
+            inside: requests that K/V memory holds.
+        """
+        most = min(getattr(plan.policy, self.load), int(inside))
+        return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def placement_terms(self, steps: LeastSteps) -> Terms:
+        """What bounds the throughput of placements, whatever the settings."""
+
+    def box_throughput(
+        self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
+    ) -> Array:
+        """Requests a second that no settings of each box exceed, where no corner of it is the fastest.
+
+        Args:
+            model: on the tables below the profile's.
+            low, high: the corners of each box with all values at their lowest and at their highest, as predicted.
+            floor: the lowest ones on the tables below.
+            latency_s: that settings are to keep; infinite without a bound.
+        """
+        return high.encode_batch / floor.cycle
+
+    def box_latencies(
+        self, model: M, floor: Performance, corners: int, microbatches: float
+    ) -> tuple[Array, Array, Array] | None:
+        """Latency, time to first token and time per output token that no settings of each box fall below.
+
+        None where they are those of the corner with each variable at its slow end.
+
+        Args:
+            model: on the tables below the profile's; floor: the corners of boxes on it, so many a box, side by side.
+        """
+        return None
 
 
 def column(columns: Columns, name: str) -> Array:

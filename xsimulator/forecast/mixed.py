@@ -9,6 +9,7 @@ from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, co
 from xsimulator.forecast.mixes import MixedSteps
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.placements import LeastSteps, Terms
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
 """Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
@@ -23,6 +24,9 @@ class _Mixed(Forecast[OneLaneModel]):
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         microbatches = column(columns, "microbatches")
         return model.part(MixedSteps).evaluate(columns["max_batch"], columns.get("token_budget"), microbatches)
+
+    def placement_terms(self, steps: LeastSteps) -> Terms:
+        return Terms([steps.each * steps.mixed, steps.passing], [steps.each * steps.met, steps.passing])
 
 
 class Orca(_Mixed):

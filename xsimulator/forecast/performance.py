@@ -50,7 +50,7 @@ class Performance:
     def at(self, index: int) -> dict[str, float]:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}
 
-    def take(self, indices: npt.NDArray[np.int_]) -> Performance:
+    def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
         """These candidates, in this order."""
         return Performance(*(getattr(self, name)[indices] for name in self.__slots__))
 

@@ -8,13 +8,15 @@ import numpy as np
 from scipy.special import ndtr
 
 from xgpt.policies.rule import ADJUSTMENT
-from xgpt.schema import RraSettings
+from xgpt.schema import Plan, RraSettings
+from xgpt.workload import decoding_share
 from xsimulator.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack
 from xsimulator.forecast.phases import phases_of
 from xsimulator.forecast.pipeline import expected_max_deviate
+from xsimulator.forecast.placements import LeastSteps, Terms
 from xsimulator.lengths import Lengths, steady_decode_batch
 
 AT_ONCE = 2000
@@ -40,6 +42,33 @@ class Rra(Forecast[OneLaneModel]):
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         iterations = columns["decode_iterations"].astype(int)
         return _predict(model, columns["encode_batch"], iterations, column(columns, "microbatches"))
+
+    def reestimate(self, plan: Plan, model: OneLaneModel, inside: float) -> dict[str, float]:
+        settings = plan.policy
+        assert isinstance(settings, RraSettings)
+
+        def predicted(encode_batch: float) -> dict[str, float]:
+            columns = {"decode_iterations": settings.decode_iterations, "microbatches": settings.microbatches}
+            return self.evaluate(model, encode_batch=encode_batch, **columns).at(0)
+
+        # Requests a phase that the planned prompt tokens come to under these lengths. Where more or fewer than planned
+        # stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch settles at the threshold, or as far
+        # from its target as the adjustment reaches.
+        estimate = plan.estimate
+        batch = estimate.encode_tokens / model.lengths.mean_input
+        carried_each = max(predicted(batch)["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
+        planned = estimate.decode_batch - settings.encode_batch * decoding_share(plan.workload)
+        slack = ADJUSTMENT * estimate.decode_batch
+        low, high = ((planned + sign * slack) / carried_each for sign in (-1, 1))
+        batch = float(np.clip(np.clip(batch, low, high), (1 - ADJUSTMENT) * batch, (1 + ADJUSTMENT) * batch))
+        return predicted(min(batch, batch * inside / predicted(batch)["peak_requests"]))
+
+    def placement_terms(self, steps: LeastSteps) -> Terms:
+        of = steps.of
+        turn = steps.first + steps.phase / of.mean_decodes
+        working = [steps.each * (steps.decode + steps.encode / of.mean_decodes), steps.passing, turn[:, None]]
+        # Only iterations in which any request decodes take time.
+        return Terms(working, [seconds * of.busy for seconds in working], busy=of.busy)
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:

@@ -13,6 +13,7 @@ from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.phases import segments
 from xsimulator.forecast.pipeline import expected_max_deviate
+from xsimulator.forecast.placements import LeastSteps, Terms
 from xsimulator.lengths import Lengths
 
 MOST_SEGMENTS = 24
@@ -38,6 +39,19 @@ class Static(Forecast[OneLaneModel]):
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         parts = (column(columns, f"{part}_microbatches") for part in ("encode", "decode"))
         return _predict(model, columns["batch"], *parts)
+
+    def placement_terms(self, steps: LeastSteps) -> Terms:
+        # Finished requests hold their place: all decode until the longest ends, and meet one encode phase. The first
+        # round may overlap with encoding.
+        of, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
+        rounds = np.maximum(of.longest - 1, 0.0) / of.mean_decodes
+        working = [steps.phase[:, None] / of.mean_decodes + rounds * np.maximum(each * decode, passing)]
+        own_rounds = np.maximum(of.longest_met - 1, 0.0) / of.decodes
+        met = [
+            each * (decode * own_rounds + steps.encode / of.decodes),
+            passing * (of.decodes - 1) / of.decodes,
+        ]
+        return Terms(working, met)
 
 
 def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import WaaSettings
+from xgpt.schema import Plan, WaaSettings
+from xsimulator.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.performance import Performance
+from xsimulator.forecast.placements import LeastSteps, Terms
 from xsimulator.forecast.two_lanes import TwoLaneModel
 
 
@@ -35,3 +37,42 @@ class Waa(Forecast[TwoLaneModel]):
     def predict(self, model: TwoLaneModel, columns: Columns) -> Performance:
         microbatches = column(columns, "decode_microbatches")
         return model.evaluate(columns["encode_batch"], columns["max_decode_batch"], microbatches)
+
+    def reestimate(self, plan: Plan, model: TwoLaneModel, inside: float) -> dict[str, float]:
+        settings = plan.policy
+        assert isinstance(settings, WaaSettings)
+        cap = min(settings.max_decode_batch, int(inside))
+        batch = min(plan.estimate.encode_tokens / model.lengths.mean_input, cap)
+        columns = {"max_decode_batch": cap, "decode_microbatches": settings.decode_microbatches}
+        return self.evaluate(model, encode_batch=batch, **columns).at(0)
+
+    def placement_terms(self, steps: LeastSteps) -> Terms:
+        working = [steps.each * steps.decode, steps.passing]
+        return Terms(
+            working,
+            working,
+            before_s=steps.encode_lane.sum(axis=1),
+            most_rps=1 / steps.encode_lane.max(axis=1),
+            at_least_one=True,  # a decode lane may have less than one request in the mean
+        )
+
+    def box_throughput(
+        self,
+        model: TwoLaneModel,
+        low: Performance,
+        high: Performance,
+        floor: Performance,
+        microbatches: Array,
+        latency_s: float,
+    ) -> Array:
+        bound_s = None if np.isinf(latency_s) else latency_s
+        return model.most(low.encode_batch, high.encode_batch, high.peak_requests, microbatches, bound_s)
+
+    def box_latencies(
+        self, model: TwoLaneModel, floor: Performance, corners: int, microbatches: float
+    ) -> tuple[Array, Array, Array]:
+        # What a request meets in the decode lane falls as larger encode batches take more of the cap: no corner is the
+        # slow one, and the bound is put together from the encode lane's lowest and the decode lane's lowest.
+        low, high = floor.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
+        batch = floor.decode_batch.reshape(-1, corners).min(axis=1)
+        return model.least(low, high, batch, np.full(len(low), microbatches))
