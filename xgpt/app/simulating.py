@@ -96,6 +96,7 @@ def request_latencies(
     import numpy as np
 
     from xgpt.workload import sample
+    from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
     from xsimulator.request_law import request_law
 
@@ -105,13 +106,13 @@ def request_latencies(
     inputs, outputs = sample(workload, total, rng)
     lengths = Lengths(workload)
     longest = np.full(total, lengths.max_output)
-    if plan.policy.kind in ("orca", "chunked", "waa"):
+    if not FORECASTS[plan.policy.kind].stations.frees_together:
         first = min(round(plan.estimate.decode_batch), total)
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated
         outputs[:first], longest[:first] = left, longest[:first] - generated
     log = _run(plan, profile, inputs, outputs, np.zeros(total), longest)
-    emits = plan.policy.kind != "waa" or not plan.model.is_encoder_decoder
+    emits = plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder
     return request_law(log, lengths, skipped, num_requests, encode_emits=emits)
 
 
@@ -222,5 +223,5 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         quantile_output=quantile(workload.output, plan.constraint.quantile),
         skip_requests=warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
-        encode_emits=plan.policy.kind != "waa" or not plan.model.is_encoder_decoder,
+        encode_emits=plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder,
     )

@@ -24,7 +24,7 @@ def build(plan: Plan) -> Schedule:
         # blocks hold, and what a preempted request had generated would be no prompt for its encoder.
         raise InputError("plan.admission.kv", plan.admission.kv, f"{plan.model.name} has an encoder: take 'reserve'")
     lanes = {stage.lane for stage in plan.stages}
-    wanted = {"encode", "decode"} if isinstance(plan.policy, WaaSettings) else {"both"}
+    wanted = set(plan.policy.lanes)
     if lanes != wanted:
         raise InputError("plan.stages", ", ".join(sorted(lanes)), f"{plan.policy.kind} runs on lanes {sorted(wanted)}")
     if isinstance(plan.policy, WaaSettings):

@@ -7,7 +7,9 @@ the same schedule on the simulated clock and on the real one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
@@ -72,33 +74,50 @@ def lane_settings(
         decode_batch: the plan's requests in decode at the start of a phase (rra only).
         decoding_share: share of the requests that decode at all: the others end with their first token (rra only).
     """
-    match settings:
-        case RraSettings():
-            return LaneSettings(
-                mix=False,
-                encode_every=settings.decode_iterations,
-                encode_tokens=encode_tokens,
-                carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
-                decode_batch=decode_batch,
-                microbatches=settings.microbatches,
-            )
-        case OrcaSettings():
-            return LaneSettings(mix=True, max_batch=settings.max_batch, microbatches=settings.microbatches)
-        case ChunkedSettings():
-            return LaneSettings(
-                mix=True,
-                token_budget=settings.token_budget,
-                max_batch=settings.max_batch,
-                microbatches=settings.microbatches,
-            )
-        case StaticSettings():
-            return LaneSettings(
-                mix=False,
-                max_batch=settings.batch,
-                refill_when_empty=True,
-                microbatches=settings.decode_microbatches,
-                encode_parts=settings.encode_microbatches // settings.decode_microbatches,
-            )
+    return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
+
+
+def _rra(settings: RraSettings, encode_tokens: float, decode_batch: float, decoding_share: float) -> LaneSettings:
+    return LaneSettings(
+        mix=False,
+        encode_every=settings.decode_iterations,
+        encode_tokens=encode_tokens,
+        carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
+        decode_batch=decode_batch,
+        microbatches=settings.microbatches,
+    )
+
+
+def _orca(settings: OrcaSettings, *_: float) -> LaneSettings:
+    return LaneSettings(mix=True, max_batch=settings.max_batch, microbatches=settings.microbatches)
+
+
+def _chunked(settings: ChunkedSettings, *_: float) -> LaneSettings:
+    return LaneSettings(
+        mix=True,
+        token_budget=settings.token_budget,
+        max_batch=settings.max_batch,
+        microbatches=settings.microbatches,
+    )
+
+
+def _static(settings: StaticSettings, *_: float) -> LaneSettings:
+    return LaneSettings(
+        mix=False,
+        max_batch=settings.batch,
+        refill_when_empty=True,
+        microbatches=settings.decode_microbatches,
+        encode_parts=settings.encode_microbatches // settings.decode_microbatches,
+    )
+
+
+RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
+    "rra": _rra,
+    "orca": _orca,
+    "chunked": _chunked,
+    "static": _static,
+}
+"""What each single-lane policy makes of its settings; see `lane_settings`."""
 
 
 class PromptBudget:

@@ -315,7 +315,7 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
-        lanes = {"encode", "decode"} if self.policy.kind == "waa" else {"both"}
+        lanes = set(self.policy.lanes)
         if {stage.lane for stage in self.stages} != lanes:
             raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")
         for lane in lanes:

@@ -34,7 +34,7 @@ class TensorParallel(Frozen):
     """Devices that run in groups."""
 
 
-class _SingleLane(Frozen):
+class SingleLane(Frozen):
     """Settings that the single-lane policies share.
 
     `tp_devices` of the devices run in groups of `tp_degree`, the rest one by one.
@@ -51,7 +51,7 @@ class _SingleLane(Frozen):
     """Whether requests keep their place until the whole batch has finished."""
 
 
-class RraSettings(_SingleLane):
+class RraSettings(SingleLane):
     """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
 
     Source: ExeGPT sec. 4.1. `encode_batch` is the average: the rule packs by tokens (sec. 5.2).
@@ -72,7 +72,7 @@ class RraSettings(_SingleLane):
     )
 
 
-class OrcaSettings(_SingleLane):
+class OrcaSettings(SingleLane):
     """Iteration-level scheduling: every free slot is refilled at each step, whole prompts at once.
 
     Source: ORCA Algorithm 1.
@@ -90,7 +90,7 @@ class OrcaSettings(_SingleLane):
     )
 
 
-class ChunkedSettings(_SingleLane):
+class ChunkedSettings(SingleLane):
     """Every step decodes what runs and fills up to `token_budget` tokens with pieces of prompts."""
 
     kind: Literal["chunked"] = "chunked"
@@ -108,7 +108,7 @@ class ChunkedSettings(_SingleLane):
     )
 
 
-class StaticSettings(_SingleLane):
+class StaticSettings(SingleLane):
     """Encode a batch and decode it until its longest output has finished, then the next: FasterTransformer.
 
     With more encode than decode micro-batches it is DeepSpeed Inference's hybrid scheduling.

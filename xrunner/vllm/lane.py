@@ -8,7 +8,7 @@ from xgpt.errors import InputError
 from xgpt.policies import OneLane, Pool
 from xgpt.policies.build import settings_of as lane_settings_of
 from xgpt.policies.rule import LaneSettings
-from xgpt.schema import Plan, StaticSettings, WaaSettings
+from xgpt.schema import Plan, WaaSettings
 
 
 def settings_of(plan: Plan) -> LaneSettings:
@@ -20,7 +20,7 @@ def settings_of(plan: Plan) -> LaneSettings:
     policy = plan.policy
     if isinstance(policy, WaaSettings):
         raise InputError("plan.policy", policy.kind, "each of its lanes is a vLLM of its own, by vLLM's own scheduler")
-    if isinstance(policy, StaticSettings):
+    if policy.holds_finished:
         raise InputError(
             "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; take another policy"
         )

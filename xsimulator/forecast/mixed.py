@@ -15,7 +15,9 @@ TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 
 """Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
 
 
-class _Mixed(Forecast[OneLaneModel]):
+class Mixed(Forecast[OneLaneModel]):
+    """Policies whose every step may encode and decode."""
+
     model = OneLaneModel
     line = load = "max_batch"
     stations = Stations(admits_each_step=True, frees_together=False)
@@ -29,11 +31,11 @@ class _Mixed(Forecast[OneLaneModel]):
         return Terms([steps.each * steps.mixed, steps.passing], [steps.each * steps.met, steps.passing])
 
 
-class Orca(_Mixed):
+class Orca(Mixed):
     settings = OrcaSettings
 
 
-class Chunked(_Mixed):
+class Chunked(Mixed):
     settings = ChunkedSettings
     num_curves = 12
 

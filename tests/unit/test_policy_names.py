@@ -1,0 +1,79 @@
+"""A policy lives in its settings, its rule and its forecast: no other code names one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.test_imports import PACKAGES, ROOT
+from xgpt.policies.rule import RULES
+from xsimulator.forecast import FORECASTS
+
+ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")
+ALLOWED = {
+    "xgpt/app/wording.py": "what a plan does, in words for people",
+    "xgpt/cli/plan.py": "the choices of --policy: its help may load no package",
+    "xgpt/app/planning.py": "what these choices stand for",
+    "xgpt/app/problems.py": "what these choices stand for",
+    "xgpt/app/solving.py": "what these choices stand for",
+    "xgpt/app/request.py": "what these choices stand for",
+    "xgpt/app/comparing.py": "vLLM's own scheduler, which a plan is compared with, is chunked",
+    "xrunner/vllm": "vLLM runs the lanes of waa as two engines, with connectors between them",
+    "xgpt/app/engines.py": "which of these runs a plan",
+    "xgpt/app/serving_vllm.py": "which of these runs a plan",
+    "xgpt/app/packages.py": "what these need on a GPU",
+    "xgpt/app/exporting.py": "what these need on a GPU",
+}
+NAMES = set(FORECASTS)
+CLASSES = {forecast.settings.__name__ for forecast in FORECASTS.values()}
+
+
+def named(source: str) -> Iterator[str]:
+    """Policies that code names: as a string, by their settings, or in a name of its own; not in docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if text in NAMES:
+                yield f"{node.lineno}: {text!r}"
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in CLASSES:
+                yield f"{node.lineno}: {name}"
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if NAMES & set(re.split(r"[_.]", name.lower())):
+                yield f"{node.lineno}: {name}"
+
+
+def is_in(path: str, place: str) -> bool:
+    return path == place or path.startswith(place + "/")
+
+
+def test_no_other_code_names_a_policy() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{name}"
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if not any(is_in(path.relative_to(ROOT).as_posix(), place) for place in (*ROOMS, *ALLOWED))
+        for name in named(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'kinds = ("orca", 3)',
+        "from xgpt.schema import WaaSettings",
+        "isinstance(policy, schema.RraSettings)",
+        "def _waa(size): ...",
+    ],
+)
+def test_the_check_sees(source: str) -> None:
+    assert list(named(source))
+
+
+def test_every_policy_has_all_its_parts() -> None:
+    for kind, forecast in FORECASTS.items():
+        names = [variable.name for variable in forecast.settings.variables]
+        assert forecast.settings.model_fields["kind"].default == kind
+        assert {forecast.line, forecast.load, *forecast.follows} <= set(names)
+        assert len(forecast.settings.lanes) == 2 or kind in RULES
