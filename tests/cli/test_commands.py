@@ -121,6 +121,14 @@ def test_a_plan_for_another_machine_is_refused(
     assert "`xgpt plan --cluster local`" in line
 
 
+def test_a_plan_that_predicts_nothing_cannot_promise_answers(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
+    whole = json.loads(plan.read_text())
+    whole["estimate"]["encode_batch"] = 0
+    (tmp_path / "zero.json").write_text(json.dumps(whole))
+    line = xgpt.fails(2, "serve", str(tmp_path / "zero.json"), "--answer-within", "3", "--dry-run")
+    assert "--answer-within" in line and "3" in line
+
+
 def test_an_output_that_cannot_be_written_is_said(xgpt: Xgpt, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     line = xgpt.fails(3, "plan", "--latency-bound", "4", *PROBLEM, "-o", str(tmp_path / "file" / "plan.json"))

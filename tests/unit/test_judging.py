@@ -56,3 +56,11 @@ def test_what_gains_little_stays() -> None:
 def test_the_bound_is_broken_where_more_arrive_than_it_is_kept_for(share: float, keeps: bool) -> None:
     decision, _ = propose(running(), OF.profile, observed(1.0, 1.0, share * rate_of(running())))
     assert decision.running.keeps_bound is keeps
+
+
+def test_on_one_device_a_static_batch_may_give_way_to_another_policy() -> None:
+    subject = Subject(OF.model, None, OF.cluster, OF.workload, OF.profile)
+    plan = plan_each(subject, Constraint(latency_bound_s=8.0, objective="arrivals"), "static")["static"]
+    decision, then = propose(plan, OF.profile, observed(1.0, 1.0))
+    assert decision.action == "redeploy" and then is not None and then.policy.kind != "static"
+    assert decision.gain > 0.05 and decision.pause_s > 0

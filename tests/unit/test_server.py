@@ -367,6 +367,24 @@ def test_who_would_be_answered_too_late_is_a_429() -> None:
         assert [answer.result().status_code for answer in (long, waiting)] == [200, 200]
 
 
+def test_a_plan_that_predicts_nothing_promises_no_answer() -> None:
+    estimate = fake_plan().estimate.model_copy(
+        update={"encode_tokens": 0.0, "encode_batch": 0.0, "throughput_rps": 0.0}
+    )
+    executor = FakeExecutor(step_s=0.02)
+    limits = Limits(answer_within_s=2.5)
+    with (
+        running(
+            fake_app(fake_engine(executor, max_batch=1), Watch(fake_plan(estimate=estimate)), limits=limits)
+        ) as url,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        long = pool.submit(post, url, max_tokens=30)
+        assert eventually(lambda: bool(executor.running))
+        assert post(url, max_tokens=1).status_code == 200
+        assert long.result().status_code == 200
+
+
 def test_openapi_describes_every_route(url: str) -> None:
     document = get(url, "/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(document["paths"])

@@ -13,7 +13,7 @@ from xgpt.errors import InputError
 from xgpt.schema import Observation, Outcome, Plan, Profile
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
-from xsimulator.capacity import CapacitySearch, capacity
+from xsimulator.capacity import capacity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,9 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
 class ArrivalsJudge(Judge):
     """Judges by the highest arrival rate at which the bounds are kept, by simulation.
 
-    The running plan breaks its bounds where requests arrive faster than that.
+    The running plan breaks its bounds where requests arrive faster than that. There is no caution for few observed
+    requests: the times here are those of all requests, waiting included. They rest on the mean of the lengths as much
+    as on the longest, so that a higher quantile does not tell how wrong few requests may be.
     """
 
     situation: Situation
@@ -125,31 +127,17 @@ class ArrivalsJudge(Judge):
             arrival_rate_per_s=found.rate_per_s,
         )
 
-    def keeps(self, plan: Plan, quantile: float) -> bool:
-        """At the observed arrival rate; as long as that is unknown, at any."""
-        rate = self.situation.arrival_rate_per_s
-        if rate is None:
-            return True
-        plan = self._reestimated if plan is self.plan else plan
-        constraint = plan.constraint.model_copy(update={"quantile": quantile})
-        asked = plan.model_copy(update={"constraint": constraint})
-        return CapacitySearch(asked, self.situation.profile).keeps(rate)
-
-    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
-        problem, rate = self.situation.problem(in_place=in_place), self.situation.arrival_rate_per_s
-        asked = {"arrival_rate_per_s": None} if quantile is None else {"arrival_rate_per_s": rate, "quantile": quantile}
-        of = Scheduler(replace(problem, constraint=problem.constraint.model_copy(update=asked)))
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+        problem = self.situation.problem(in_place=in_place)
+        any_rate = problem.constraint.model_copy(update={"arrival_rate_per_s": None})
 
         def admitting(found: Plan) -> Plan:
             running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
             return found.model_copy(update={"admission": running})
 
-        (found,) = best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
-        best = replaced(self.plan, found, in_place=in_place)
-        return best if quantile is None else self._simulated(best)
-
-    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
-        return None
+        of = Scheduler(replace(problem, constraint=any_rate))
+        (best,) = best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
+        return replaced(self.plan, best, in_place=in_place)
 
     def _simulated(self, plan: Plan) -> Plan:
         found = capacity(plan, self.situation.profile, edges=False)

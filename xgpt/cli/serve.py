@@ -169,6 +169,8 @@ def command(
         default_max_tokens=default_max_tokens,
         max_max_tokens=max_max_tokens,
     )
+    if answer_within_s is not None and not plan.estimate.predicts_rate:
+        raise InputError("--answer-within", answer_within_s, "the plan's estimate is 0; plan again, or leave it out")
     if engine == "vllm":
         from xgpt.app.serving_vllm import check_plan_for_vllm
 

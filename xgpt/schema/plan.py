@@ -219,6 +219,11 @@ class Estimate(Frozen):
     warnings: tuple[str, ...] = ()
     """What to know before the plan is used."""
 
+    @property
+    def predicts_rate(self) -> bool:
+        """Whether it tells how fast requests are taken up; a plan written by hand may have zeros there."""
+        return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
+
     @model_validator(mode="before")
     @classmethod
     def _without_unverified_rates(cls, data: Any) -> Any:

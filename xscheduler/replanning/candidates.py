@@ -1,4 +1,4 @@
-"""Plans that may take over from a running one: in place, on another placement, or with caution."""
+"""Plans that may take over from a running one: in place, or on another placement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan
-from xscheduler.replanning.judge import Judge, Terms, replaced
+from xscheduler.replanning.judge import Judge, replaced
 from xscheduler.space import runnable
 from xsimulator.forecast import FORECASTS
 
@@ -44,26 +44,3 @@ def find_candidates(judge: Judge) -> Candidates:
         return Candidates(anywhere, judge.best(kinds, in_place=True))
     except InfeasibleError:
         return Candidates(anywhere, None)
-
-
-def careful(judge: Judge, plan: Plan, rate_rps: float, terms: Terms) -> Plan | None:
-    """Return a plan to swap to that keeps the bounds even at a higher quantile of the lengths, where this one does not.
-
-    Args:
-        plan: the running plan, or the one that would take over.
-        rate_rps: what the objective counts of it.
-
-    Returns:
-        None: the plan will do, or nothing cheap does better.
-    """
-    for deviations, price in terms.caution:
-        quantile = judge.situation.quantile(deviations)
-        if judge.keeps(plan, quantile):
-            return None
-        try:
-            best = judge.best(runnable(SWAPPABLE, plan.model), in_place=True, quantile=quantile)
-        except InfeasibleError:
-            continue
-        if judge.rate(best) >= (1 - price) * rate_rps:
-            return best
-    return None

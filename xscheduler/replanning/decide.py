@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Outcome, Plan
-from xscheduler.replanning.candidates import SWAPPABLE, careful, find_candidates
+from xscheduler.replanning.candidates import SWAPPABLE, find_candidates
 from xscheduler.replanning.judge import Judge, Terms
+from xscheduler.space import runnable
 
 SAME = 0.02
 """Planned prompt tokens of a phase that differ by no more than this share are the same."""
@@ -52,7 +53,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         return _decide_feasible(judge, terms)
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s
-    near = None if nearest_s is None else judge.near(nearest_s, terms.near)
+    near = None if nearest_s is None else judge.near(nearest_s)
     if near is not None:
         with suppress(InfeasibleError):  # something besides the latency binds, too
             return _although_broken(_decide_feasible(near, terms), judge.plan.constraint)
@@ -75,7 +76,7 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     else:
         verdict = _compare(judge, swap, terms, pause_s=0.0, is_swap=True)
         if judge.plan.policy.kind in SWAPPABLE:
-            verdict = _with_caution(judge, verdict, terms)
+            verdict = _with_caution(judge, verdict)
     if verdict.switch and verdict.is_swap and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
         return replace(verdict, switch=False, reason="the best plan is the running one")
     return verdict
@@ -102,11 +103,11 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
     return Verdict(running, judge.breaks, reason, outcome, best, is_swap, gain, pause_s, switch)
 
 
-def _with_caution(judge: Judge, verdict: Verdict, terms: Terms) -> Verdict:
+def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     """Return the verdict with a plan that keeps the bound should further requests be longer, where that is cheap."""
     plan, of = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and of is not None
-    best = careful(judge, plan, judge.rate(of), terms)
+    best = judge.careful(runnable(SWAPPABLE, plan.model), plan, judge.rate(of))
     if best is None:
         return verdict
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))

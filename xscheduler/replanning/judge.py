@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from xgpt.errors import InfeasibleError
 from xgpt.schema import Outcome, Plan
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation
@@ -72,27 +73,34 @@ class Judge(ABC):
         """Return the figures of a plan that was found."""
 
     @abstractmethod
-    def keeps(self, plan: Plan, quantile: float) -> bool:
-        """Return whether the running plan, or one that was found, keeps the bounds at a quantile."""
-
-    @abstractmethod
-    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
-        """Return the best plan of some policies, put in the place of the running one, with its figures.
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+        """Return the best plan of some policies, put in the place of the running one.
 
         Args:
             in_place: on the running plan's stages.
-            quantile: at which it must keep the bounds; its figures are those at the plan's own quantile.
 
         Raises:
             InfeasibleError: none keeps the bounds.
         """
 
-    @abstractmethod
-    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
-        """Return the judge under a bound that is `factor` times the nearest one that any plan keeps.
+    def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
+        """Return a plan in place that keeps the bounds at a higher quantile of the lengths, where this one does not.
 
-        None: the running plan is within that bound, or has none.
+        Args:
+            plan: the running plan, or the one that would take over.
+            rate_rps: what the objective counts of it.
+
+        Returns:
+            None: the plan will do, nothing cheap does better, or the bounds do not rest on that quantile.
         """
+        return None
+
+    def near(self, nearest_bound_s: float) -> Judge | None:
+        """Return the judge under a bound near the nearest one that any plan keeps.
+
+        None: the running plan is within that bound, or has none of this kind.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class SaturatedJudge(Judge):
 
     @cached_property
     def breaks(self) -> bool:
-        return not self.keeps(self.plan, self.situation.quantile(-self.terms.confidence))
+        return not self._keeps(self.plan, self.situation.quantile(-self.terms.confidence))
 
     @property
     def kept_rps(self) -> float:
@@ -142,32 +150,50 @@ class SaturatedJudge(Judge):
             keeps_bound=None if self._bound_s is None else True,
         )
 
-    def keeps(self, plan: Plan, quantile: float) -> bool:
-        return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+        return self._best(kinds, self.plan.constraint.quantile, in_place=in_place)
 
-    def best(self, kinds: Sequence[str], *, in_place: bool, quantile: float | None = None) -> Plan:
-        problem = self.situation.problem(in_place=in_place)
-        update = {} if quantile is None else {"quantile": quantile}
-        if self._bound_s is not None:
-            update["latency_bound_s"] = self._bound_s / self.ratio_of_others
-        problem = replace(problem, constraint=problem.constraint.model_copy(update=update))
-        best = replaced(self.plan, Scheduler(problem).best(kinds), in_place=in_place)
-        latency_s = self.ratio_of_others * best.estimate.latency_s
-        if quantile is not None:
-            latency_s = self._at(best, self.plan.constraint.quantile)["latency"]
-        return best.model_copy(update={"estimate": best.estimate.model_copy(update={"latency_s": latency_s})})
+    def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
+        own = self.plan.constraint.quantile
+        for deviations, price in self.terms.caution:
+            quantile = self.situation.quantile(deviations)
+            if self._keeps(plan, quantile):
+                return None
+            try:
+                best = self._best(kinds, quantile, in_place=True)
+            except InfeasibleError:
+                continue
+            if best.estimate.throughput_rps >= (1 - price) * rate_rps:
+                return _with_latency(best, self._at(best, own)["latency"])
+        return None
 
-    def near(self, nearest_bound_s: float, factor: float) -> Judge | None:
-        bound_s = factor * self.ratio_of_others * nearest_bound_s
+    def near(self, nearest_bound_s: float) -> Judge | None:
+        bound_s = self.terms.near * self.ratio_of_others * nearest_bound_s
         if not self.breaks or self._bound_s is None or not self._bound_s < bound_s < self.running.latency_s:
             return None
         constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
         plan = self.plan.model_copy(update={"constraint": constraint})
         return replace(self, situation=replace(self.situation, plan=plan))
 
+    def _keeps(self, plan: Plan, quantile: float) -> bool:
+        return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
+
+    def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
+        """Return the best plan that keeps the bound at a quantile, its latency that at this quantile."""
+        problem = self.situation.problem(in_place=in_place)
+        bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
+        update = {"quantile": quantile, "latency_bound_s": bound_s}
+        problem = replace(problem, constraint=problem.constraint.model_copy(update=update))
+        best = replaced(self.plan, Scheduler(problem).best(kinds), in_place=in_place)
+        return _with_latency(best, self.ratio_of_others * best.estimate.latency_s)
+
     def _at(self, plan: Plan, quantile: float) -> dict[str, float]:
         ratio = self.ratio if plan is self.plan else self.ratio_of_others
         return reestimate(plan, self.situation.profile, self.situation.lengths, quantile, ratio)
+
+
+def _with_latency(plan: Plan, latency_s: float) -> Plan:
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"latency_s": latency_s})})
 
 
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:

@@ -118,8 +118,8 @@ class Backlog:
         plan: Plan,
         slowness: float,
         entered: Container[int] = (),
-    ) -> float:
-        """Seconds until so many more outputs of this account would be complete.
+    ) -> float | None:
+        """Seconds until so many more outputs of this account would be complete; None: the plan predicts nothing.
 
         The last of them begins in the first phase that has room for it; their prompts count as of the planned mean, or
         who comes with a long one would never get in. A full phase lasts as long as the plan says, at the pace of late,
@@ -132,6 +132,8 @@ class Backlog:
             entered: contains those that the step under way begins with.
         """
         estimate = plan.estimate
+        if not estimate.predicts_rate:
+            return None
         mean = estimate.encode_tokens / estimate.encode_batch
         room = plan.replicas * estimate.encode_tokens
         cycle_s = room / (self.rate_per_s(now_s) or mean * estimate.throughput_rps / slowness)
