@@ -18,9 +18,12 @@ import click
 from xgpt.app.arrivals import SHARP, rate_of, with_capacities
 from xgpt.app.comparing import score_current
 from xgpt.app.current import read_vllm_command
-from xgpt.app.planning import Subject, plan_each, resolve
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve
+from xgpt.app.request import plan_request
 from xgpt.errors import XgptError
-from xgpt.schema import Constraint, Plan, Profile
+from xgpt.schema import Plan, Profile
+from xscheduler.problem import Problem
 from xsimulator.capacity import CapacitySearch, Trial
 
 CASES = (
@@ -110,12 +113,19 @@ def main(cases: int, headroom: float, path: Path | None) -> None:
 
 def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
     model, cluster, workload, bound_s = case
-    subject = resolve(model, cluster, workload)
-    constraint = Constraint(latency_bound_s=bound_s, objective="arrivals", headroom=headroom)
+    asked = plan_request(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        latency_bound_s=bound_s,
+        objective="arrivals",
+        headroom=headroom,
+    )
+    subject = resolve(asked)
     started = time.perf_counter()
-    best = next(iter(plan_each(subject, constraint).values()))
+    best = next(iter(plan_each(subject).values()))
     seconds = time.perf_counter() - started
-    saturated = plan_each(subject, constraint.model_copy(update={"objective": "saturated"}))
+    saturated = plan_each(subject.under(asked.constraint.model_copy(update={"objective": "saturated"})))
     choice, *others = with_capacities(saturated, subject.profile).values()
     found = best.estimate.capacity
     assert found is not None
@@ -128,7 +138,7 @@ def measure(case: tuple[str, str, str, float], headroom: float) -> Row:
         saturated_policy=choice.policy.kind,
         saturated_choice=rate_of(choice),
         saturated_best=max(map(rate_of, (choice, *others))),
-        vllm=vllm_defaults(subject, constraint),
+        vllm=vllm_defaults(subject),
         confirmed=is_confirmed(best, subject.profile),
         other_draws=tuple(other_draw(best, subject.profile, seed) for seed in SEEDS),
     )
@@ -141,12 +151,12 @@ def other_draw(plan: Plan, profile: Profile, seed: int) -> float:
     return search.rate
 
 
-def vllm_defaults(subject: Subject, constraint: Constraint) -> float | None:
+def vllm_defaults(subject: Problem) -> float | None:
     """The rate of vLLM's defaults, tensor-parallel over a node's devices; None where it cannot be scored."""
     devices = min(subject.cluster.num_devices, subject.cluster.devices_per_node)
     try:
         current = read_vllm_command(f"vllm serve model -tp {devices}", subject.cluster)
-        return rate_of(score_current(subject, constraint, current))
+        return rate_of(score_current(subject, current))
     except XgptError:
         return None
 

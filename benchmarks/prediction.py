@@ -16,14 +16,18 @@ from pathlib import Path
 import click
 import numpy as np
 
+from xgpt.app.bench import Load
 from xgpt.app.comparing import measure_each
-from xgpt.app.planning import PolicyChoice, Subject, plan_each, resolve
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve
 from xgpt.app.profiles import obtain_profile
+from xgpt.app.request import PolicyChoice, plan_request
 from xgpt.app.wording import settings_text
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, Constraint, Plan, Profile
+from xscheduler.problem import Problem
 
 RESULTS = Path("results/prediction.json")
 COLUMNS = (
@@ -40,10 +44,12 @@ COLUMNS = (
 @click.option("--chosen-only", is_flag=True, help="Measure only the best plan under each bound.")
 def main(num_requests: int, model: str, workload: str, seed: int, chosen_only: bool) -> None:
     """Profile, plan for three bounds, then measure each policy's plan."""
+    asked = plan_request(model=model, workload=workload)
     with progress_bar() as progress:
-        subject = resolve(model, "local", workload, None, progress)
-        profile = obtain_profile(subject.model, subject.checkpoint, subject.cluster, progress, refresh=True)
-    subject = resolve(model, "local", workload)
+        subject = resolve(asked, progress)
+        checkpoint = None if subject.checkpoint is None else Path(subject.checkpoint)
+        profile = obtain_profile(subject.model, checkpoint, subject.cluster, progress, refresh=True)
+    subject = resolve(asked)
     assert subject.profile == profile
     nearest = _nearest_bound(subject)
     bounds = (round(2 * nearest, 1), round(5 * nearest, 1), None)
@@ -52,23 +58,23 @@ def main(num_requests: int, model: str, workload: str, seed: int, chosen_only: b
     rng = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
     for bound in bounds:
-        plans = plan_each(subject, Constraint(latency_bound_s=bound))
+        plans = plan_each(subject.under(Constraint(latency_bound_s=bound)))
         if chosen_only:
             plans = dict(list(plans.items())[:1])
-        reports = measure_each(plans, num_requests, rng, on_start=_announce)
+        reports = measure_each(plans, Load(num_requests), rng, on_start=_announce)
         for kind, report in reports.items():
             rows.append({"plan": plans[kind].model_dump(mode="json"), "report": report.model_dump(mode="json")})
             click.echo("  " + " | ".join(_row(plans[kind], report)))
         _write(rows, num_requests, profile)
 
 
-def _nearest_bound(subject: Subject) -> float:
+def _nearest_bound(subject: Problem) -> float:
     """The tightest bound that every policy keeps."""
     nearest: list[float] = []
     policies: tuple[PolicyChoice, ...] = ("rra", "chunked", "orca", "static")
     for policy in policies:
         try:
-            plan_each(subject, Constraint(latency_bound_s=1e-6), policy)
+            plan_each(subject.under(Constraint(latency_bound_s=1e-6)), policy)
         except InfeasibleError as error:
             assert error.nearest_bound_s is not None
             nearest.append(error.nearest_bound_s)

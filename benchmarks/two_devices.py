@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.app.bench import calibrate
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.engines import build_replica
+from xgpt.app.planning import plan_each
 from xgpt.app.profiles import obtain_profile, profile_of
-from xgpt.app.serving import build_replica
 from xgpt.app.simulating import outstanding_requests, read_log, simulate, warm_up_requests
 from xgpt.io import load_json
 from xgpt.resolve import load_cluster, load_model
@@ -32,6 +32,7 @@ from xgpt.workload import sample
 from xrunner.cluster.process import ALIVE_S
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
+from xscheduler.problem import Problem
 from xsimulator.timeline import Timeline, chrome_trace
 
 MAX_CONTEXT = 256
@@ -69,7 +70,7 @@ def workload() -> Workload:
     return Workload(name="short", input=histogram(64, 20, 128), output=histogram(16, 6, 40))
 
 
-def resolve(model: str, layers: int, profile_path: str | None) -> Subject:
+def resolve(model: str, layers: int, profile_path: str | None) -> Problem:
     """What is planned for. A measured profile goes no further than the workload does: that halves its time."""
     spec, _ = load_model(model)
     spec = spec.model_copy(update={"max_context": MAX_CONTEXT, "num_layers": layers})
@@ -80,7 +81,7 @@ def resolve(model: str, layers: int, profile_path: str | None) -> Subject:
         started = time.perf_counter()
         profile = obtain_profile(spec, None, cluster)
         print(f"profile: {time.perf_counter() - started:.0f} s, spread {profile.spread:.1%}", flush=True)
-    return Subject(spec, None, cluster, workload(), profile)
+    return Problem(spec, None, cluster, workload(), profile, Constraint())
 
 
 def placement(plan: Plan) -> str:
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     subject = resolve(options.model, options.layers, options.profile)
-    plans = plan_each(subject, Constraint(latency_bound_s=options.bound))
+    plans = plan_each(subject.under(Constraint(latency_bound_s=options.bound)))
     rows = []
     calibration = [calibrate()]
     print(

@@ -25,8 +25,10 @@ import click
 import httpx
 import numpy as np
 
-from xgpt.app.bench import Server, bench_plan
-from xgpt.app.planning import Subject, plan_each, resolve, scheduler
+from xgpt.app.bench import Load, Server, bench_plan
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve, scheduler
+from xgpt.app.request import plan_request
 from xgpt.app.simulating import simulate
 from xgpt.app.wording import settings_text
 from xgpt.errors import InfeasibleError, MachineError
@@ -35,6 +37,7 @@ from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
 from xrunner.vllm.process import package_path, preload, python, started
+from xscheduler.problem import Problem
 from xsimulator.placement import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
@@ -68,18 +71,17 @@ def main(
     seed: int,
 ) -> None:
     """Plan all, then measure each on vLLM."""
-    subject = resolve(model, cluster, workload, profile_path)
-    constraint = Constraint(latency_bound_s=latency_bound)
+    asked = plan_request(model=model, cluster=cluster, workload=workload, profile=profile_path)
+    subject = resolve(asked).under(Constraint(latency_bound_s=latency_bound))
     for kind in KINDS if only is None else (only,):
-        plan = default_plan(subject, constraint) if kind == "default" else plan_each(subject, constraint, kind)[kind]  # type: ignore[arg-type]
+        plan = default_plan(subject) if kind == "default" else plan_each(subject, kind)[kind]  # type: ignore[arg-type]
         click.echo(f"{kind}: {settings_text(plan)}: plan {sha256(plan)}")
         simulated = {n: simulated_figures(subject, plan, n, seed) for n in (num_requests, MANY)}
         for n, (rps, latency_s) in simulated.items():
             click.echo(f"{kind}: {n} requests simulated: {rps:.3f} req/s, {latency_s:.2f} s")
         server: Server | None = vllm_as_it_is if kind == "default" else None
-        log: list[StepRecord] = []
         rng = np.random.default_rng(seed)
-        report = bench_plan(plan, plan.workload, num_requests, rng, engine="vllm", server=server, on_log=log.extend)
+        report, log = bench_plan(plan, Load(num_requests), rng, engine="vllm", server=server)
         click.echo(" | ".join(row(kind, plan, report)))
         steps = step_times(log, LaneCost(subject.model, subject.profile, whole(subject.model)))
         for name, (count, predicted_s, measured_s) in steps.items():
@@ -97,9 +99,9 @@ def main(
                 writer(record)
 
 
-def default_plan(subject: Subject, constraint: Constraint) -> Plan:
+def default_plan(subject: Problem) -> Plan:
     """vLLM's own scheduler, with the most requests at once that keep the bound."""
-    planner = scheduler(subject, constraint, "exhaustive")
+    planner = scheduler(subject, "exhaustive")
     placement = planner.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
     batches = np.arange(1, MAX_BATCH + 1)
     columns = {"max_batch": batches, "token_budget": np.full_like(batches, DEFAULT_TOKEN_BUDGET)}
@@ -112,7 +114,7 @@ def default_plan(subject: Subject, constraint: Constraint) -> Plan:
     return planner.score(settings, placement)
 
 
-def simulated_figures(subject: Subject, plan: Plan, num_requests: int, seed: int) -> tuple[float, float]:
+def simulated_figures(subject: Problem, plan: Plan, num_requests: int, seed: int) -> tuple[float, float]:
     """Requests a second, and quantile latency in seconds, of the requests that `bench_plan` draws by this seed."""
     measured, _ = simulate(plan, subject.profile, plan.workload, num_requests, np.random.default_rng(seed))
     return measured.throughput_rps, measured.latency_s

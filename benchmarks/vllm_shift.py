@@ -24,7 +24,9 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, is_lost, requests_of, scaled
-from xgpt.app.planning import plan_each, resolve
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve
+from xgpt.app.request import plan_request
 from xgpt.app.simulating import outstanding_requests
 from xgpt.app.wording import settings_text
 from xgpt.client import ClientRequest, ClientResult, replay
@@ -48,8 +50,8 @@ def main(
     model: str, profile_path: str, workload: str, latency_bound: float, factor: float, num_requests: int, seed: int
 ) -> None:
     """Serve, change the lengths, and tell what came of it."""
-    subject = resolve(model, "local", workload, profile_path)
-    plan = plan_each(subject, Constraint(latency_bound_s=latency_bound), "rra")["rra"]
+    subject = resolve(plan_request(model=model, workload=workload, profile=profile_path))
+    plan = plan_each(subject.under(Constraint(latency_bound_s=latency_bound)), "rra")["rra"]
     click.echo(f"{settings_text(plan)}: plan {sha256(plan)}")
     after = scaled(subject.workload, factor, subject.model)
     phases = [Phase(subject.workload, num_requests), Phase(after, num_requests)]

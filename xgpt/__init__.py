@@ -1,7 +1,50 @@
 """Plan, prove and run the schedule of a large language model.
 
+    import xgpt
+    plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8)
+
 `xgpt` is the shell around four rooms: `xprofiler` measures step times, `xsimulator` predicts what a schedule
-does with them, `xscheduler` finds the best schedule under a bound, `xrunner` executes it.
+does with them, `xscheduler` finds the best schedule under a bound, `xrunner` executes it. `xgpt.api` documents the
+functions below; they are loaded at their first use.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xgpt.api import bench, compare, export, plan, profile, replan, report, serve, served, simulate, solve
+    from xgpt.errors import InfeasibleError, InputError, MachineError, XgptError
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "InfeasibleError",
+    "InputError",
+    "MachineError",
+    "XgptError",
+    "bench",
+    "compare",
+    "export",
+    "plan",
+    "profile",
+    "replan",
+    "report",
+    "serve",
+    "served",
+    "simulate",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from xgpt import api, errors
+
+    globals()[name] = found = getattr(errors if name.endswith("Error") else api, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

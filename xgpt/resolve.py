@@ -85,6 +85,18 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     return workload
 
 
+def workload_of(given: str | Workload, spec: ModelSpec) -> Workload:
+    """A workload by name or file, or as it is given, within the context of a model.
+
+    Raises:
+        InputError: see `load_workload`.
+    """
+    if isinstance(given, str):
+        return load_workload(given, spec)
+    _check_context(given, spec)
+    return given
+
+
 def load_trace(name: str) -> Lengths | None:
     """The requests of a workload that is a trace, pair by pair; None where it is none."""
     path = find_config("workloads", name)

@@ -14,7 +14,7 @@ from contextlib import suppress
 import click
 import numpy as np
 
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.planning import plan_each
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan
 from xscheduler.problem import Problem
@@ -28,14 +28,14 @@ def rows(of: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
     Args:
         latencies: FasterTransformer's.
     """
-    subject = Subject(of.model, None, of.cluster, of.workload, of.profile)
+    subject = of
     lines, fallen, best_rps = [], 0, 0.0
     for bound_s in np.geomspace(*np.quantile(latencies, (0.1, 0.7)), NUM_BOUNDS).tolist():
         constraint = Constraint(latency_bound_s=bound_s, sla="request")
         started, on_processor = time.perf_counter(), time.process_time()
         best: Plan | None = None
         with suppress(InfeasibleError):
-            best = next(iter(plan_each(subject, constraint).values()))
+            best = next(iter(plan_each(subject.under(constraint)).values()))
         seconds = time.perf_counter() - started, time.process_time() - on_processor
         rps = 0.0 if best is None else best.estimate.throughput_rps
         fallen += rps < best_rps * (1 - 1e-9)

@@ -280,7 +280,7 @@ def test_an_internal_error_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("xgpt.app.planning.resolve", broken)
+    monkeypatch.setattr("xgpt.app.solving.resolve", broken)
     line = xgpt.fails(4, "plan", "--latency-bound", "4")
     assert line == "xgpt: internal error: RuntimeError: two lines (XGPT_TRACEBACK=1 shows where)\n"
 
@@ -289,7 +289,7 @@ def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xgpt.app.planning.resolve", interrupted)
+    monkeypatch.setattr("xgpt.app.solving.resolve", interrupted)
     ran = xgpt("plan", "--latency-bound", "4")
     # click ends the terminal's "^C" line first.
     assert (ran.code, ran.out, ran.err) == (130, "", "\nxgpt: interrupted\n")

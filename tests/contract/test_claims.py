@@ -10,13 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
-from xgpt.app.planning import PolicyChoice, Subject, plan_each, scheduler
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import scheduler
+from xgpt.app.request import PolicyChoice
 from xgpt.app.simulating import simulate
 from xgpt.app.verifying import request_law
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Plan, Workload
 from xgpt.schema.plan import Sla
+from xscheduler.problem import Problem
 from xscheduler.space import POLICIES
 
 SPEC, _ = load_model("opt-125m")
@@ -38,16 +41,16 @@ class Case:
     quantile: float
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> Problem:
         rng = np.random.default_rng(self.seed)
         profile = random_profile(rng, monotone=self.monotone, degrees=(1, 2))
-        return Subject(SPEC, None, CLUSTER, random_workload(rng), profile)
+        return Problem(SPEC, None, CLUSTER, random_workload(rng), profile, Constraint(), max_devices=self.num_devices)
 
     def plans(self, bound_s: float | None) -> dict[str, Plan]:
         """Each policy's plan; none where nothing keeps the bound."""
         constraint = Constraint(latency_bound_s=bound_s, sla=self.sla, quantile=self.quantile, objective="saturated")
         try:
-            return plan_each(self.subject, constraint, self.policy, max_devices=self.num_devices)
+            return plan_each(self.subject.under(constraint), self.policy)
         except InfeasibleError:
             return {}
 
@@ -112,7 +115,7 @@ def claims_hold(case: Case) -> None:
 def nothing_beats(case: Case, best: Plan) -> None:
     """Random settings on random placements serve no more than the certificate allows."""
     rng = np.random.default_rng(case.seed)
-    of = scheduler(case.subject, best.constraint, "branch-and-bound", max_devices=case.num_devices)
+    of = scheduler(case.subject.under(best.constraint))
     kinds = POLICIES if case.policy == "auto" else (case.policy,)
     for kind in kinds:
         spaces = [space for space in of.spaces(kind) if space.num_points]

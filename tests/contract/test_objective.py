@@ -9,8 +9,9 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.app.arrivals import SHARP, rate_of, with_capacities
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.planning import plan_each
 from xgpt.schema import Constraint, Plan
+from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, Trial
 
 SCENARIOS = (
@@ -21,21 +22,21 @@ SCENARIOS = (
 )
 
 
-def subject(model: str, cluster: str, workload: str) -> Subject:
+def subject(model: str, cluster: str, workload: str) -> Problem:
     of = problem(model, cluster, workload)
-    return Subject(of.model, None, of.cluster, of.workload, of.profile)
+    return of
 
 
 @functools.cache
 def by_arrivals(scenario: tuple[str, str, str, float]) -> dict[str, Plan]:
-    return plan_each(subject(*scenario[:3]), Constraint(latency_bound_s=scenario[3], objective="arrivals"))
+    return plan_each(subject(*scenario[:3]).under(Constraint(latency_bound_s=scenario[3], objective="arrivals")))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
 def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tuple[str, str, str, float]) -> None:
     of = subject(*scenario[:3])
     best = next(iter(by_arrivals(scenario).values()))
-    saturated = with_capacities(plan_each(of, Constraint(latency_bound_s=scenario[3])), of.profile)
+    saturated = with_capacities(plan_each(of.under(Constraint(latency_bound_s=scenario[3]))), of.profile)
     assert rate_of(best) >= (1 - SHARP) * max(map(rate_of, saturated.values()))
     assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
 
@@ -65,7 +66,7 @@ def test_what_is_over_the_stated_rate_breaks_the_bound() -> None:
 def test_without_a_bound_the_objectives_are_one() -> None:
     of = subject("llama-3.1-8b", "h200x1", "orca")
     arrivals, saturated = (
-        plan_each(of, Constraint(objective=name), "orca")["orca"] for name in ("arrivals", "saturated")
+        plan_each(of.under(Constraint(objective=name)), "orca")["orca"] for name in ("arrivals", "saturated")
     )
     assert arrivals.policy == saturated.policy
     assert arrivals.estimate.capacity is None
@@ -74,7 +75,7 @@ def test_without_a_bound_the_objectives_are_one() -> None:
 
 def test_the_same_input_gives_the_same_plan() -> None:
     scenario = SCENARIOS[0]
-    again = plan_each(subject(*scenario[:3]), Constraint(latency_bound_s=scenario[3], objective="arrivals"))
+    again = plan_each(subject(*scenario[:3]).under(Constraint(latency_bound_s=scenario[3], objective="arrivals")))
 
     def text(plans: dict[str, Plan]) -> list[str]:
         return [

@@ -9,7 +9,7 @@ import torch
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
 from tests.planned import placements_of, planned, problem_of
 from xgpt import policies
-from xgpt.app.serving import build_engine
+from xgpt.app.engines import build_engine
 from xgpt.app.simulating import simulate
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor

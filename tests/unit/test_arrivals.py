@@ -9,10 +9,11 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt import policies
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.planning import plan_each
 from xgpt.app.simulating import clock_of
 from xgpt.schema import Constraint, Plan
 from xgpt.workload import poisson_arrivals, sample
+from xscheduler.problem import Problem
 from xsimulator.arrivals import Kv, OneLaneRun, Run, Stream, TwoLaneRun
 from xsimulator.capacity import PRECISION, CapacitySearch, Trial, capacity
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -26,14 +27,14 @@ SCENARIOS = (
 
 
 @cache
-def subject(model: str, cluster: str, workload: str) -> Subject:
+def subject(model: str, cluster: str, workload: str) -> Problem:
     of = problem(model, cluster, workload)
-    return Subject(of.model, None, of.cluster, of.workload, of.profile)
+    return of
 
 
 @cache
 def plans(model: str, cluster: str, workload: str, bound_s: float) -> dict[str, Plan]:
-    return plan_each(subject(model, cluster, workload), Constraint(latency_bound_s=bound_s, headroom=0.0))
+    return plan_each(subject(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, headroom=0.0)))
 
 
 def stream(plan: Plan, load: float, num_requests: int) -> Stream:
@@ -44,7 +45,7 @@ def stream(plan: Plan, load: float, num_requests: int) -> Stream:
     return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
 
 
-def by_counts(plan: Plan, of: Subject, requests: Stream) -> Run:
+def by_counts(plan: Plan, of: Problem, requests: Stream) -> Run:
     schedule, lanes = policies.build(plan), lanes_of(plan, of.profile)
     kv = Kv(schedule.pool.kv_blocks, plan.block_size)
     if isinstance(schedule, policies.TwoLane):
@@ -53,7 +54,7 @@ def by_counts(plan: Plan, of: Subject, requests: Stream) -> Run:
     return OneLaneRun(schedule.settings, lanes["both"], kv, requests)
 
 
-def one_by_one(plan: Plan, of: Subject, requests: Stream) -> tuple[list[int], list[int]]:
+def one_by_one(plan: Plan, of: Problem, requests: Stream) -> tuple[list[int], list[int]]:
     """When each request has its first and its last token."""
     schedule = policies.build(plan)
     columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))

@@ -10,11 +10,13 @@ import pytest
 from tests.contract.scenarios import problem
 from xgpt.app.comparing import check_current, score_current
 from xgpt.app.current import read_vllm_command
-from xgpt.app.planning import Subject, resolve
+from xgpt.app.problems import resolve
+from xgpt.app.request import plan_request
 from xgpt.app.vllm_flags import REFUSED, TAKES
 from xgpt.errors import InputError
 from xgpt.resolve import load_cluster
 from xgpt.schema import Constraint
+from xscheduler.problem import Problem
 
 SCORED = {
     *("async-scheduling", "block-size", "config", "data-parallel-size", "dtype", "enable-chunked-prefill"),
@@ -143,8 +145,8 @@ def test_a_config_file_gives_way_to_flags(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return resolve("llama-3.1-8b", "h200x1", "azure-conv")
+def subject() -> Problem:
+    return resolve(plan_request(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", objective="saturated"))
 
 
 @pytest.mark.parametrize(
@@ -156,40 +158,37 @@ def subject() -> Subject:
         ("--max-model-len 1k", "--max-model-len: 1000 is not accepted; requests of azure-conv"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(subject: Subject, flags: str, says: str) -> None:
+def test_what_cannot_be_compared_is_refused(subject: Problem, flags: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        score_current(subject, Constraint(), read_vllm_command(f"vllm serve m {flags}", subject.cluster))
+        score_current(subject, read_vllm_command(f"vllm serve m {flags}", subject.cluster))
 
 
 def test_eight_bits_are_compared_with_eight_bits() -> None:
-    subject = resolve("llama-3.1-8b", "h200x1", "azure-conv", dtype="float8")
+    subject = resolve(plan_request(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", dtype="float8"))
     check_current(subject, read_vllm_command("vllm serve m -q fp8 --kv-cache-dtype fp8", subject.cluster))
     with pytest.raises(InputError, match="or give it --quantization fp8"):
         check_current(subject, read_vllm_command("vllm serve m", subject.cluster))
 
 
-def test_memory_for_k_and_v_follows_the_share(subject: Subject) -> None:
+def test_memory_for_k_and_v_follows_the_share(subject: Problem) -> None:
     """Where requests are many, less memory holds fewer."""
     command = "vllm serve m --max-num-seqs 4096 --gpu-memory-utilization {} --max-num-batched-tokens 8192"
     plans = [
-        score_current(subject, Constraint(), read_vllm_command(command.format(share), subject.cluster))
-        for share in (0.3, 0.5, 0.92)
+        score_current(subject, read_vllm_command(command.format(share), subject.cluster)) for share in (0.3, 0.5, 0.92)
     ]
     blocks = [plan.stages[0].kv_blocks for plan in plans]
     assert blocks == sorted(blocks) and blocks[0] < 0.7 * blocks[1] < 0.7 * blocks[2]
     batches = [plan.policy.max_batch for plan in plans if plan.policy.kind == "chunked"]
     assert batches == sorted(set(batches))
     default = read_vllm_command("vllm serve m", subject.cluster)
-    assert score_current(subject, Constraint(), replace(default, usable_memory=0.92)) == score_current(
-        subject, Constraint(), default
-    )
+    assert score_current(subject, replace(default, usable_memory=0.92)) == score_current(subject, default)
 
 
 def test_a_budget_that_no_plan_would_try_is_scored() -> None:
     """vLLM's default on a B200 lies beyond the budgets of the search."""
     of = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
-    subject = Subject(of.model, None, of.cluster, of.workload, of.profile)
+    subject = of
     current = read_vllm_command("vllm serve m -tp 8", of.cluster)
-    plan = score_current(subject, Constraint(latency_bound_s=6.0, objective="arrivals"), current)
+    plan = score_current(subject.under(Constraint(latency_bound_s=6.0, objective="arrivals")), current)
     assert plan.policy.token_budget == current.max_num_batched_tokens  # type: ignore[union-attr]
     assert plan.estimate.capacity is not None and plan.estimate.capacity.rate_per_s > 0

@@ -54,7 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "xprofiler.measure": SHELL | {"xgpt.policies", "xprofiler", "xrunner"},
     "xgpt.app": {"xgpt", *PACKAGES},
     "xgpt.cli": {"xgpt", *PACKAGES},
-    "xgpt": {"xgpt.__version__"},
+    "xgpt.api": {"xgpt", *PACKAGES},
+    "xgpt": {"xgpt.__version__", "xgpt.api", "xgpt.errors"},
 }
 """Longest prefix wins."""
 
@@ -177,8 +178,55 @@ def test_the_check_lets_pass(tmp_path: Path, path: str, source: str) -> None:
     assert complaints(tmp_path) == []
 
 
-def test_the_command_line_starts_light() -> None:
-    code = f"import sys; from xgpt.cli import main; print(*sorted({HEAVY!r} & set(sys.modules)))"
+LAZY_DOOR = ("xgpt", "xgpt.api")
+"""`import xgpt` brings the API at its first use; what the API calls imports `xgpt.__version__`."""
+NOT_YET_STRAIGHT = {("xprofiler.measure", "xprofiler.ranks"), ("xrunner.ahead", "xrunner.worker")}
+"""A worker builds what runs ahead of it, and ranks are measured by the functions of one: the other import is late."""
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Modules that import each other, at whatever level; types alone do not count."""
+    files = {name_of(path, root): path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        typing_only = {
+            line
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.If) and type_checking_only(node)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        graph[module] = set()
+        for imported in imports_of(path, root):
+            target = imported.module
+            while target and target not in files:
+                target = target.rpartition(".")[0]
+            if target not in ("", module) and imported.line not in typing_only and (module, target) != LAZY_DOOR:
+                graph[module].add(target)
+    for one, other in NOT_YET_STRAIGHT:
+        graph.get(one, set()).discard(other)
+    left = dict(graph)
+    while leaves := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in leaves:
+            del left[module]
+    return [[module, *sorted(targets & left.keys())] for module, targets in left.items()]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(ROOT) == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_circle_is_seen(tmp_path: Path, late: bool) -> None:
+    (tmp_path / "xscheduler").mkdir()
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        line = f"from xscheduler.{other} import x"
+        (tmp_path / "xscheduler" / f"{name}.py").write_text(f"def f():\n    {line}" if late else line)
+    assert {circle[0] for circle in circles(tmp_path)} == {"xscheduler.a", "xscheduler.b", "xscheduler.c"}
+
+
+@pytest.mark.parametrize("first", ["import xgpt", "from xgpt.cli import main"])
+def test_what_is_imported_first_is_light(first: str) -> None:
+    code = f"import sys; {first}; print(*sorted({HEAVY!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.app.arrivals import rate_of
-from xgpt.app.planning import Subject, plan_each
+from xgpt.app.planning import plan_each
 from xgpt.app.replanning import propose
 from xgpt.observation import observe_lengths
 from xgpt.schema import Constraint, Observation, Plan
@@ -20,9 +20,9 @@ OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
 
 @functools.cache
 def running() -> Plan:
-    subject = Subject(OF.model, None, OF.cluster, OF.workload, OF.profile)
+    subject = OF
     constraint = Constraint(latency_bound_s=8.0, objective="arrivals")
-    return next(iter(plan_each(subject, constraint, "orca").values()))
+    return next(iter(plan_each(subject.under(constraint), "orca").values()))
 
 
 def observed(input_factor: float, output_factor: float, rate: float | None = None) -> Observation:
@@ -59,8 +59,7 @@ def test_the_bound_is_broken_where_more_arrive_than_it_is_kept_for(share: float,
 
 
 def test_on_one_device_a_static_batch_may_give_way_to_another_policy() -> None:
-    subject = Subject(OF.model, None, OF.cluster, OF.workload, OF.profile)
-    plan = plan_each(subject, Constraint(latency_bound_s=8.0, objective="arrivals"), "static")["static"]
+    plan = plan_each(OF.under(Constraint(latency_bound_s=8.0, objective="arrivals")), "static")["static"]
     decision, then = propose(plan, OF.profile, observed(1.0, 1.0))
     assert decision.action == "redeploy" and then is not None and then.policy.kind != "static"
     assert decision.gain > 0.05 and decision.pause_s > 0

@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.planning import PolicyChoice, Subject, plan_each
-from xgpt.app.simulating import simulate
+from xgpt.app.planning import plan_each
+from xgpt.app.request import PolicyChoice
+from xgpt.app.simulating import ArrivalProcess, simulate
 from xgpt.app.sizing import cheapest
 from xgpt.app.verifying import request_law
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
+from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.queueing import whole_times
 
 
-def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Subject:
+def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Problem:
     of = problem(model, cluster, workload)
     devices = of.cluster.model_copy(update={"price_per_device_hour": price})
-    return Subject(of.model, None, devices, of.workload, of.profile)
+    return replace(of, cluster=devices)
 
 
 BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0)
@@ -35,7 +37,8 @@ def by_bound() -> dict[float, Plan | InfeasibleError]:
     found: dict[float, Plan | InfeasibleError] = {}
     for bound_s in BOUNDS:
         try:
-            found[bound_s] = plan_each(of, Constraint(latency_bound_s=bound_s, sla="request"), "chunked")["chunked"]
+            constraint = Constraint(latency_bound_s=bound_s, sla="request")
+            found[bound_s] = plan_each(of.under(constraint), "chunked")["chunked"]
         except InfeasibleError as error:
             found[bound_s] = error
     return found
@@ -70,7 +73,7 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
     assert isinstance(why, InfeasibleError)
     nearest_s = float(str(why).rsplit(" is ", 1)[1].removesuffix(" s"))
     of = subject("llama-3.1-8b", "h200x1", "azure-conv")
-    found = plan_each(of, Constraint(latency_bound_s=nearest_s, sla="request"), "chunked")["chunked"]
+    found = plan_each(of.under(Constraint(latency_bound_s=nearest_s, sla="request")), "chunked")["chunked"]
     assert found.estimate.latency_s <= nearest_s
 
 
@@ -80,7 +83,7 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
 def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyChoice, bound_s: float) -> None:
     """Lengths mixed over few admissions, beside many requests with lengths of their own."""
     of = subject("opt-13b", "a40x4", "summarization")
-    found = plan_each(of, Constraint(latency_bound_s=bound_s, sla="request"), kind)[kind]
+    found = plan_each(of.under(Constraint(latency_bound_s=bound_s, sla="request")), kind)[kind]
     measured, _ = simulate(found, of.profile, of.workload, 8000, np.random.default_rng(3))
     assert found.estimate.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
     assert measured.share_within(bound_s) >= 0.99
@@ -98,7 +101,7 @@ def test_the_closed_form_of_all_requests_is_near_what_they_show(workload: str, k
 
 def test_policies_that_cannot_win_are_told_as_well() -> None:
     of = subject("llama-3.1-8b", "h200x1", "azure-conv")
-    plans = plan_each(of, Constraint(latency_bound_s=15.0, sla="request"))
+    plans = plan_each(of.under(Constraint(latency_bound_s=15.0, sla="request")))
     assert set(plans) == {"rra", "chunked", "orca", "static"}
     best = next(iter(plans.values()))
     assert best.search.simulations
@@ -111,7 +114,7 @@ def test_all_requests_keep_the_bound_that_a_length_would_break() -> None:
     bound_s = 20.0
 
     def quantile_of_all(sla: Sla) -> tuple[Plan, float]:
-        found = plan_each(of, Constraint(latency_bound_s=bound_s, sla=sla, headroom=0.0), "rra")["rra"]
+        found = plan_each(of.under(Constraint(latency_bound_s=bound_s, sla=sla, headroom=0.0)), "rra")["rra"]
         measured, _ = simulate(found, of.profile, of.workload, 3000, np.random.default_rng(1))
         return found, measured.request_latency_s
 
@@ -128,20 +131,21 @@ def test_all_requests_keep_the_bound_that_a_length_would_break() -> None:
 def test_an_arrival_rate_is_kept_in_simulation() -> None:
     of = subject("opt-13b", "a40x4", "summarization")
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=20.0)
-    found = next(iter(plan_each(of, constraint, "orca").values()))
+    found = next(iter(plan_each(of.under(constraint), "orca").values()))
     assert found.constraint.latency_bound_s == 8.0
     rng = np.random.default_rng(1)
-    _, log = simulate(found, of.profile, of.workload, 2000, rng, arrival_rate=20.0)
+    _, log = simulate(found, of.profile, of.workload, 2000, rng, ArrivalProcess(20.0))
     assert np.quantile(whole_times(log, skip_requests=200), 0.99) <= 1.05 * 8.0
 
 
 def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     clusters = [("h200x1", 4.5), ("v100x1", 0.1), ("a40x4", 1.0)]
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in clusters]
-    choices = cheapest(subjects, Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0), "orca")
-    assert [choice.subject.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
+    constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
+    choices = cheapest([of.under(constraint) for of in subjects], "orca")
+    assert [choice.problem.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
     assert [choice.num_devices for choice in choices] == [2, 1, None]
     assert [choice.price_per_hour for choice in choices] == [2.0, 4.5, None]
     assert choices[-1].why_not is not None and "v100x1" in choices[-1].why_not
     with pytest.raises(InputError, match="price"):
-        cheapest([subject("opt-13b", "a40x4", "summarization")], Constraint(arrival_rate_per_s=1.0))
+        cheapest([subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))])

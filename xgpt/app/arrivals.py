@@ -62,10 +62,7 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
 
     if not plan.constraint.bounds_latency:
         return None
-    problem = Problem(
-        plan.model, plan.checkpoint, plan.cluster, plan.workload, profile, plan.constraint, plan.admission.kv
-    )
-    space = Scheduler(problem).space(plan.policy.kind, Placement.of(plan))
+    space = Scheduler(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
     return closed_rate(space, plan.policy, plan.constraint)
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.app.profiles import profile_of
 from xgpt.app.simulating import (
+    ArrivalProcess,
     check_fits,
     outstanding_requests,
     read_log,
@@ -24,13 +26,13 @@ from xgpt.app.simulating import (
     simulate,
     warm_up_requests,
 )
-from xgpt.errors import MachineError
-from xgpt.schema import BenchReport, Comparison, EngineKind, Estimate, Plan, UrlReport, Workload
+from xgpt.errors import InputError, MachineError
+from xgpt.schema import BenchReport, Comparison, EngineKind, Estimate, Plan, Profile, UrlReport, Workload
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from xgpt.client import ClientRequest
+    from xgpt.client import ClientRequest, ClientResult
     from xgpt.schema.step_log import StepRecord
     from xsimulator.measure import Measured
 
@@ -40,44 +42,104 @@ URL_VOCABULARY = 1000
 """Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
 
 
-def bench_plan(
-    plan: Plan,
-    workload: Workload,
-    num_requests: int,
-    rng: np.random.Generator,
-    arrival_rate: float | None = None,
-    *,
-    stream: bool = False,
-    engine: EngineKind = "native",
-    server: Server | None = None,
-    on_log: Callable[[list[StepRecord]], None] | None = None,
-) -> BenchReport:
-    """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
+@dataclass(frozen=True)
+class Load:
+    """The requests that something is measured with.
 
-    Without `arrival_rate` the loop is closed: as many requests are outstanding as keep the engine saturated, the
-    prediction is the plan's estimate. With it, arrivals are Poisson. At a rate, and for another workload than the
-    plan's, the prediction is the simulated engine's.
+    Attributes:
+        num_requests: requests that are measured; more are sent, so that they are measured in a steady state.
+        workload: their lengths; None: the plan's own, of an endpoint summarisation's.
+        arrival_rate_per_s: of Poisson arrivals; None: the loop is closed.
+        stream: have answers streamed. All figures of a plan come from the engine's log in any case; but the client
+            shares the machine with the engine, and reading every token by itself makes decode steps on two cores a
+            tenth longer.
+        concurrency: outstanding requests of the closed loop against an endpoint.
+    """
+
+    num_requests: int = 300
+    workload: Workload | None = None
+    arrival_rate_per_s: float | None = None
+    stream: bool = False
+    concurrency: int = 32
+
+
+@dataclass(frozen=True)
+class Benched:
+    """What a bench has measured.
+
+    Attributes:
+        report: predicted beside measured of a plan; what the client saw of an endpoint.
+        steps: those that a plan's engine executed.
+        profile: the plan's, fitted to these steps; None: that was not asked for.
+    """
+
+    report: BenchReport | UrlReport
+    steps: tuple[StepRecord, ...] = ()
+    profile: Profile | None = None
+
+
+def bench(
+    target: Plan | str,
+    load: Load,
+    seed: int = 0,
+    *,
+    engine: EngineKind = "native",
+    profile: Profile | None = None,
+    ca_file: Path | None = None,
+) -> Benched:
+    """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
 
     Args:
-        stream: have the answers streamed. All figures come from the engine's log in any case; but the client shares
-            the machine with the engine, and reading every token apart makes decode steps on two cores a tenth longer.
-        on_log: is given the engine's steps.
+        seed: of the requests.
+        profile: the plan's, to be fitted to the measured steps; None: nothing is fitted.
+        ca_file: the authorities that may vouch for an https endpoint; None: the system's.
+
+    Raises:
+        MachineError: the server does not start or dies, or the endpoint does not answer.
+        InputError: the plan cannot hold the requests, or too few steps were measured to fit a profile.
+    """
+    import numpy as np
+
+    from xgpt.resolve import load_workload
+    from xsimulator.calibrate import calibrate as fit
+
+    rng = np.random.default_rng(seed)
+    if isinstance(target, str):
+        if load.arrival_rate_per_s is not None:
+            accepted = "a URL is measured in a closed loop; give --concurrency"
+            raise InputError("--arrival-rate", load.arrival_rate_per_s, accepted)
+        workload = load.workload or load_workload("summarization")
+        return Benched(bench_url(target, replace(load, workload=workload), rng, ca_file))
+    report, steps = bench_plan(target, load, rng, engine=engine)
+    if profile is None:
+        return Benched(report, tuple(steps))
+    fitted, calibration = fit(target, profile, steps)
+    return Benched(report.model_copy(update={"calibration": calibration}), tuple(steps), fitted)
+
+
+def bench_plan(
+    plan: Plan,
+    load: Load,
+    rng: np.random.Generator,
+    *,
+    engine: EngineKind = "native",
+    server: Server | None = None,
+) -> tuple[BenchReport, list[StepRecord]]:
+    """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
+
+    Without an arrival rate the loop is closed: as many requests are outstanding as keep the engine saturated, the
+    prediction is the plan's estimate. With it, arrivals are Poisson. At a rate, and for another workload than the
+    plan's, the prediction is the simulated engine's.
 
     Raises:
         MachineError: the server does not start, or dies.
         InputError: the plan cannot hold the workload's requests.
     """
     from xgpt.client import replay
-    from xgpt.io import read_step_log, sha256
-    from xgpt.workload import poisson_arrivals, sample
+    from xgpt.io import read_step_log
 
-    check_fits(plan, workload)
-    closed = arrival_rate is None
-    total = requests_to_send(plan, num_requests, saturated=closed)
-    inputs, outputs = sample(workload, total, rng)
-    times = None if arrival_rate is None else poisson_arrivals(arrival_rate, total, rng)
-    requests = _client_requests(plan, workload, inputs, outputs, times, rng)
-
+    load = replace(load, workload=load.workload or plan.workload)
+    requests = _requests(plan, load, rng)
     calibration = [calibrate()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
@@ -87,21 +149,56 @@ def bench_plan(
                 replay(
                     url,
                     requests,
-                    concurrency=outstanding_requests(plan) if closed else None,
-                    enough=num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
-                    stream=stream,
+                    concurrency=outstanding_requests(plan) if load.arrival_rate_per_s is None else None,
+                    enough=load.num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
+                    stream=load.stream,
                 )
             )
         log = read_step_log(step_log)
-    if on_log is not None:
-        on_log(log)
     calibration.append(calibrate())
     if all(result.error is not None for result in results):
         raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
-    measured = read_log(plan, workload, log, num_requests, saturated=closed)
+    return _report(plan, load, rng, log, results).model_copy(update={"calibration_gflops": tuple(calibration)}), log
+
+
+def _requests(plan: Plan, load: Load, rng: np.random.Generator) -> list[ClientRequest]:
+    """Requests of the load's lengths, with prompts of random tokens.
+
+    Raises:
+        InputError: the plan cannot hold them.
+    """
+    from xgpt.client import ClientRequest
+    from xgpt.workload import poisson_arrivals, sample
+
+    workload, rate = load.workload or plan.workload, load.arrival_rate_per_s
+    check_fits(plan, workload)
+    total = requests_to_send(plan, load.num_requests, saturated=rate is None)
+    inputs, outputs = sample(workload, total, rng)
+    times = None if rate is None else poisson_arrivals(rate, total, rng)
+    return [
+        ClientRequest(
+            prompt_ids=rng.integers(0, plan.model.vocab_size, int(inputs[i])).tolist(),
+            output_length=int(outputs[i]),
+            max_tokens=workload.output.lengths[-1],
+            send_at_s=None if times is None else float(times[i]),
+        )
+        for i in range(total)
+    ]
+
+
+def _report(
+    plan: Plan, load: Load, rng: np.random.Generator, log: list[StepRecord], results: Sequence[ClientResult]
+) -> BenchReport:
+    """What was measured, beside what was predicted of it."""
+    from xgpt.io import sha256
+
+    workload, rate = load.workload or plan.workload, load.arrival_rate_per_s
+    closed = rate is None
+    measured = read_log(plan, workload, log, load.num_requests, saturated=closed)
     predicted: Estimate | Measured = plan.estimate
     if not closed or workload != plan.workload:
-        predicted, _ = simulate(plan, profile_of(plan), workload, num_requests, rng, arrival_rate)
+        arrivals = None if rate is None else ArrivalProcess(rate)
+        predicted, _ = simulate(plan, profile_of(plan), workload, load.num_requests, rng, arrivals)
     constraint, bound = plan.constraint, plan.constraint.latency_bound_s
     whole_s = [result.end_s - result.send_s for result in results if result.error is None]
     kept: bool | None = None
@@ -116,7 +213,7 @@ def bench_plan(
         plan_sha256=sha256(plan),
         policy=plan.policy.kind,
         workload=workload.name,
-        arrival_rate_per_s=arrival_rate,
+        arrival_rate_per_s=rate,
         num_requests=measured.num_requests,
         num_failed=sum(result.error is not None for result in results),
         window_s=measured.window_s,
@@ -130,19 +227,11 @@ def bench_plan(
         quantile=constraint.quantile,
         counts_waiting=constraint.maximises_arrivals,
         end_to_end_p99_s=_quantile([result.end_s - result.send_s for result in results], 0.99),
-        calibration_gflops=tuple(calibration),
         failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
     )
 
 
-def bench_url(
-    url: str,
-    workload: Workload,
-    num_requests: int,
-    concurrency: int,
-    rng: np.random.Generator,
-    ca_file: Path | None = None,
-) -> UrlReport:
+def bench_url(url: str, load: Load, rng: np.random.Generator, ca_file: Path | None = None) -> UrlReport:
     """Replay sampled requests against any running endpoint; what a client sees is all that is known.
 
     Args:
@@ -156,12 +245,14 @@ def bench_url(
     from xgpt.connection import own_api_key
     from xgpt.workload import sample
 
+    workload, num_requests = load.workload, load.num_requests
+    assert workload is not None
     inputs, outputs = sample(workload, num_requests, rng)
     requests = [
         ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
         for i, o in zip(inputs, outputs, strict=True)
     ]
-    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=ca_file, api_key=own_api_key()))
+    results = asyncio.run(replay(url, requests, concurrency=load.concurrency, ca_file=ca_file, api_key=own_api_key()))
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
@@ -180,28 +271,6 @@ def bench_url(
         ttft_p99_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.99),
         itl_p99_s=_quantile(gaps, 0.99) if gaps else 0.0,
     )
-
-
-def _client_requests(
-    plan: Plan,
-    workload: Workload,
-    inputs: np.ndarray,
-    outputs: np.ndarray,
-    times: np.ndarray | None,
-    rng: np.random.Generator,
-) -> list[ClientRequest]:
-    from xgpt.client import ClientRequest
-
-    max_output = workload.output.lengths[-1]
-    return [
-        ClientRequest(
-            prompt_ids=rng.integers(0, plan.model.vocab_size, int(inputs[i])).tolist(),
-            output_length=int(outputs[i]),
-            max_tokens=max_output,
-            send_at_s=None if times is None else float(times[i]),
-        )
-        for i in range(len(inputs))
-    ]
 
 
 @contextmanager

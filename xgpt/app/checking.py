@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
-from xgpt.app.serving_vllm import check_vllm_runs
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import EngineKind, Plan
+from xgpt.schema import EngineKind, Plan, Profile, WaaSettings
+
+logger = logging.getLogger(__name__)
 
 
 def check_devices(plan: Plan, num_nodes: int = 1) -> None:
@@ -58,14 +60,14 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     return plan
 
 
-def missing(plan: Plan, profile_path: str | None = None, *, replan: bool = True) -> list[str]:
+def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
     """What a plan is served without on this machine, a line each.
 
     Args:
         replan: whether it is to be re-planned, which takes its profile.
 
     Raises:
-        InputError: `profile_path` is not the plan's profile.
+        InputError: `given` is not the plan's profile.
     """
     from xgpt.app.profiles import profile_of
 
@@ -76,9 +78,9 @@ def missing(plan: Plan, profile_path: str | None = None, *, replan: bool = True)
         lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids alone")
     if replan:
         try:
-            profile_of(plan, profile_path)
+            profile_of(plan, given)
         except InputError as error:
-            if profile_path is not None:
+            if given is not None:
                 raise
             lines.append(f"re-planning is off: {error}")
     return lines
@@ -145,3 +147,42 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
         raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
+
+
+def check_plan_for_vllm(plan: Plan) -> str:
+    """Refuse a plan that vLLM cannot serve here.
+
+    Returns:
+        vLLM's version.
+
+    Raises:
+        InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
+        MachineError: there is no vLLM, or the plan's devices or memory are not here.
+    """
+    from xrunner.vllm import TESTED_VERSION
+    from xrunner.vllm.process import package_path, python, version_of
+
+    check_runs(plan, engine="vllm")
+    check_vllm_runs(plan)
+    with package_path() as packages:
+        found = version_of(python(), packages)
+    if found != TESTED_VERSION:
+        logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+    if plan.profile.engine_version not in (None, found):
+        logger.warning("the plan's profile is of vLLM %s, this is %s", plan.profile.engine_version, found)
+    return found
+
+
+def check_vllm_runs(plan: Plan) -> None:
+    """Refuse a plan that vLLM cannot run anywhere.
+
+    Raises:
+        InputError: says why.
+    """
+    from xrunner.vllm.command import launch
+    from xrunner.vllm.waa import check_waa
+
+    if isinstance(plan.policy, WaaSettings):
+        check_waa(plan)
+    else:
+        launch(plan, plan_path="plan.json")

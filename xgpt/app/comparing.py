@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import floor
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import predicted_rate, rate_of, with_capacity
+import numpy as np
+
+from xgpt.app.arrivals import predicted_rate, rate_of, with_capacities, with_capacity
+from xgpt.app.bench import Load, bench_plan
+from xgpt.app.current import read_vllm_command
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve, scheduler
 from xgpt.errors import InputError
-from xgpt.schema import BenchReport, ChunkedSettings, Constraint, KvPromise, Plan
+from xgpt.schema import BenchReport, ChunkedSettings, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
     from xgpt.app.current import Deployment
-    from xgpt.app.planning import PolicyChoice, Subject
+    from xgpt.app.profiles import Progress
+    from xgpt.app.request import PlanRequest
+    from xscheduler.problem import Problem
+    from xscheduler.search import Method
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """By how much the latency bound is relaxed to see what that buys; None: no bound."""
 
 
-def score_current(subject: Subject, constraint: Constraint, current: Deployment) -> Plan:
+OnStart = Callable[[Plan], None]
+"""Is given each plan before it is measured."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Every policy at its own best under one bound.
+
+    Attributes:
+        plans: the best plan of each policy, the best of all first.
+        relaxed: the best plan under each looser latency bound, s; None: under none.
+        current: what runs now, scored as a plan; None: nothing was given.
+        notes: what was assumed of what runs now.
+        measured: what each plan did when it was run here, by policy.
+    """
+
+    plans: dict[str, Plan]
+    relaxed: dict[float | None, Plan]
+    current: Plan | None = None
+    notes: tuple[str, ...] = ()
+    measured: dict[str, BenchReport] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Plan:
+        """The best plan of all."""
+        return next(iter(self.plans.values()))
+
+
+def compare(
+    request: PlanRequest,
+    current: str | None = None,
+    measured: Load | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    on_start: OnStart = lambda plan: None,
+) -> Compared:
+    """Plan each policy at its best; score what runs now, and run the plans here, where that is asked for.
+
+    Args:
+        current: what runs now, as its `vllm serve` command.
+        measured: what each plan is run with; None: none is run.
+        seed: of the requests that it is run with.
+
+    Raises:
+        InputError: a name that is not there, plans for other machines that are to be measured, or what runs now does
+            not compare with plans for the same work.
+        InfeasibleError: nothing keeps the constraint.
+        MachineError: this machine cannot be profiled, or a server does not start.
+    """
+    problem = resolve(request, progress)
+    if measured is not None and not problem.cluster.is_local:
+        accepted = "only plans for the machine at hand (--cluster local) can be measured"
+        raise InputError("--measure", problem.cluster.name, accepted)
+    running = None if current is None else read_vllm_command(current, problem.cluster)
+    scored = None if running is None else score_current(problem, running)
+    plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
+    return Compared(
+        plans=plans,
+        relaxed=relax(problem, request.search),
+        current=scored,
+        notes=() if running is None else running.notes,
+        measured={} if measured is None else measure_each(plans, measured, np.random.default_rng(seed), on_start),
+    )
+
+
+def score_current(problem: Problem, current: Deployment) -> Plan:
     """What an engine that was started like this does: chunked prompts, K/V blocks taken as requests grow.
 
     Raises:
@@ -28,19 +101,12 @@ def score_current(subject: Subject, constraint: Constraint, current: Deployment)
             requests of the workload.
         InfeasibleError: the model does not fit on them.
     """
-    from dataclasses import replace
-    from math import floor
-
-    import numpy as np
-
-    from xgpt.app.planning import scheduler
-
-    check_current(subject, current)
-    device = subject.cluster.device
+    check_current(problem, current)
+    device = problem.cluster.device
     if current.usable_memory is not None:
         device = device.model_copy(update={"usable_memory": current.usable_memory})
-    cluster = subject.cluster.model_copy(update={"device": device})
-    of = scheduler(replace(subject, cluster=cluster), constraint, "branch-and-bound", "quantile")
+    cluster = problem.cluster.model_copy(update={"device": device})
+    of = scheduler(replace(problem, cluster=cluster, kv="quantile"))
     placement = of.uniform_placement("chunked", current.tp_degree, current.num_stages, current.replicas)
     micro = placement.microbatches
     step_tokens = np.asarray([current.max_num_batched_tokens])
@@ -52,7 +118,7 @@ def score_current(subject: Subject, constraint: Constraint, current: Deployment)
         **placement.fixed,
     )
     plan = of.score(settings, placement)
-    return with_capacity(plan, subject.profile, predicted_rate(plan, subject.profile))
+    return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
 def gain_in_words(best: Plan, current: Plan) -> str:
@@ -68,21 +134,21 @@ def gain_in_words(best: Plan, current: Plan) -> str:
     )
 
 
-def check_current(subject: Subject, current: Deployment) -> None:
+def check_current(problem: Problem, current: Deployment) -> None:
     """Refuse what cannot be compared with plans for the same work.
 
     Raises:
         InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
             requests of the workload.
     """
-    cluster, lengths = subject.cluster, subject.workload
+    cluster, lengths = problem.cluster, problem.workload
     if current.num_devices > cluster.num_devices:
         raise InputError("--current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
     # On a CPU vLLM runs in what the config says, and plans are in float32: their step times are all there is.
-    runs_in = current.dtype or (subject.model.default_dtype if cluster.device.type == "gpu" else subject.profile.dtype)
-    if runs_in != subject.profile.dtype:
-        eight = "" if subject.profile.dtype != "float8" else ", or give it --quantization fp8 --kv-cache-dtype fp8"
-        accepted = f"the plans are in {subject.profile.dtype}: compare with --dtype {runs_in}{eight}"
+    runs_in = current.dtype or (problem.model.default_dtype if cluster.device.type == "gpu" else problem.profile.dtype)
+    if runs_in != problem.profile.dtype:
+        eight = "" if problem.profile.dtype != "float8" else ", or give it --quantization fp8 --kv-cache-dtype fp8"
+        accepted = f"the plans are in {problem.profile.dtype}: compare with --dtype {runs_in}{eight}"
         raise InputError("--current: --dtype", runs_in, accepted)
     longest = lengths.input.lengths[-1] + lengths.output.lengths[-1]
     if current.max_model_len is not None and current.max_model_len < longest:
@@ -90,38 +156,29 @@ def check_current(subject: Subject, current: Deployment) -> None:
         raise InputError("--current: --max-model-len", current.max_model_len, accepted)
 
 
-def relax(
-    subject: Subject, constraint: Constraint, policy: PolicyChoice, search: str, kv: KvPromise
-) -> dict[float | None, Plan]:
+def relax(problem: Problem, search: Method) -> dict[float | None, Plan]:
     """The best plan for each relaxed latency bound (None: without one); empty where there is no bound to relax."""
-    from xgpt.app.planning import plan_each
-
-    bound = constraint.latency_bound_s
+    bound = problem.constraint.latency_bound_s
     if bound is None:
         return {}
     best = {}
     for factor in RELAXATIONS:
         relaxed = None if factor is None else factor * bound
-        loose = constraint.model_copy(update={"latency_bound_s": relaxed})
-        best[relaxed] = next(iter(plan_each(subject, loose, policy, search, kv).values()))
+        loose = problem.constraint.model_copy(update={"latency_bound_s": relaxed})
+        best[relaxed] = next(iter(plan_each(problem.under(loose), search=search).values()))
     return best
 
 
 def measure_each(
-    plans: dict[str, Plan],
-    num_requests: int,
-    rng: np.random.Generator,
-    on_start: Callable[[Plan], None] = lambda plan: None,
+    plans: dict[str, Plan], load: Load, rng: np.random.Generator, on_start: OnStart = lambda plan: None
 ) -> dict[str, BenchReport]:
-    """Bench each plan on the same engine, one after the other.
+    """Run each plan on the same engine, one after the other, with the same load.
 
     Args:
-        on_start: told each plan before it runs, so that its prediction is on record first.
+        on_start: so that a plan's prediction is on record before it runs.
     """
-    from xgpt.app.bench import bench_plan
-
     reports = {}
     for kind, plan in plans.items():
         on_start(plan)
-        reports[kind] = bench_plan(plan, plan.workload, num_requests, rng)
+        reports[kind] = bench_plan(plan, load, rng)[0]
     return reports

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Literal
 
 from xgpt import __version__
-from xgpt.app.serving_vllm import check_vllm_runs
+from xgpt.app.checking import check_vllm_runs
+from xgpt.app.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
 from xgpt.errors import InputError
-from xgpt.schema import Plan, WaaSettings
+from xgpt.schema import Plan
 
 Target = Literal["vllm", "k8s", "torchrun"]
 
-WHEEL = f"xgpt-{__version__}-py3-none-any.whl"
-MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
-BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
-"""What serving needs that vLLM does not bring."""
-PORT = 8000
 RENDEZVOUS_PORT = 29400
-NIXL_PACKAGE = "nixl==1.5.1"
-"""What K/V of WAA goes by, from GPU to GPU."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
@@ -65,20 +59,6 @@ def check_memory(plan: Plan) -> None:
 def start_command(target: Target) -> str:
     """What starts what was exported, from within its directory."""
     return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "torchrun": "sh start.sh"}[target]
-
-
-def beside_vllm(plan: Plan) -> list[str]:
-    """What pip is to install beside vLLM."""
-    moves_kv = plan.cluster.device.type == "gpu" and isinstance(plan.policy, WaaSettings)
-    return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
-
-
-def _pinned(name: str) -> str:
-    """The version that is here; of a package that is not, whichever fits."""
-    try:
-        return f"{name}=={version(name)}"
-    except PackageNotFoundError:
-        return name
 
 
 def _vllm(plan: Plan) -> dict[str, str]:

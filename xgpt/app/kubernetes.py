@@ -38,8 +38,8 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
     """
     import yaml
 
-    from xgpt.app.exporting import MAKE_WHEEL, WHEEL, beside_vllm
-    from xgpt.app.serving_vllm import check_vllm_runs
+    from xgpt.app.checking import check_vllm_runs
+    from xgpt.app.packages import MAKE_WHEEL, WHEEL, beside_vllm
     from xrunner.vllm import TESTED_VERSION
 
     if plan.cluster.device.type != "gpu":
@@ -126,7 +126,7 @@ def _pod(plan: Plan, name: str, image: str) -> Object:
 
 
 def _container(plan: Plan, name: str, image: str) -> Object:
-    from xgpt.app.exporting import PORT
+    from xgpt.app.packages import PORT
 
     hosts = [name, *(f"{name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
     command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", "--engine", "vllm"]

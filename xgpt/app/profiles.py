@@ -137,22 +137,26 @@ def keep(profile: Profile) -> None:
             write_atomic(path, dump_json(profile))
 
 
-def profile_of(plan: Plan, path: str | None = None) -> Profile:
-    """The profile that a plan was made from: in the file given, kept here, or computed anew from the datasheet.
+def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
+    """The profile that a plan was made from: the one given, kept here, or computed anew from the datasheet.
 
     Never measures: what is measured now is another profile.
 
+    Args:
+        given: the profile, or its file.
+
     Raises:
-        InputError: it is not here, or the file holds another one.
+        InputError: it is not here, or what is given is another one.
     """
     from pathlib import Path
 
     wanted = plan.profile.sha256
-    if path is not None:
-        profile = load_json(Path(path), Profile, "profile")
+    if given is not None:
+        profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
         if (found := sha256(profile)) != wanted:
             accepted = f"the plan was made from {wanted[:12]}: give that one, or plan again with this one"
-            raise InputError("profile", f"{path} ({found[:12]})", accepted)
+            where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
+            raise InputError("profile", where, accepted)
         return profile
     if (kept := _kept(wanted)) is not None:
         return kept

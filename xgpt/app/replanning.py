@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,23 @@ NICENESS = 10
 """Of the planning process: what serves goes first."""
 PATIENCE_S = 120.0
 """How long planning may take before it is given up."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What to do with a running plan under other lengths.
+
+    Attributes:
+        judged: the plan that runs, which a server may have gone over to since it was started.
+        observation: the lengths, and where they come from.
+        decision: what changes, what that gains, what the switch costs.
+        plan: the one to run from now on.
+    """
+
+    judged: Plan
+    observation: Observation
+    decision: Decision
+    plan: Plan
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xgpt.app.arrivals import predicted_rate, with_capacity
-from xgpt.app.planning import scheduler
+from xgpt.app.problems import scheduler
 from xgpt.app.simulating import simulate
 from xgpt.app.wording import (
     arrivals_in_words,
@@ -196,12 +196,12 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
-    from xgpt.app.planning import subject_of
     from xgpt.pages import charts
+    from xscheduler.problem import Problem
     from xscheduler.space import POLICIES
 
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
-    of = scheduler(subject_of(plan, profile), relaxed, plan.search.method, plan.admission.kv)
+    of = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in POLICIES:
         points = of.frontier(kind)

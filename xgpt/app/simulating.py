@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
     from xgpt.workload import Floats, Ints, Lengths
-    from xsimulator.clock import OnSpan
+    from xsimulator.clock import OnSpan, Span
     from xsimulator.events import StepClock
     from xsimulator.measure import Measured
     from xsimulator.request_law import RequestLaw
@@ -39,22 +40,114 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
 
+@dataclass(frozen=True)
+class ArrivalProcess:
+    """When requests arrive.
+
+    Attributes:
+        rate_per_s: requests a second in the mean.
+        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
+    """
+
+    rate_per_s: float
+    burstiness: float = 1.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run of one replica of a plan on the simulated engine.
+
+    Attributes:
+        measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
+        steps: what was executed, and when.
+        spans: when each stage was busy.
+        whole_s: time from arrival to the last token of each request; None: requests always wait. # [requests]
+    """
+
+    plan: Plan
+    measured: Measured
+    steps: tuple[StepRecord, ...]
+    spans: tuple[Span, ...]
+    whole_s: Floats | None = None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Every figure by its name; of requests that arrive also the share that kept the bound, waiting included."""
+        import numpy as np
+
+        from xsimulator.timeline import idle_shares
+
+        found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
+        idle = idle_shares(self.spans)
+        found["idle_share"] = sum(idle.values()) / len(idle)
+        if self.whole_s is not None:
+            constraint = self.plan.constraint
+            found["whole_time_s"] = float(np.quantile(self.whole_s, constraint.quantile))
+            if constraint.latency_bound_s is not None:
+                found["share_within_bound"] = float(np.mean(self.whole_s <= constraint.latency_bound_s))
+        return found
+
+    def chrome_trace(self) -> str:
+        """The steps as a Chrome trace, which Perfetto opens."""
+        from xsimulator.timeline import Timeline, chrome_trace
+
+        return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
+
+
+def run_simulation(
+    plan: Plan,
+    profile: Profile,
+    workload: str | Workload | None = None,
+    num_requests: int = 2000,
+    arrivals: ArrivalProcess | None = None,
+    seed: int = 0,
+    *,
+    own_times: bool = False,
+) -> Simulated:
+    """Run requests of a workload on the simulated engine.
+
+    Args:
+        workload: a name, a path, or histograms; None: the plan's own.
+        num_requests: requests that are measured.
+        arrivals: None: requests always wait.
+        own_times: replay the workload, a trace, as it was: each input with its own output, at its own time.
+
+    Raises:
+        InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or it is no
+            trace that could be replayed.
+    """
+    import numpy as np
+
+    from xgpt.resolve import workload_of
+    from xgpt.workload import read_lengths
+    from xsimulator.queueing import whole_times
+
+    lengths = plan.workload if workload is None else workload_of(workload, plan.model)
+    spans: list[Span] = []
+    if own_times:
+        if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
+            raise InputError("own-times", workload, "it goes with a trace as --workload, and without --arrival-rate")
+        trace = read_lengths(Path(workload))
+        measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
+    else:
+        rng = np.random.default_rng(seed)
+        measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
+    whole_s = whole_times(steps) if own_times or arrivals is not None else None
+    return Simulated(plan, measured, tuple(steps), tuple(spans), whole_s)
+
+
 def simulate(
     plan: Plan,
     profile: Profile,
     workload: Workload,
     num_requests: int,
     rng: np.random.Generator,
-    arrival_rate: float | None = None,
-    burstiness: float = 1.0,
+    arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay sampled requests on the simulated engine; all at once, or at a rate.
+    """Replay sampled requests on the simulated engine; all at once, or as they arrive.
 
     One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
-
-    Args:
-        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -64,13 +157,13 @@ def simulate(
     from xgpt.workload import gamma_arrivals, sample
 
     check_fits(plan, workload)
-    saturated = arrival_rate is None
+    saturated = arrivals is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
     inputs, outputs = sample(workload, total, rng)
     arrivals_s = (
         np.zeros(total)
-        if arrival_rate is None
-        else gamma_arrivals(arrival_rate / plan.replicas, total, burstiness, rng)
+        if arrivals is None
+        else gamma_arrivals(arrivals.rate_per_s / plan.replicas, total, arrivals.burstiness, rng)
     )
     log = _run(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=saturated)

@@ -17,12 +17,12 @@ from math import floor, log
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, KvPromise, Plan, Profile, Workload
+from xgpt.schema import Plan, Profile, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xgpt.app.planning import Progress, Subject
+    from xgpt.app.profiles import Progress
     from xscheduler.schedule import Scheduler
     from xsimulator.request_law import RequestLaw
 
@@ -72,36 +72,21 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
 
-def best_of_each(
-    subject: Subject,
-    constraint: Constraint,
-    kinds: tuple[str, ...],
-    search: str,
-    kv: KvPromise,
-    max_devices: int | None,
-    *,
-    uniform: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, Plan]:
+def best_of_each(of: Scheduler, kinds: tuple[str, ...], progress: Progress | None = None) -> dict[str, Plan]:
     """Each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
 
     Of policies that serve less than the best one in closed form already, under a looser bound even, plans are not
     simulated: they keep the bound in closed form.
 
-    Args:
-        uniform: only replicas of equal stages, to compare throughputs with.
-
     Raises:
         InfeasibleError: no policy has one.
     """
-    from xgpt.app.planning import scheduler
-
-    of = scheduler(subject, constraint, search, kv, max_devices, uniform=uniform)
+    constraint, profile = of.problem.constraint, of.problem.profile
     if constraint.sla == "length":
         return of.best_of_each(kinds)
     if constraint.latency_bound_s is None:
         found = of.best_of_each(kinds)
-        return {kind: with_law(plan, request_law(plan, subject.profile)) for kind, plan in found.items()}
+        return {kind: with_law(plan, request_law(plan, profile)) for kind, plan in found.items()}
     ladders = {kind: Ladder(of, kind, progress) for kind in kinds}
     promised = {kind: ladder.promise(constraint.latency_bound_s) for kind, ladder in ladders.items()}
     plans: dict[str, Plan] = {}

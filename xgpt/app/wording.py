@@ -95,7 +95,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
 
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     """The policies of a choice that have no plan in the table, and those whose latency is not simulated there."""
-    from xgpt.app.planning import POLICY_GROUPS
+    from xgpt.app.request import POLICY_GROUPS
     from xscheduler.space import UNCUT
 
     missing = [kind for kind in POLICY_GROUPS.get(policy, (policy,)) if kind not in plans]
@@ -120,6 +120,20 @@ def joint_in_words(plan: Plan) -> list[str]:
         f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
         f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% beside lengths drawn apart"
     ]
+
+
+def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
+    """Return a line on the best plan of equal stages, which the chosen one need not be."""
+    from xgpt.app.arrivals import maximised
+
+    if uniform is best:
+        return "best uniform plan (equal stages, no rra, no waa): the chosen one"
+    if uniform is None:
+        return "no uniform plan (equal stages, no rra, no waa) keeps the bound"
+    gain = maximised(best) / maximised(uniform) - 1
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
+    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
+    return f"best uniform plan: {what}; the chosen one serves {than}"
 
 
 def _shape(plan: Plan) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from xgpt.cli.options import Decimal, Whole, engine_option, json_option
-
-if TYPE_CHECKING:
-    from xgpt.schema import EngineKind
-    from xgpt.schema.step_log import StepRecord
 
 
 @click.command("bench")
@@ -21,6 +17,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--arrival-rate",
+    "arrival_rate_per_s",
     type=Decimal(0, min_open=True),
     metavar="R",
     help="Poisson arrivals a second. Default: requests are always waiting.",
@@ -32,29 +29,14 @@ if TYPE_CHECKING:
 @click.option(
     "--calibrate", "calibrated_path", metavar="FILE", help="Fit the profile to the measured steps, and write it."
 )
-@click.option(
-    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
-)
+@click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
 @click.option(
     "--ca-file", metavar="FILE", help="Certificate authorities for an https URL, in PEM. Default: the system's."
 )
 @engine_option
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
-def command(
-    target: str,
-    workload: str | None,
-    num_requests: int,
-    arrival_rate: float | None,
-    concurrency: int,
-    stream: bool,
-    calibrated_path: str | None,
-    profile_path: str | None,
-    ca_file: str | None,
-    engine: EngineKind,
-    seed: int,
-    as_json: bool,
-) -> None:
+def command(target: str, calibrated_path: str | None, as_json: bool, **asked: Any) -> None:
     """Replay a workload, and set what the plan predicts against what is measured.
 
     A URL that demands an API key has it from the environment variable XGPT_API_KEY.
@@ -67,47 +49,21 @@ def command(
     """
     from pathlib import Path
 
-    import numpy as np
-
-    from xgpt.app.bench import bench_plan, bench_url
-    from xgpt.app.profiles import profile_of
+    from xgpt import api
     from xgpt.cli import render
-    from xgpt.errors import InputError
-    from xgpt.io import dump_json, load_json, write_atomic
-    from xgpt.resolve import load_workload
-    from xgpt.schema import Plan
-    from xsimulator.calibrate import calibrate
+    from xgpt.io import dump_json, write_atomic
+    from xgpt.schema import UrlReport
 
-    rng = np.random.default_rng(seed)
-    if profile_path is not None and calibrated_path is None:
-        raise InputError("--profile", profile_path, "it goes with --calibrate")
-    if target.startswith(("http://", "https://")):
-        if calibrated_path is not None:
-            raise InputError("--calibrate", calibrated_path, "a URL tells no steps; give a plan")
-        if arrival_rate is not None:
-            raise InputError("--arrival-rate", arrival_rate, "a URL is measured in a closed loop; give --concurrency")
-        lengths = load_workload(workload or "summarization")
-        trusted = None if ca_file is None else Path(ca_file)
-        url_report = bench_url(target, lengths, num_requests, concurrency, rng, trusted)
-        if as_json:
-            click.echo(dump_json(url_report), nl=False)
-        else:
-            render.show(render.url_table(url_report))
-        return
-    if ca_file is not None:
-        raise InputError("--ca-file", ca_file, "it goes with an https URL")
-    plan = load_json(Path(target), Plan, "plan")
-    lengths = plan.workload if workload is None else load_workload(workload, plan.model)
-    log: list[StepRecord] = []
-    profile = None if calibrated_path is None else profile_of(plan, profile_path)
-    report = bench_plan(plan, lengths, num_requests, rng, arrival_rate, stream=stream, engine=engine, on_log=log.extend)
-    notes = render.bench_notes(report)
-    if calibrated_path is not None and profile is not None:
-        corrected, calibration = calibrate(plan, profile, log)
-        write_atomic(Path(calibrated_path), dump_json(corrected))
-        report = report.model_copy(update={"calibration": calibration})
-        notes += render.calibration_notes(calibration, calibrated_path)
+    found = api.bench(target, calibrate=calibrated_path is not None, **asked)
+    report = found.report
+    if calibrated_path is not None and found.profile is not None:
+        write_atomic(Path(calibrated_path), dump_json(found.profile))
     if as_json:
         click.echo(dump_json(report), nl=False)
+    elif isinstance(report, UrlReport):
+        render.show(render.url_table(report))
     else:
+        notes = render.bench_notes(report)
+        if calibrated_path is not None and report.calibration is not None:
+            notes += render.calibration_notes(report.calibration, calibrated_path)
         render.show(render.bench_table(report), *notes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, read_constraint, search_options
+from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, search_options
+
+if TYPE_CHECKING:
+    from xgpt.schema import Plan
 
 
 @click.command("compare")
@@ -27,28 +30,7 @@ from xgpt.cli.options import Whole, constraint_options, json_option, problem_opt
 )
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure.")
 @json_option
-def command(
-    latency_bound: float | None,
-    objective: Any,
-    quantile: float,
-    sla: Any,
-    ttft: float | None,
-    tpot: float | None,
-    headroom: float | None,
-    model: str,
-    cluster: str,
-    dtype: Any,
-    workload: str,
-    price: float | None,
-    profile_path: str | None,
-    search: str | None,
-    kv: Any,
-    current: str | None,
-    measure: bool,
-    num_requests: int,
-    seed: int,
-    as_json: bool,
-) -> None:
+def command(as_json: bool, **asked: Any) -> None:
     """Compare every policy, each at its own best under the same bound.
 
     \b
@@ -60,59 +42,32 @@ def command(
     """
     import json
 
-    import numpy as np
-
-    from xgpt.app.arrivals import with_capacities
-    from xgpt.app.comparing import gain_in_words, measure_each, relax, score_current
-    from xgpt.app.current import read_vllm_command
-    from xgpt.app.planning import plan_each, resolve
+    from xgpt import api
+    from xgpt.app.comparing import gain_in_words
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
-    from xgpt.errors import InputError
     from xgpt.io import sha256
 
-    bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
-    bounds |= {"headroom": headroom}
-    constraint = read_constraint(bounds, objective, sla, search)
-    search = search or "branch-and-bound"
+    def announce(plan: Plan) -> None:
+        click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
+
     with render.progress_bar() as progress:
-        subject = resolve(model, cluster, workload, profile_path, progress, price, dtype)
-    if measure and not subject.cluster.is_local:
-        raise InputError("--measure", cluster, "only plans for the machine at hand (--cluster local) can be measured")
-    running = None if current is None else read_vllm_command(current, subject.cluster)
-    scored = None if running is None else score_current(subject, constraint, running)
-    plans = plan_each(subject, constraint, "auto", search, kv)
-    plans = with_capacities(plans, subject.profile)
-    best = next(iter(plans.values()))
-    relaxed = relax(subject, constraint, "auto", search, kv)
-    reports = {}
-    if measure:
-        reports = measure_each(
-            plans,
-            num_requests,
-            np.random.default_rng(seed),
-            on_start=lambda plan: click.echo(
-                f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True
-            ),
-        )
+        found = api.compare(**asked, progress=progress, on_start=announce)
     if as_json:
         document = {
-            "plans": {kind: plan.model_dump(mode="json") for kind, plan in plans.items()},
-            "relaxed": [plan.model_dump(mode="json") for plan in relaxed.values()],
-            "current": None if scored is None else scored.model_dump(mode="json"),
-            "current_notes": [] if running is None else running.notes,
-            "measured": {kind: report.model_dump(mode="json") for kind, report in reports.items()},
+            "plans": {kind: plan.model_dump(mode="json") for kind, plan in found.plans.items()},
+            "relaxed": [plan.model_dump(mode="json") for plan in found.relaxed.values()],
+            "current": None if found.current is None else found.current.model_dump(mode="json"),
+            "current_notes": found.notes,
+            "measured": {kind: report.model_dump(mode="json") for kind, report in found.measured.items()},
         }
         click.echo(json.dumps(document, indent=1))
         return
-    render.show(render.plans_table(plans))
-    if scored is not None and running is not None:
-        render.show(
-            render.plans_table({"current": scored}, "what runs now, up to its own arrival rate"),
-            *running.notes,
-        )
-        render.show(gain_in_words(best, scored))
-    if relaxed:
-        render.show(render.relaxed_table(best, relaxed))
-    if reports:
-        render.show(render.measured_table(plans, reports))
+    render.show(render.plans_table(found.plans))
+    if found.current is not None:
+        table = render.plans_table({"current": found.current}, "what runs now, up to its own arrival rate")
+        render.show(table, *found.notes, gain_in_words(found.best, found.current))
+    if found.relaxed:
+        render.show(render.relaxed_table(found.best, found.relaxed))
+    if found.measured:
+        render.show(render.measured_table(found.plans, found.measured))

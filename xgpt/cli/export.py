@@ -25,12 +25,11 @@ def command(plan_path: str, target: Target, output: str) -> None:
     """
     from pathlib import Path
 
-    from xgpt.app.exporting import export, start_command
-    from xgpt.io import load_json, write_atomic
-    from xgpt.schema import Plan
+    from xgpt import api
+    from xgpt.app.exporting import start_command
+    from xgpt.io import write_atomic
 
-    files = export(load_json(Path(plan_path), Plan, "plan"), target)
-    directory = Path(output)
+    files = api.export(plan_path, target)
     for name, text in files.items():
-        write_atomic(directory / name, text)
+        write_atomic(Path(output) / name, text)
     click.echo(f"wrote {', '.join(files)} to {output}; start with `{start_command(target)}` there")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
-
-if TYPE_CHECKING:
-    from xgpt.schema import Constraint
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 
@@ -89,9 +86,7 @@ def problem_options(command: F) -> F:
                 metavar="P",
                 help="Price of one device for an hour, in any currency. Default: the cluster file's.",
             ),
-            click.option(
-                "--profile", "profile_path", metavar="FILE", help="Use this profile instead of the cached one."
-            ),
+            click.option("--profile", metavar="FILE", help="Use this profile instead of the cached one."),
         ],
         command,
     )
@@ -103,6 +98,7 @@ def constraint_options(command: F) -> F:
         [
             click.option(
                 "--latency-bound",
+                "latency_bound_s",
                 type=Seconds(allow_inf=True),
                 required=True,
                 metavar="S|inf",
@@ -129,8 +125,10 @@ def constraint_options(command: F) -> F:
                 help="With --objective saturated. length: the bound holds for a request of the quantile's output "
                 "length; request: for the quantile of all requests, by simulation.  [default: length]",
             ),
-            click.option("--ttft", type=Seconds(), metavar="S", help="Bound on the time to first token."),
-            click.option("--tpot", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
+            click.option("--ttft", "ttft_s", type=Seconds(), metavar="S", help="Bound on the time to first token."),
+            click.option(
+                "--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token."
+            ),
             click.option(
                 "--headroom",
                 type=Decimal(0, 1, max_open=True),
@@ -141,33 +139,6 @@ def constraint_options(command: F) -> F:
         ],
         command,
     )
-
-
-def read_constraint(
-    bounds: dict[str, Any], objective: Any, sla: Any, search: str | None, arrival_rate: float | None = None
-) -> Constraint:
-    """Return the constraint that the options ask for.
-
-    Args:
-        bounds: fields of the constraint, taken as they are.
-
-    Raises:
-        InputError: an option of one objective is given with the other one.
-    """
-    from xgpt.errors import InputError
-    from xgpt.schema import Constraint
-
-    of_saturated = {name: value for name, value in (("--sla", sla), ("--search", search)) if value is not None}
-    of_arrivals = {name: value for name, value in (("--arrival-rate", arrival_rate),) if value is not None}
-    if objective is None:
-        objective = "saturated" if of_saturated and not of_arrivals else "arrivals"
-    for name, value in (of_saturated if objective == "arrivals" else of_arrivals).items():
-        other = "arrivals" if objective == "saturated" else "saturated"
-        given = "--arrival-rate" if of_arrivals and objective == "arrivals" else f"--objective {objective}"
-        raise InputError(name, value, f"it goes with --objective {other}: with {given} leave it out")
-    if bounds.get("headroom") is None:
-        bounds = {name: value for name, value in bounds.items() if name != "headroom"}
-    return Constraint(**bounds, objective=objective, sla=sla or "length", arrival_rate_per_s=arrival_rate)
 
 
 def search_options(command: F) -> F:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import Decimal, constraint_options, json_option, problem_options, read_constraint, search_options
+from xgpt.cli.options import Decimal, constraint_options, json_option, problem_options, search_options
 
 if TYPE_CHECKING:
-    from xgpt.app.planning import Subject
-    from xgpt.app.sizing import Choice
-    from xgpt.schema import Constraint, KvPromise, Plan
+    from xgpt.app.solving import Planned
 
 
 @click.command("plan")
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 @search_options
 @click.option(
     "--arrival-rate",
+    "arrival_rate_per_s",
     type=Decimal(0, min_open=True),
     metavar="R",
     help="Requests a second to sustain; the latency bound then counts from arrival, waiting included.",
@@ -53,30 +53,7 @@ if TYPE_CHECKING:
 )
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option
-def command(
-    latency_bound: float | None,
-    objective: Any,
-    quantile: float,
-    sla: Any,
-    ttft: float | None,
-    tpot: float | None,
-    headroom: float | None,
-    model: str,
-    cluster: str,
-    dtype: Any,
-    workload: str,
-    price: float | None,
-    profile_path: str | None,
-    policy: Any,
-    search: str | None,
-    kv: Any,
-    arrival_rate: float | None,
-    devices: str | None,
-    among: str | None,
-    order: Any,
-    output: str,
-    as_json: bool,
-) -> None:
+def command(devices: str | None, among: str | None, output: str, as_json: bool, **asked: Any) -> None:
     """Find the schedule that serves the most under a latency bound, and write plan.json.
 
     Served most is what --objective says: by default the highest rate at which requests may arrive.
@@ -88,154 +65,78 @@ def command(
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
       xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
     """
-    import time
     from pathlib import Path
 
-    from xgpt.app.arrivals import with_capacities
-    from xgpt.app.checking import check_planned
-    from xgpt.app.planning import plan_each, resolve
-    from xgpt.app.simulating import with_joint_lengths
-    from xgpt.app.sizing import cheapest, fewest_devices
-    from xgpt.app.wording import (
-        arrivals_in_words,
-        headroom_in_words,
-        joint_in_words,
-        missing_in_words,
-        objective_in_words,
-        placement_in_words,
-        proof_in_words,
-        schedule_in_words,
-    )
+    from xgpt import api
     from xgpt.cli import render
-    from xgpt.errors import InfeasibleError, InputError
     from xgpt.io import dump_json, write_atomic
-    from xgpt.resolve import load_trace
 
-    bounds = {"latency_bound_s": latency_bound, "quantile": quantile, "ttft_s": ttft, "tpot_s": tpot}
-    bounds |= {"headroom": headroom}
-    constraint = read_constraint(bounds, objective, sla, search, arrival_rate)
-    search = search or "branch-and-bound"
-    if (devices == "auto" or among is not None) and arrival_rate is None:
-        raise InputError("--devices" if among is None else "--among", devices or among, "it goes with --arrival-rate")
-    choices: list[Choice] = []
+    chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
+    if among is not None and not chosen:
+        del asked["cluster"]
+    clusters = None if among is None else _priced(among)
     with render.progress_bar() as progress:
-        if among is None:
-            subject = resolve(model, cluster, workload, profile_path, progress, price, dtype)
-        else:
-            _alone(devices, price, profile_path)
-            subjects = [resolve(model, name, workload, None, progress, each, dtype) for name, each in _priced(among)]
-    if among is not None:
-        choices = cheapest(subjects, constraint, policy, kv)
-        subject, max_devices = choices[0].subject, choices[0].num_devices
-        if max_devices is None:
-            raise InfeasibleError(
-                "arrival_rate_per_s: " + "; ".join(str(choice.why_not) for choice in choices),
-                nearest_bound_s=None,
-                binding="arrival_rate_per_s",
-            )
-    elif devices == "auto":
-        max_devices = fewest_devices(subject, constraint, policy, kv)
-    else:
-        max_devices = _count(devices, subject.cluster.num_devices)
-    started = time.perf_counter()
-    with render.progress_bar() as progress:
-        plans = plan_each(subject, constraint, policy, search, kv, order, max_devices, progress)
-    plans = with_capacities(plans, subject.profile)
-    best = next(iter(plans.values()))
-    planning_s = time.perf_counter() - started
-    trace = load_trace(workload)
-    if trace is not None:
-        best = with_joint_lengths(best, subject.profile, trace)
-    if subject.cluster.is_local:
-        check_planned(best)
-    text = dump_json(best)
+        planned = api.solve(**asked, devices=_count(devices), among=clusters, progress=progress)
+    text = dump_json(planned.best)
     write_atomic(Path(output), text)
     if as_json:
         click.echo(text, nl=False)
-        return
-    bound = "no latency bound" if latency_bound is None else f"latency bound {latency_bound:g} s"
-    render.show(
-        f"{subject.model.name} on {subject.cluster.name} ({subject.cluster.device.name}), workload "
-        f"{subject.workload.name}, {bound}",
-        f"maximised: {objective_in_words(best.constraint)}; planned in {planning_s:.1f} s",
-        *headroom_in_words(best),
-        *([render.choices_table(choices)] if choices else []),
-        render.plans_table(plans),
-        *missing_in_words(policy, plans),
-        f"chosen: {best.policy.kind}: {schedule_in_words(best)}",
-        *([f"placement: {placement_in_words(best)}"] if subject.cluster.num_devices > 1 else []),
-        f"proof: {proof_in_words(best)}",
-        *arrivals_in_words(best),
-        *joint_in_words(best),
-        *_against_uniform(best, subject, constraint, search, kv, max_devices),
-        f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}",
-        *(f"warning: {warning}" for warning in best.estimate.warnings),
-        *([f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"] if best.seeded_weights else []),
-        f"wrote {output}; next: xgpt serve {output}",
+    else:
+        render.show(*_summary(planned), f"wrote {output}; next: xgpt serve {output}")
+
+
+def _summary(planned: Planned) -> Iterator[object]:
+    """What was planned, each policy's plan, and what the chosen one rests on."""
+    from xgpt.app import wording
+    from xgpt.cli import render
+
+    problem, best = planned.problem, planned.best
+    bound_s = best.constraint.latency_bound_s
+    bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"
+    yield (
+        f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.device.name}), workload "
+        f"{problem.workload.name}, {bound}"
     )
+    yield f"maximised: {wording.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield from wording.headroom_in_words(best)
+    if planned.choices:
+        yield render.choices_table(planned.choices)
+    yield render.plans_table(planned.plans)
+    yield from wording.missing_in_words(planned.request.policy, planned.plans)
+    yield f"chosen: {best.policy.kind}: {wording.schedule_in_words(best)}"
+    if problem.cluster.num_devices > 1:
+        yield f"placement: {wording.placement_in_words(best)}"
+    yield f"proof: {wording.proof_in_words(best)}"
+    yield from wording.arrivals_in_words(best)
+    yield from wording.joint_in_words(best)
+    if planned.may_be_uneven:
+        yield wording.uniform_in_words(best, planned.best_uniform())
+    yield f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}"
+    yield from (f"warning: {warning}" for warning in best.estimate.warnings)
+    if best.seeded_weights:
+        yield f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"
 
 
-def _count(devices: str | None, most: int) -> int | None:
-    from xgpt.errors import InputError
-
-    if devices is None:
-        return None
-    if not devices.isdecimal() or not 1 <= int(devices) <= most:
-        raise InputError("--devices", devices, f"give auto, or a number from 1 to {most}")
-    return int(devices)
+def _count(devices: str | None) -> Any:
+    """A number of devices as one; what is none is refused by name."""
+    return int(devices) if devices is not None and devices.isdecimal() else devices
 
 
-def _alone(devices: str | None, price: float | None, profile_path: str | None) -> None:
-    """Refuse options that cannot take effect with --among."""
-    from xgpt.errors import InputError
-
-    chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
-    for name, value in (
-        ("--cluster", "given, too" if chosen else None),
-        ("--devices", devices),
-        ("--price", price),
-        ("--profile", profile_path),
-    ):
-        if value is not None:
-            raise InputError(name, value, "--among brings its own: leave it out")
-
-
-def _priced(among: str) -> list[tuple[str, float]]:
+def _priced(among: str) -> dict[str, float]:
     """Return the names and prices in text like a40x4=0.5,h100x8=2.9."""
     from math import isfinite
 
     from xgpt.errors import InputError
     from xgpt.numbers import decimal
 
-    found = []
+    found = {}
     for part in among.split(","):
         name, _, price = part.strip().rpartition("=")
         try:
             value = decimal(price)
         except ValueError:
             value = 0.0
-        if not name or not (isfinite(value) and value > 0):
+        if not name or name in found or not (isfinite(value) and value > 0):
             raise InputError("--among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
-        found.append((name, value))
+        found[name] = value
     return found
-
-
-def _against_uniform(
-    best: Plan, subject: Subject, constraint: Constraint, search: str, kv: KvPromise, max_devices: int | None
-) -> list[str]:
-    """Return a line on the best uniform plan, where the chosen one need not be uniform."""
-    from xgpt.app.arrivals import maximised
-    from xgpt.app.planning import is_uniform, plan_uniform
-    from xgpt.app.wording import settings_text
-
-    if subject.cluster.num_devices == 1 or constraint.arrival_rate_per_s is not None:
-        return []
-    if is_uniform(best):
-        return ["best uniform plan (equal stages, no rra, no waa): the chosen one"]
-    uniform = plan_uniform(subject, constraint, search, kv, max_devices)
-    if uniform is None:
-        return ["no uniform plan (equal stages, no rra, no waa) keeps the bound"]
-    gain = maximised(best) / maximised(uniform) - 1
-    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
-    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
-    return [f"best uniform plan: {what}; the chosen one serves {than}"]

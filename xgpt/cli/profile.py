@@ -35,16 +35,7 @@ from xgpt.cli.options import DTYPES, json_option
     help="Write the profile here, too. The cache keeps profiles of xgpt's own engine by itself.",
 )
 @json_option
-def command(
-    model: str,
-    cluster: str,
-    dtype: Any,
-    engine: str,
-    import_from: str | None,
-    framework: str | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def command(output: str | None, as_json: bool, **asked: Any) -> None:
     """Measure step times on this machine, compute them from a datasheet, or import what others measured.
 
     \b
@@ -55,34 +46,21 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.profiles import import_profile, obtain_profile, profile_vllm
+    from xgpt import api
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic
-    from xgpt.resolve import load_cluster, load_model
 
-    spec, checkpoint = load_model(model)
-    devices = load_cluster(cluster)
-    if framework is not None and import_from is None:
-        raise InputError("framework", framework, "it goes with --import-from")
-    if engine == "vllm":
-        if import_from is not None:
-            raise InputError("import-from", import_from, "it does not go with --engine vllm, which measures")
-        if output is None and not as_json:
-            raise InputError("output", None, "say with -o where: `xgpt plan --profile FILE` then plans for vLLM")
-        with render.progress_bar() as progress:
-            profile = profile_vllm(spec, checkpoint, devices, dtype, progress)
-    elif import_from is not None:
-        profile = import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
-    else:
-        with render.progress_bar() as progress:
-            profile = obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
+    if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
+        raise InputError("output", None, "say with -o where: `xgpt plan --profile FILE` then plans for vLLM")
+    with render.progress_bar() as progress:
+        profile = api.profile(**asked, progress=progress)
     if output is not None:
         write_atomic(Path(output), dump_json(profile))
     if as_json:
         click.echo(dump_json(profile), nl=False)
         return
-    layer, num_layers = profile.layers[0], spec.num_layers
+    layer, num_layers = profile.layers[0], profile.model.num_layers
     rows = [
         [str(n), f"{1000 * num_layers * s:.2f}", f"{n / (num_layers * s):.0f}" if s else "-"]
         for n, s in zip(layer.rest.points, layer.rest.seconds, strict=True)

@@ -117,9 +117,9 @@ def choices_table(choices: Sequence[Choice]) -> Table:
     """Return a table of the devices and price at which each cluster sustains the arrival rate, cheapest first."""
     rows = [
         [
-            choice.subject.cluster.name,
-            "-" if choice.num_devices is None else f"{choice.num_devices} of {choice.subject.cluster.num_devices}",
-            f"{choice.subject.cluster.price_per_device_hour:g}",
+            choice.problem.cluster.name,
+            "-" if choice.num_devices is None else f"{choice.num_devices} of {choice.problem.cluster.num_devices}",
+            f"{choice.problem.cluster.price_per_device_hour:g}",
             "not sustained" if choice.price_per_hour is None else f"{choice.price_per_hour:.4g}",
         ]
         for choice in choices

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from xgpt.cli.options import Decimal, json_option
@@ -11,14 +13,11 @@ from xgpt.cli.options import Decimal, json_option
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option(
     "--lengths",
-    "source",
     required=True,
     metavar="CSV|URL",
     help="CSV or JSON lines of requests, or a running server (its key in XGPT_API_KEY).",
 )
-@click.option(
-    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
-)
+@click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
 @click.option(
     "--horizon",
     "horizon_s",
@@ -38,15 +37,7 @@ from xgpt.cli.options import Decimal, json_option
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan to run from now on, changed or not.")
 @json_option
-def command(
-    plan_path: str,
-    source: str,
-    profile_path: str | None,
-    horizon_s: float,
-    least_gain: float,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> None:
     """Say what changes under other lengths, what that gains and what the switch costs.
 
     For a running server, the plan that it runs at the moment is judged, which need not be PLAN.JSON any more.
@@ -58,26 +49,21 @@ def command(
     """
     from pathlib import Path
 
-    from xgpt.app.profiles import profile_of
-    from xgpt.app.replanning import observe_source, propose
+    from xgpt import api
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
     from xgpt.io import dump_json, load_json, write_atomic
     from xgpt.schema import Plan
-    from xscheduler.replanning import Terms
 
     given = load_json(Path(plan_path), Plan, "plan")
-    plan, observation = observe_source(given, source)
-    profile = profile_of(plan, profile_path)
-    terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
-    decision, then = propose(plan, profile, observation, terms)
+    found = api.replan(given, **asked)
     if output is not None:
-        write_atomic(Path(output), dump_json(then or plan))
+        write_atomic(Path(output), dump_json(found.plan))
     if as_json:
-        click.echo(dump_json(decision), nl=False)
+        click.echo(dump_json(found.decision), nl=False)
     else:
-        notes = render.decision_notes(decision, observation, output)
-        if plan != given:
+        notes = render.decision_notes(found.decision, found.observation, output)
+        if found.judged != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: what the server runs by now, and not {plan_path} ({says})")
-        render.show(render.decision_table(decision), *notes)
+        render.show(render.decision_table(found.decision), *notes)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from xgpt.cli.options import Decimal, Whole, engine_option
-
-if TYPE_CHECKING:
-    from xgpt.schema import EngineKind
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -89,9 +86,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Least severe records to log."
 )
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths are observed.")
-@click.option(
-    "--profile", "profile_path", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
-)
+@click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
 @click.option("--checkpoint", metavar="DIR", help="Directory of the weights, if not where the plan says.")
 @engine_option
 @click.option(
@@ -106,33 +101,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     help="Send OpenTelemetry traces there; the standard OTEL_... variables are read, too.",
 )
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
-def command(
-    plan_path: str,
-    host: str,
-    port: int,
-    api_key_file: str | None,
-    allowed_hosts: tuple[str, ...],
-    max_waiting: int,
-    answer_within_s: float | None,
-    request_timeout_s: float,
-    default_max_tokens: int | None,
-    max_max_tokens: int | None,
-    drain_s: float | None,
-    shutdown_delay_s: float,
-    ssl_certfile: str | None,
-    ssl_keyfile: str | None,
-    log_level: str,
-    no_replan: bool,
-    profile_path: str | None,
-    checkpoint: str | None,
-    engine: EngineKind,
-    nnodes: int,
-    node_rank: int,
-    rendezvous: str | None,
-    dry_run: bool,
-    otlp_endpoint: str | None,
-    step_log: str | None,
-) -> None:
+def command(plan_path: str, request_timeout_s: float, no_replan: bool, dry_run: bool, **asked: Any) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
@@ -147,56 +116,12 @@ def command(
       xgpt serve plan.json --port 8000
       curl localhost:8000/v1/completions -d '{"model": "opt-125m", "prompt": [2, 100, 200], "max_tokens": 8}'
     """
-    from pathlib import Path
+    from xgpt import api
 
-    from xgpt.app.checking import check_plan, located, missing
-    from xgpt.app.serving import Exposure, Nodes, join_nodes, serve_plan
-    from xgpt.errors import InputError
-    from xgpt.io import load_json
-    from xgpt.schema import Plan
-    from xrunner.server import Limits
+    def note(line: str) -> None:
+        click.echo(line, err=True)
 
-    plan = located(load_json(Path(plan_path), Plan, "plan"), checkpoint)
-    key_path, certificate, private = (None if p is None else Path(p) for p in (api_key_file, ssl_certfile, ssl_keyfile))
-    exposure = Exposure(host, port, key_path, allowed_hosts, certificate, private)
-    exposure.check()
-    exposure.tls()
-    nodes = Nodes.of(nnodes, node_rank, rendezvous)
-    limits = Limits(
-        max_waiting=max_waiting,
-        answer_within_s=answer_within_s,
-        request_timeout_s=request_timeout_s or None,
-        default_max_tokens=default_max_tokens,
-        max_max_tokens=max_max_tokens,
-    )
-    if answer_within_s is not None and not plan.estimate.predicts_rate:
-        raise InputError("--answer-within", answer_within_s, "the plan's estimate is 0; plan again, or leave it out")
-    if engine == "vllm":
-        from xgpt.app.serving_vllm import check_plan_for_vllm
-
-        if nodes is not None:
-            raise InputError("nnodes", nnodes, "vLLM is started on this machine alone; leave it out, or --engine vllm")
-        click.echo(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}", err=True)
-    elif dry_run:
-        check_plan(plan, nnodes)
+    timeout_s = request_timeout_s or None
+    api.serve(plan_path, **asked, request_timeout_s=timeout_s, replan=not no_replan, on_note=note, dry_run=dry_run)
     if dry_run:
-        lines = [*missing(plan, profile_path, replan=not no_replan), f"{plan_path} can be served here"]
-        click.echo("\n".join(lines), err=True)
-        return
-    if nodes is not None and nodes.rank:
-        join_nodes(plan, nodes)
-        return
-    serve_plan(
-        plan,
-        exposure,
-        limits,
-        drain_s=drain_s,
-        shutdown_delay_s=shutdown_delay_s,
-        log_level=log_level,
-        step_log=None if step_log is None else Path(step_log),
-        replan=not no_replan,
-        profile_path=profile_path,
-        nodes=nodes,
-        engine=engine,
-        otlp_endpoint=otlp_endpoint,
-    )
+        note(f"{plan_path} can be served here")

@@ -1,0 +1,475 @@
+"""The Python API: a function for each command, with typed keyword arguments; `import xgpt` brings them.
+
+Nothing is printed, nothing exits, every error is an `XgptError`. Times are seconds, rates are a second, lengths are
+tokens, prices are those of one device for an hour. Where a plan is taken, so is the path of its plan.json; models,
+clusters and workloads are shipped names, paths of files, or objects of `xgpt.schema`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from xgpt.errors import InputError
+from xgpt.schema import (
+    AdmissionOrder,
+    ClusterSpec,
+    DType,
+    EngineKind,
+    KvPromise,
+    ModelSpec,
+    Objective,
+    Plan,
+    Profile,
+    Workload,
+)
+from xgpt.schema.plan import Sla
+
+if TYPE_CHECKING:
+    from xgpt.app.bench import Benched
+    from xgpt.app.comparing import Compared, OnStart
+    from xgpt.app.exporting import Target
+    from xgpt.app.profiles import Progress
+    from xgpt.app.replanning import Replanned
+    from xgpt.app.request import PolicyChoice
+    from xgpt.app.simulating import Simulated
+    from xgpt.app.solving import Planned
+    from xscheduler.search import Method
+
+PathLike = str | os.PathLike[str]
+
+
+def plan(
+    *,
+    latency_bound_s: float | None,
+    model: PathLike | ModelSpec = "opt-125m",
+    cluster: PathLike | ClusterSpec | None = None,
+    dtype: DType | None = None,
+    workload: PathLike | Workload = "summarization",
+    profile: PathLike | Profile | None = None,
+    price: float | None = None,
+    objective: Objective | None = None,
+    quantile: float = 0.99,
+    sla: Sla | None = None,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    headroom: float | None = None,
+    arrival_rate_per_s: float | None = None,
+    policy: PolicyChoice = "auto",
+    search: Method | None = None,
+    kv: KvPromise = "reserve",
+    order: AdmissionOrder = "fcfs",
+    devices: int | Literal["auto"] | None = None,
+    among: Mapping[str, float] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the plan that serves most under a latency bound, with its proof.
+
+    >>> import xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  objective="saturated")
+    >>> plan.policy.kind, plan.estimate.latency_s <= 8
+    ('chunked', True)
+
+    Args:
+        latency_bound_s: time to the last token that the quantile of requests keeps: from arrival under objective
+            "arrivals", from admission under "saturated". None: no bound.
+        model: a name, a YAML file, a checkpoint's directory, or a shape.
+        cluster: a name, a YAML file, or devices; None: this machine.
+        dtype: what the model runs in; None: its own, on a CPU float32.
+        workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths.
+        profile: step times, or their file; None: those kept here, a measurement of this machine, or a datasheet's.
+        price: None: what the cluster says.
+        objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting counted;
+            "saturated": throughput while requests always wait. None: arrivals; saturated with `sla` or `search`.
+        quantile: share of requests that keep the bounds.
+        sla: with "saturated": bound a request of the quantile's "length", or the quantile of each "request".
+        ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
+        headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
+        arrival_rate_per_s: requests a second that the plan must sustain.
+        policy: "auto": the best of all; "exegpt": of rra and waa.
+        search: with "saturated"; None: branch-and-bound.
+        kv: "reserve" each request's maximum of K/V memory, or admit to a "quantile" of what is used.
+        order: which of the waiting requests enters next.
+        devices: take at most this number; "auto": the fewest that sustain the arrival rate.
+        among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate.
+        progress: is told what is done, of how much, and what that is.
+
+    Raises:
+        InputError: an argument is not accepted, or does not go with another one.
+        InfeasibleError: no schedule keeps the bounds; it carries the nearest bound that one keeps.
+        MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
+    """
+    return solve(**locals()).best
+
+
+def solve(*, progress: Progress | None = None, **asked: Any) -> Planned:
+    """Return all that `plan` comes to: each policy's best plan, and the clusters that were compared.
+
+    >>> import xgpt
+    >>> planned = xgpt.solve(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                      objective="saturated")
+    >>> sorted(planned.plans), planned.best == next(iter(planned.plans.values()))
+    (['chunked', 'orca', 'rra', 'static'], True)
+
+    Args:
+        asked: as `plan` takes it.
+
+    Raises: as `plan`.
+    """
+    from xgpt.app import solving
+    from xgpt.app.request import plan_request
+
+    return solving.solve(plan_request(**asked), progress)
+
+
+def compare(
+    *,
+    latency_bound_s: float | None,
+    model: PathLike | ModelSpec = "opt-125m",
+    cluster: PathLike | ClusterSpec | None = None,
+    dtype: DType | None = None,
+    workload: PathLike | Workload = "summarization",
+    profile: PathLike | Profile | None = None,
+    price: float | None = None,
+    objective: Objective | None = None,
+    quantile: float = 0.99,
+    sla: Sla | None = None,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    headroom: float | None = None,
+    search: Method | None = None,
+    kv: KvPromise = "reserve",
+    current: str | None = None,
+    measure: bool = False,
+    num_requests: int = 300,
+    seed: int = 0,
+    progress: Progress | None = None,
+    on_start: OnStart = lambda plan: None,
+) -> Compared:
+    """Return every policy at its own best under one bound, and what looser bounds buy.
+
+    >>> import xgpt
+    >>> found = xgpt.compare(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                      objective="saturated")
+    >>> list(found.relaxed)
+    [10.0, 12.0, 16.0, None]
+
+    Args:
+        current: the `vllm serve` command of what runs now, to be scored as a plan.
+        measure: run each plan on this machine.
+        num_requests, seed: of what each plan is measured with.
+        on_start: is given each plan before it is measured.
+
+    The other arguments are those of `plan`.
+
+    Raises:
+        InputError: an argument is not accepted, or what runs now does not compare with plans for the same work.
+        InfeasibleError: nothing keeps the bounds.
+        MachineError: this machine cannot be measured, or a server does not start.
+    """
+    asked = dict(locals())
+    from xgpt.app import comparing
+    from xgpt.app.bench import Load
+    from xgpt.app.request import plan_request
+
+    own = ("current", "measure", "num_requests", "seed", "progress", "on_start")
+    request = plan_request(**{name: value for name, value in asked.items() if name not in own})
+    load = Load(num_requests) if measure else None
+    return comparing.compare(request, current, load, seed, progress, on_start)
+
+
+def profile(
+    *,
+    model: PathLike = "opt-125m",
+    cluster: PathLike = "local",
+    dtype: DType | None = None,
+    engine: EngineKind = "native",
+    import_from: str | None = None,
+    framework: str | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Return step times: measured on this machine, computed from a datasheet, or imported.
+
+    >>> import xgpt
+    >>> profile = xgpt.profile(model="llama-3.1-8b", cluster="h200x1")
+    >>> profile.source, profile.device
+    ('analytic', 'h200')
+
+    Args:
+        cluster: "local" is measured; of others the datasheet is read.
+        engine: whose steps to measure.
+        import_from: "aiconfigurator", or a folder of its tables.
+        framework: whose kernels to import; None: vLLM's.
+
+    Raises:
+        InputError: there is no such model, cluster or table, or the model does not run in that dtype there.
+        MachineError: this machine cannot be measured.
+    """
+    from xgpt.app import profiles
+    from xgpt.resolve import load_cluster, load_model
+
+    spec, checkpoint = load_model(os.fspath(model))
+    devices = load_cluster(os.fspath(cluster))
+    if framework is not None and import_from is None:
+        raise InputError("framework", framework, "it goes with --import-from")
+    if engine == "vllm":
+        if import_from is not None:
+            raise InputError("import-from", import_from, "it does not go with --engine vllm, which measures")
+        return profiles.profile_vllm(spec, checkpoint, devices, dtype, progress)
+    if import_from is not None:
+        return profiles.import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
+    return profiles.obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
+
+
+def simulate(
+    plan: Plan | PathLike,
+    *,
+    workload: PathLike | Workload | None = None,
+    num_requests: int = 2000,
+    arrival_rate_per_s: float | None = None,
+    burstiness: float | None = None,
+    own_times: bool = False,
+    profile: PathLike | Profile | None = None,
+    seed: int = 0,
+) -> Simulated:
+    """Return what a plan does request by request on the simulated engine.
+
+    >>> import xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  objective="saturated")
+    >>> run = xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=5)
+    >>> run.whole_s.shape[0] >= 300, 0 <= run.figures["share_within_bound"] <= 1
+    (True, True)
+
+    Args:
+        workload: None: the plan's own.
+        num_requests: requests that are measured; some more run before and after them.
+        arrival_rate_per_s: of Poisson arrivals; None: requests always wait.
+        burstiness: coefficient of variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.
+        own_times: replay the workload, a trace, as it was: each input with its own output, at its own time.
+        profile: the plan's own; None: the one kept here.
+        seed: of the requests.
+
+    Raises:
+        InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
+    """
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.simulating import ArrivalProcess, run_simulation
+
+    plan = _plan(plan)
+    if burstiness is not None and arrival_rate_per_s is None:
+        raise InputError("burstiness", burstiness, "it goes with --arrival-rate")
+    arrivals = None if arrival_rate_per_s is None else ArrivalProcess(arrival_rate_per_s, burstiness or 1.0)
+    given = workload if workload is None or isinstance(workload, Workload) else os.fspath(workload)
+    step_times = profile_of(plan, _given(profile))
+    return run_simulation(plan, step_times, given, num_requests, arrivals, seed, own_times=own_times)
+
+
+def replan(
+    plan: Plan | PathLike,
+    lengths: PathLike,
+    *,
+    profile: PathLike | Profile | None = None,
+    horizon_s: float = 600.0,
+    least_gain: float = 0.05,
+) -> Replanned:
+    """Return what changes for a running plan under other lengths, what that gains, and what the switch costs.
+
+    >>> import tempfile, xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  objective="saturated")
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as trace:
+    ...     _ = trace.write("input,output\\n" + "300,40\\n500,90\\n" * 500)
+    ...     trace.flush()
+    ...     found = xgpt.replan(plan, trace.name)
+    >>> found.decision.num_requests, found.plan == plan
+    (1000, False)
+
+    Args:
+        lengths: a trace (CSV, JSON lines), or the URL of a running server: then the plan that it runs by now is
+            judged, under the lengths that it has observed.
+        profile: the plan's own; None: the one kept here.
+        horizon_s: time in which a change of placement must repay its pause.
+        least_gain: share of throughput that a change must bring.
+
+    Raises:
+        InputError: the trace is malformed, or the server runs another model.
+        MachineError: the server does not answer, or has seen too few requests.
+    """
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.replanning import Replanned, observe_source, propose
+    from xscheduler.replanning import Terms
+
+    running, observation = observe_source(_plan(plan), os.fspath(lengths))
+    terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
+    decision, then = propose(running, profile_of(running, _given(profile)), observation, terms)
+    return Replanned(running, observation, decision, then or running)
+
+
+def bench(
+    target: Plan | PathLike,
+    *,
+    workload: PathLike | Workload | None = None,
+    num_requests: int = 300,
+    arrival_rate_per_s: float | None = None,
+    concurrency: int = 32,
+    stream: bool = False,
+    calibrate: bool = False,
+    profile: PathLike | Profile | None = None,
+    ca_file: PathLike | None = None,
+    engine: EngineKind = "native",
+    seed: int = 0,
+) -> Benched:
+    """Return what a plan predicts beside what is measured of it here, or what a client sees of an endpoint.
+
+        report = xgpt.bench("plan.json", num_requests=100).report
+
+    Args:
+        target: a plan, which is served by a process of its own while it is measured, or the URL of any endpoint.
+        workload: None: the plan's own, of an endpoint summarisation's.
+        num_requests: requests that are measured.
+        arrival_rate_per_s: of Poisson arrivals; None: the engine is kept saturated.
+        concurrency: outstanding requests at an endpoint.
+        stream: have answers streamed; those of an endpoint always are.
+        calibrate: fit the plan's profile to the measured steps.
+        profile: the one to fit; None: the one kept here.
+        ca_file: authorities that may vouch for an https endpoint, in PEM; None: the system's.
+        engine: what runs the plan.
+        seed: of the requests.
+
+    Raises:
+        InputError: the plan cannot hold the requests, or arguments do not go together.
+        MachineError: the server does not start or dies, or nothing answers at the endpoint.
+    """
+    from xgpt.app import bench as benches
+    from xgpt.app.profiles import profile_of
+    from xgpt.resolve import load_workload, workload_of
+
+    is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
+    if profile is not None and not calibrate:
+        raise InputError("--profile", str(profile), "it goes with --calibrate")
+    if is_url and calibrate:
+        raise InputError("--calibrate", calibrate, "a URL tells no steps; give a plan")
+    if ca_file is not None and not is_url:
+        raise InputError("--ca-file", str(ca_file), "it goes with an https URL")
+    of = str(target) if is_url else _plan(target)
+    lengths = workload if workload is None or isinstance(workload, Workload) else os.fspath(workload)
+    if isinstance(of, Plan):
+        lengths = None if lengths is None else workload_of(lengths, of.model)
+    elif isinstance(lengths, str):
+        lengths = load_workload(lengths)
+    assert not isinstance(lengths, str)
+    return benches.bench(
+        of,
+        benches.Load(num_requests, lengths, arrival_rate_per_s, stream, concurrency),
+        seed,
+        engine=engine,
+        profile=profile_of(of, _given(profile)) if calibrate and isinstance(of, Plan) else None,
+        ca_file=None if ca_file is None else Path(ca_file),
+    )
+
+
+def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
+    """Return the files, by name, from which another engine or scheduler starts the plan.
+
+        for name, text in xgpt.export("plan.json", "k8s").items(): ...
+
+    Args:
+        to: "vllm" and "torchrun" start it on a machine, "k8s" on Kubernetes.
+
+    Raises:
+        InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
+    """
+    from xgpt.app.exporting import export
+
+    return export(_plan(plan), to)
+
+
+def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, seed: int = 0) -> str:
+    """Return a plan as one self-contained page of HTML.
+
+    >>> import xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  objective="saturated")
+    >>> xgpt.report(plan).startswith("<!doctype html>")
+    True
+
+    Args:
+        profile: the plan's own; None: the one kept here.
+        seed: of the simulated requests.
+
+    Raises:
+        InputError: the plan's profile is not here, or its memory cannot hold its own workload.
+    """
+    import numpy as np
+
+    from xgpt.app.profiles import profile_of
+    from xgpt.app.reporting import report
+
+    plan = _plan(plan)
+    return report(plan, profile_of(plan, _given(profile)), np.random.default_rng(seed))
+
+
+def serve(
+    plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, dry_run: bool = False, **asked: Any
+) -> None:
+    """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT, in the main thread.
+
+        xgpt.serve("plan.json", port=8001, replan=False)
+
+    Args:
+        on_note: is told what is about to be started, and in a dry run what is missing here.
+        dry_run: check all that can be checked, and start nothing.
+        asked: the fields of `xgpt.ServeRequest`, by name.
+
+    Raises:
+        InputError: the plan or an argument is not accepted.
+        MachineError: devices, memory or a port are missing, or the engine does not start.
+    """
+    from xgpt.app import serving
+    from xgpt.io import parse
+
+    request = parse(asked, serving.ServeRequest, "request")
+    serving.serve(_plan(plan), request, on_note, dry_run=dry_run)
+
+
+@contextmanager
+def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool = False) -> Iterator[str]:
+    """Serve a plan in a process of its own, on a free port of this machine, for as long as the block lasts.
+
+        with xgpt.served("plan.json") as url:
+            httpx.post(f"{url}/v1/completions", json={...})
+
+    Args:
+        engine: what runs the plan.
+        replan: go over to better plans when lengths change.
+
+    Yields:
+        The server's URL.
+
+    Raises:
+        MachineError: the server does not start, or dies.
+    """
+    from tempfile import TemporaryDirectory
+
+    from xgpt.app import bench as benches
+
+    of = _plan(plan)
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
+        with benches.served(of, folder, folder / "steps.jsonl", engine=engine, replan=replan) as url:
+            yield url
+
+
+def _plan(given: Plan | PathLike) -> Plan:
+    from xgpt.io import load_json
+
+    return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
+
+
+def _given(profile: PathLike | Profile | None) -> str | Profile | None:
+    return profile if profile is None or isinstance(profile, Profile) else os.fspath(profile)

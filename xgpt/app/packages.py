@@ -1,0 +1,30 @@
+"""What has to be installed where an exported plan runs, pinned to versions."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from xgpt import __version__
+from xgpt.schema import Plan, WaaSettings
+
+WHEEL = f"xgpt-{__version__}-py3-none-any.whl"
+MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
+BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
+"""What serving needs that vLLM does not bring."""
+PORT = 8000
+NIXL_PACKAGE = "nixl==1.5.1"
+"""What K/V of WAA goes by, from GPU to GPU."""
+
+
+def beside_vllm(plan: Plan) -> list[str]:
+    """What pip is to install beside vLLM."""
+    moves_kv = plan.cluster.device.type == "gpu" and isinstance(plan.policy, WaaSettings)
+    return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
+
+
+def _pinned(name: str) -> str:
+    """The version that is here; of a package that is not, whichever fits."""
+    try:
+        return f"{name}=={version(name)}"
+    except PackageNotFoundError:
+        return name

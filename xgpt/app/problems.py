@@ -1,0 +1,78 @@
+"""From a request to a problem: names looked up, a profile found or made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xgpt.app.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
+from xgpt.errors import InputError
+from xgpt.resolve import load_cluster, load_model, workload_of
+from xgpt.schema import ClusterSpec, Constraint, ModelSpec, Profile
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+
+if TYPE_CHECKING:
+    from xgpt.app.profiles import Progress
+    from xgpt.app.request import PlanRequest
+    from xscheduler.search import Method
+
+
+def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
+    """The problem that a request names, with the given profile, the cached one, a measurement, or the datasheet's.
+
+    Raises:
+        InputError: a name that is not there, a file that is broken, or a profile of something else.
+        MachineError: the machine cannot be measured.
+    """
+    spec, checkpoint = (request.model, None) if isinstance(request.model, ModelSpec) else load_model(request.model)
+    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+    if request.price is not None:
+        cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
+    workload = workload_of(request.workload, spec)
+    profile = _profile(request, spec, checkpoint, cluster, progress)
+    keep(profile)
+    most = request.devices if isinstance(request.devices, int) else None
+    if most is not None and most > cluster.num_devices:
+        raise InputError("--devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
+    return Problem(
+        model=spec,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        cluster=cluster,
+        workload=workload,
+        profile=profile,
+        constraint=request.constraint,
+        kv=request.kv,
+        max_devices=most,
+    )
+
+
+def _profile(
+    request: PlanRequest, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec, progress: Progress | None
+) -> Profile:
+    given = request.profile
+    if given is None:
+        return obtain_profile(spec, checkpoint, cluster, progress, dtype=request.dtype)
+    if isinstance(given, Profile):
+        check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
+        return given
+    return given_profile(given, spec, cluster, request.dtype)
+
+
+def headroom_of(constraint: Constraint, profile: Profile) -> float:
+    """Share that plans leave of their bounds: as the constraint says, or the known error of the profile's kind."""
+    return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
+
+
+def scheduler(problem: Problem, search: Method = "branch-and-bound") -> Scheduler:
+    """The scheduler of a problem, its headroom that of the profile where the constraint names none.
+
+    Raises:
+        InputError: the profile's spread leaves nothing of a bound.
+    """
+    headroom = headroom_of(problem.constraint, problem.profile)
+    if headroom >= 1:
+        raise InputError("profile.spread", headroom, "its steps vary by more than they last; measure a quieter machine")
+    constraint = problem.constraint.model_copy(update={"headroom": headroom})
+    return Scheduler(replace(problem, constraint=constraint), search)

@@ -1,0 +1,100 @@
+"""What is to be planned, as it was asked for: one validated object, whichever door it came in by."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PositiveFloat, PositiveInt
+
+from xgpt.errors import InputError
+from xgpt.io import parse
+from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, Frozen, KvPromise, ModelSpec, Profile, Workload
+from xscheduler.search.base import Method
+
+PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
+POLICY_GROUPS: dict[str, tuple[str, ...]] = {
+    "auto": ("rra", "chunked", "orca", "static", "waa"),
+    "exegpt": ("rra", "waa"),
+}
+"""Choices that stand for several policies."""
+
+Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
+"""A shipped name, or a path."""
+
+
+class PlanRequest(Frozen):
+    """What is to be planned. Names are looked up by `xgpt.app.problems.resolve`, not here.
+
+    Attributes:
+        model: a name, a path, or the model's shape.
+        dtype: what the model runs in; None: its own, on a CPU float32.
+        profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
+        price: of one device for an hour; None: what the cluster says.
+        constraint: the bounds, and what is maximised under them.
+        devices: the most devices of the cluster to take; "auto": the fewest that keep the arrival rate; None: all.
+        among: instead of `cluster`, clusters with the price of one device for an hour: the cheapest is taken.
+    """
+
+    model: Name | ModelSpec = "opt-125m"
+    cluster: Name | ClusterSpec = "local"
+    dtype: DType | None = None
+    workload: Name | Workload = "summarization"
+    profile: Name | Profile | None = None
+    price: PositiveFloat | None = None
+    constraint: Constraint = Constraint(objective="arrivals")
+    policy: PolicyChoice = "auto"
+    search: Method = "branch-and-bound"
+    kv: KvPromise = "reserve"
+    order: AdmissionOrder = "fcfs"
+    devices: PositiveInt | Literal["auto"] | None = None
+    among: dict[str, PositiveFloat] | None = None
+
+
+def plan_request(**asked: Any) -> PlanRequest:
+    """The request that keyword arguments make: the fields of `PlanRequest`, and those of its constraint beside them.
+
+    None stands for an argument that was not given.
+
+    Raises:
+        InputError: an argument is not accepted, or does not go with another one.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    given.setdefault("objective", _objective(given))
+    _check_objective(given)
+    _check_clusters(given)
+    constraint = {name: given.pop(name) for name in Constraint.model_fields if name in given}
+    return parse(given | {"constraint": constraint}, PlanRequest, "request")
+
+
+def _objective(given: dict[str, Any]) -> str:
+    of_saturated = "sla" in given or "search" in given
+    return "saturated" if of_saturated and "arrival_rate_per_s" not in given else "arrivals"
+
+
+def _check_objective(given: dict[str, Any]) -> None:
+    """Refuse options of one objective beside the other one."""
+    saturated = given["objective"] == "saturated"
+    names = {"arrival_rate_per_s": "--arrival-rate"} if saturated else {"sla": "--sla", "search": "--search"}
+    other = "arrivals" if saturated else "saturated"
+    beside = (
+        "--arrival-rate" if "arrival_rate_per_s" in given and not saturated else f"--objective {given['objective']}"
+    )
+    for name, option in names.items():
+        if name in given:
+            raise InputError(option, given[name], f"it goes with --objective {other}: with {beside} leave it out")
+
+
+def _check_clusters(given: dict[str, Any]) -> None:
+    """Refuse what chooses devices by an arrival rate that is not there, or by two ways at once."""
+    devices = given.get("devices", "auto")
+    if devices != "auto" and (not isinstance(devices, int) or devices < 1):
+        raise InputError("--devices", devices, "give auto, or a number of devices, at least 1")
+    if "arrival_rate_per_s" not in given:
+        for name, by_rate in (("among", "among" in given), ("devices", given.get("devices") == "auto")):
+            if by_rate:
+                raise InputError(f"--{name}", given[name], "it goes with --arrival-rate")
+    if "among" in given:
+        for name in ("cluster", "devices", "price", "profile"):
+            if name in given:
+                raise InputError(f"--{name}", given[name], "--among brings its own: leave it out")

@@ -1,0 +1,97 @@
+"""From a request to plans: clusters and devices chosen, each policy planned, its arrival rate simulated, checked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xgpt.app.arrivals import with_capacities
+from xgpt.app.checking import check_planned
+from xgpt.app.planning import is_uniform, plan_each, plan_uniform
+from xgpt.app.problems import resolve
+from xgpt.app.simulating import with_joint_lengths
+from xgpt.app.sizing import Choice, cheapest, fewest_devices
+from xgpt.errors import InfeasibleError
+from xgpt.resolve import load_trace
+from xgpt.schema import Plan
+
+if TYPE_CHECKING:
+    from xgpt.app.profiles import Progress
+    from xgpt.app.request import PlanRequest
+    from xscheduler.problem import Problem
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a request has come to.
+
+    Attributes:
+        problem: on the cluster and devices that were chosen.
+        plans: each policy's best plan, the best of all first.
+        choices: the clusters that were compared, the cheapest first.
+        planning_s: seconds that planning took on the chosen cluster.
+    """
+
+    request: PlanRequest
+    problem: Problem
+    plans: dict[str, Plan]
+    choices: tuple[Choice, ...]
+    planning_s: float
+
+    @property
+    def best(self) -> Plan:
+        """The plan to run."""
+        return next(iter(self.plans.values()))
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether other planners, which make equal stages alone, could find another plan."""
+        return self.problem.cluster.num_devices > 1 and self.problem.constraint.arrival_rate_per_s is None
+
+    def best_uniform(self) -> Plan | None:
+        """The best plan of equal stages, without rra and waa; None where none keeps the bound."""
+        if is_uniform(self.best):
+            return self.best
+        return plan_uniform(self.problem, self.request.search)
+
+
+def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
+    """Plan what is asked for.
+
+    Raises:
+        InputError: a name that is not there, a file that is broken, or a profile of something else.
+        InfeasibleError: no schedule keeps the constraint.
+        MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
+    """
+    problem, choices = _chosen(request, progress)
+    started = time.perf_counter()
+    plans = plan_each(problem, request.policy, request.search, request.order, progress)
+    plans = with_capacities(plans, problem.profile)
+    planning_s = time.perf_counter() - started
+    kind, best = next(iter(plans.items()))
+    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+    if trace is not None:
+        plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
+    if problem.cluster.is_local:
+        check_planned(best)
+    return Planned(request, problem, plans, choices, planning_s)
+
+
+def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[Choice, ...]]:
+    """The problem on the devices to take, and what they were chosen from."""
+    if request.among is None:
+        problem = resolve(request, progress)
+        if request.devices == "auto":
+            problem = replace(problem, max_devices=fewest_devices(problem, request.policy))
+        return problem, ()
+    each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
+    choices = cheapest([resolve(request.model_copy(update=of), progress) for of in each], request.policy)
+    best = choices[0]
+    if best.num_devices is None:
+        raise InfeasibleError(
+            "arrival_rate_per_s: " + "; ".join(str(choice.why_not) for choice in choices),
+            nearest_bound_s=None,
+            binding="arrival_rate_per_s",
+        )
+    return replace(best.problem, max_devices=best.num_devices), tuple(choices)
