@@ -1,8 +1,8 @@
-"""What a running engine has seen of late: lengths in a decaying window, and when they have changed.
+"""What a running engine has seen recently: lengths in a decaying window, and when they have changed.
 
-Requests enter as they arrive and as they end; an Observation leaves, or the news that lengths are others than
-planned. Reads no clock and draws no random number: the same requests in the same order tell the same. May be imported
-by every package.
+Requests enter as they arrive and as they finish; an Observation leaves, or the news that lengths differ from the
+planned ones. Reads no clock and draws no random number: the same requests in the same order give the same result. May
+be imported by every package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW = 2048
 HALF_LIFE = 1024
 """Requests after which one counts half."""
 MIN_FINISHED = 100
-"""Ended requests without which nothing is concluded."""
+"""Finished requests that a conclusion takes at least."""
 FALSE_ALARM = 1e-4
 """Probability that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
@@ -66,18 +66,18 @@ class LengthWindow:
         return len(self._seen)
 
     def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
-        """A new request; the caller counts its tokens in what is returned."""
+        """Add a request, and return where the caller counts its tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
         return seen
 
     def forget_before(self, arrival_s: float) -> None:
-        """Keep those that arrived from then on: those before came under other circumstances."""
+        """Drop requests that arrived before a time: they came under other circumstances."""
         while self._seen and self._seen[0].arrival_s < arrival_s:
             self._seen.popleft()
 
     def requests(self) -> list[Seen]:
-        """Those of now; their tokens go on being counted."""
+        """Return the requests of the window; their tokens go on being counted."""
         return list(self._seen)
 
 
@@ -101,8 +101,8 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """A window as numbers; not of an empty one.
 
-        May run in another thread than counts the tokens: who has ended is read first, so that nobody counts as ended
-        with fewer tokens than came.
+        May run in another thread than counts the tokens: which requests have finished is read first, so that none
+        counts as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -118,7 +118,7 @@ class Sample:
         return len(self.inputs)
 
     def tail(self, last: int) -> Sample:
-        """The last so many requests."""
+        """Return the last requests."""
         return Sample(*(getattr(self, field.name)[-last:] for field in fields(self)))
 
     @property
@@ -173,7 +173,7 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """What a sample says, beside what was planned; the paces are told along with it."""
+    """Return what a sample says beside what was planned, with the observed pace."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -189,7 +189,7 @@ def observe(
 
 
 def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
-    """The same of a trace, whose requests have all ended."""
+    """Return the observation of a trace, whose requests have all finished."""
     observed = Workload(name="observed", input=histogram_of(inputs), output=histogram_of(outputs))
     return Observation(
         workload=observed,
@@ -202,7 +202,7 @@ def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Work
 
 
 def _reaching(outputs: Histogram, longest: int) -> Histogram:
-    """With the longest output that is allowed, if nobody took it: K/V memory is set aside for as much."""
+    """Return the outputs with the longest that is allowed, even if none was so long: K/V memory is set aside for it."""
     if longest <= outputs.lengths[-1]:
         return outputs
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
@@ -223,7 +223,7 @@ def wasserstein(a: Histogram, b: Histogram) -> float:
 def surprise(
     observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
 ) -> float:
-    """How little chance explains that so many observed requests differ so much from the planned ones.
+    """Return how little chance explains the difference between observed and planned lengths.
 
     Requests are counted between quantiles of the planned lengths, and beyond them, so that a change of the spread shows
     as soon as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable where

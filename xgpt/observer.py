@@ -1,4 +1,4 @@
-"""When to have a running plan judged, and under what: lengths that have changed, or steps that last longer.
+"""Say when a running plan is to be judged, and under what: changed lengths, or steps that last longer.
 
 Requests and steps enter as they end; an Observation leaves where the plan is to be judged. Reads no clock: times are
 given. What a real server does (`xrunner.server.observe.watch`) and what is simulated are the same. May be imported by
@@ -23,13 +23,13 @@ PACE_MEMORY_S = 10.0
 """Time after which a comparison of a step with its prediction counts 1/e. The clock of a shared machine changes every
 second: means over less tell which second it was."""
 PACE_MEMORY_STEPS = 50
-"""Comparisons that count at least, however long they took to come."""
+"""Comparisons that count at least, however long they took."""
 ENOUGH_STEPS = 24
-"""Comparisons without which the pace is not known."""
+"""Comparisons that it takes to know the pace."""
 STRETCH_S = 0.5
 """The pace of such stretches, one after the other, tells how sure its mean is."""
 ENOUGH_STRETCHES = 4
-"""Without which it is not told."""
+"""Stretches that it takes to tell the error of the mean."""
 SURE = 2.0
 """Standard errors that tell a slower machine from chance."""
 LEAST_GAIN = 0.1
@@ -60,7 +60,7 @@ def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
 
 
 class Pace:
-    """Measured over predicted time of the steps of late.
+    """Measured over predicted time of the latest steps.
 
     Whole sums are compared: a long step counts as much as several short ones.
     """
@@ -75,7 +75,7 @@ class Pace:
         """Logarithms of the ratios of those before it."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Whether the step that has just ended shall be compared: a share of them, in step with no cycle of a policy.
+        """Whether to compare the step that has just ended: a share of all steps, in phase with no cycle of a policy.
 
         Source: multiples of the golden ratio are spread evenly over [0, 1), whichever of them one takes (Weyl).
         """
@@ -84,7 +84,7 @@ class Pace:
         return self._num_steps * _GOLDEN % 1 < max(COMPARED_SHARE, self._step_s / COMPARED_EVERY_S)
 
     def note(self, end_s: float, measured_s: float, predicted_s: float) -> None:
-        """A step has ended that was compared."""
+        """Add a step and its prediction."""
         if not self._num_compared:
             self._first_s = self._last_s = self._stretch_s = end_s
         keep = max(1 - 1 / PACE_MEMORY_STEPS, exp(-max(0.0, end_s - self._last_s) / PACE_MEMORY_S))
@@ -99,7 +99,7 @@ class Pace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Predictions are so many times as long from now on."""
+        """Multiply the predictions by a factor from now on."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
@@ -140,12 +140,12 @@ class Snapshot(NamedTuple):
     slowdown: float | None
 
     def observation(self) -> Observation | None:
-        """All of it, beside what was planned; None: nobody has ended yet."""
+        """Return all requests beside what was planned; None: no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Some of its requests."""
+        """Return some of the requests beside what was planned."""
         return observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
 
 
@@ -173,21 +173,21 @@ class Observer:
 
     @property
     def slowdown(self) -> float | None:
-        """Measured time of the steps of late over the profile's; None: too few have been compared.
+        """Measured time of the latest steps over the profile's; None: too few have been compared.
 
-        A pace at which the plan's headroom is used up is told as soon as chance hardly explains it.
+        A pace that uses up the plan's headroom is returned as soon as chance hardly explains it.
         """
         ratio, spread = self.pace.ratio, self.plan.profile.spread
         is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
         return ratio * self.plan.profile.slowdown if ratio and is_known else None
 
     def end(self, seen: Seen) -> None:
-        """A request of the window has its whole output."""
+        """Count a request of the window as finished."""
         seen.has_ended = True
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for a `snapshot` to `look` at; if so, it counts as taken."""
+        """Whether it is time to take a `snapshot` and `look` at it; if so, it counts as taken."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         if self._num_ended < LOOK_EVERY:
@@ -198,13 +198,13 @@ class Observer:
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """How things stand; None: no request has come."""
+        """Return the requests and the pace of this moment; None: no request has arrived."""
         self.window.forget_before(self._since_s)
         requests = self.window.requests()
         return Snapshot(requests, self.plan, self.pace.ratio, self.slowdown) if requests else None
 
     def look(self, now: Snapshot) -> Observation | None:
-        """What the plan is to be judged under; None: nothing has changed for certain since it was last judged.
+        """Return what the plan is to be judged under; None: nothing has certainly changed since it was last judged.
 
         Whatever is decided, these lengths and this pace are what further ones are compared with from now on. May be
         called from another thread than the rest, once at a time.
@@ -217,7 +217,7 @@ class Observer:
             found = now.observe(changed)
             self._detector = ChangeDetector(found.workload, found.weight)
         elif slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread):
-            # Lengths are still those of before, which more requests tell of than the window holds.
+            # Lengths are still those of before, which were learnt from more requests than the window holds.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
             found = now.observe(sample).model_copy(update=lengths)
         else:
@@ -227,6 +227,6 @@ class Observer:
         return found
 
     def go_over_to(self, plan: Plan) -> None:
-        """The running plan is another one from now on."""
+        """Observe another plan from now on."""
         self.pace.predict_longer(plan.profile.slowdown / self.plan.profile.slowdown)
         self.plan = plan

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from xscheduler.replanning import Terms
 
 NICENESS = 10
-"""Of the planning process: what serves goes first."""
+"""Of the planning process: serving goes first."""
 PATIENCE_S = 120.0
-"""How long planning may take before it is given up."""
+"""Time after which planning is given up."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Judge a running plan, and say what to do.
+    """Judge a running plan, and return what to do.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -81,8 +81,8 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
-    """What to judge under which lengths: the plan under those of a trace file; of a server the plan that runs there by
-    now, under those that it has observed.
+    """Return the plan to judge and the lengths to judge it under: those of a trace file, or of a server the plan that
+    it runs by now and the lengths that it has observed.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
@@ -136,7 +136,7 @@ class BackgroundPlanner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Have the process load what it needs, before requests could notice; else the first question starts it."""
+        """Start the process, which loads what it needs; otherwise the first question starts it."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xgpt.app.replanning"],
             stdin=subprocess.PIPE,
@@ -175,7 +175,7 @@ class BackgroundPlanner:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """End the process; a question that waits for it fails."""
+        """End the process; a question under way fails."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -210,7 +210,7 @@ def _proposal(answer: dict[str, Any]) -> Proposal:
 
 
 def main() -> None:
-    """Answer questions until there are none: a profile first, then plans with observations, one JSON line each."""
+    """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
     import_module("xgpt.app.judging")  # what `propose` needs, before the first question

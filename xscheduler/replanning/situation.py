@@ -60,7 +60,7 @@ class Situation:
         )
 
     def quantile(self, deviations: float) -> float:
-        """Return the plan's quantile, moved by so many standard deviations of an observed quantile."""
+        """Return the plan's quantile, moved by a number of standard deviations of an observed quantile."""
         q = self.plan.constraint.quantile
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
 
