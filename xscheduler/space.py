@@ -36,7 +36,7 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
     """Return those of some policies that a model can run under: see `UNCUT`."""
-    return tuple(kind for kind in kinds if not (kind == "chunked" and model.is_encoder_decoder))
+    return tuple(kind for kind in kinds if not (FORECASTS[kind].cuts_prompts and model.is_encoder_decoder))
 
 
 POINTS_AT_ONCE = 20_000

@@ -47,6 +47,7 @@ def capped(settings: CappedSettings, *_: float) -> LaneSettings:
 
 class Capped(Mixed):
     settings = CappedSettings
+    cuts_prompts = True
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         return super().predict(model, {**columns, "token_budget": TOKENS * column(columns, "microbatches")})

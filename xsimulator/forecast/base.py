@@ -67,6 +67,7 @@ class Forecast(ABC, Generic[M]):
         stations: what the queue of requests is made of.
         swaps_between_steps: whether an engine goes over to it between two steps, from others that it does so with.
         reserves_kv: whether K/V memory is always set aside whole.
+        cuts_prompts: whether steps encode pieces of prompts.
     """
 
     settings: ClassVar[type[Any]]
@@ -78,6 +79,7 @@ class Forecast(ABC, Generic[M]):
     stations: ClassVar[Stations]
     swaps_between_steps: ClassVar[bool] = False
     reserves_kv: ClassVar[bool] = False
+    cuts_prompts: ClassVar[bool] = False
 
     # Settings ----------------------------------------------------------------------------------------------------
 

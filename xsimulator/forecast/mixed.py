@@ -38,6 +38,7 @@ class Orca(Mixed):
 class Chunked(Mixed):
     settings = ChunkedSettings
     num_curves = 12
+    cuts_prompts = True
 
     def values(self, name: str, room: Room) -> Ints:
         if name == "token_budget":
