@@ -3,7 +3,7 @@
 All requests that decode in a micro-batch advance together, so a step needs to know how many they are and what they
 attend to in all, and each of them the iteration in which it ends. Requests enter in the order of their arrival, with
 their maximum set aside ("reserve"); other promises and orders are simulated request by request. Both give the same
-times: tests/unit/test_arrivals.py.
+times: tests/unit/xsimulator/test_arrivals.py.
 """
 
 from __future__ import annotations

@@ -23,19 +23,19 @@ POINTS = {
     2: Point(
         "numbers out of range",
         "n=3 or top_k=10**20 on several processes: every request got 500 from then on",
-        ("tests/unit/test_server_protocol.py",),
+        ("tests/unit/xrunner/server/test_protocol.py",),
     ),
     3: Point(
         "torch's store on all interfaces",
         "a stranger set keys, and ran code of his within a second",
-        ("tests/unit/test_fleet.py",),
+        ("tests/unit/xrunner/cluster/test_fleet.py",),
     ),
     4: Point(
         "300 idle sockets at 256 files",
         "/health did not answer, connections were never closed, 590 MB of log in 100 s",
         (
-            "tests/unit/test_server_process.py::test_more_idle_sockets_than_files",
-            "tests/unit/test_server_connections.py",
+            "tests/unit/xrunner/server/test_process.py::test_more_idle_sockets_than_files",
+            "tests/unit/xrunner/server/test_connections.py",
         ),
     ),
     5: Point("60 unfinished bodies of 30 MiB", "memory from 490 to 2,256 MiB"),
@@ -43,68 +43,68 @@ POINTS = {
     7: Point(
         "a prompt that one lane never holds",
         "let in; all behind it stood still while /health said ok",
-        ("tests/unit/test_recovery.py::test_requests_that_another_plan_cannot_hold_end_when_it_comes",),
+        ("tests/unit/xrunner/test_recovery.py::test_requests_that_another_plan_cannot_hold_end_when_it_comes",),
     ),
     8: Point(
         "replicas read while others change them",
         "a rare RuntimeError that ended the engine",
-        ("tests/unit/test_replicas.py",),
+        ("tests/unit/xrunner/test_replicas.py",),
     ),
     9: Point(
         "two machines of one name",
         "a local process with the remote worker's PID was killed",
-        ("tests/unit/test_fleet.py",),
+        ("tests/unit/xrunner/cluster/test_fleet.py",),
     ),
     10: Point(
         "exported Kubernetes objects",
         "0.0.0.0 without a key; a newline in a model's name injected YAML",
-        ("tests/unit/test_vllm.py",),
+        ("tests/unit/xrunner/vllm/test_rule_in_vllm.py",),
     ),
     11: Point("60 long prompts", "a stream's gap from 3.6 to 561 ms, /health 640 ms"),
     12: Point(
         "clients that do not read",
         "1,900 blocks held at twice the deadline, open after 90 s, 260 MB",
-        ("tests/unit/test_server_connections.py::test_a_deadline_holds_also_where_nobody_reads",),
+        ("tests/unit/xrunner/server/test_connections.py::test_a_deadline_holds_also_where_nobody_reads",),
     ),
     13: Point("one large answer", "+700 MiB, /health 1.5 s"),
     14: Point(
         "output that is no text",
         "quadratic: 4,000 tokens took 0.81 s on the event loop",
-        ("tests/unit/test_server_text.py",),
+        ("tests/unit/xrunner/server/test_text.py",),
     ),
     15: Point(
         "a full disk, an engine that fails",
         "the engine ended; the process answered 500 for ever",
         (
-            "tests/unit/test_recovery.py",
-            "tests/unit/test_server_process.py::test_an_engine_that_has_failed_ends_the_process",
+            "tests/unit/xrunner/test_recovery.py",
+            "tests/unit/xrunner/server/test_process.py::test_an_engine_that_has_failed_ends_the_process",
         ),
     ),
     16: Point(
         "orders and deadlines after a loss",
         "edf, das, sjf and lpt were fcfs after a restart; deadlines were lost; das hit an assertion in vLLM",
         (
-            "tests/unit/test_recovery.py::test_deadlines_and_order_outlive_a_loss",
-            "tests/unit/test_vllm_engine.py::test_deadlines_reach_the_rule",
+            "tests/unit/xrunner/test_recovery.py::test_deadlines_and_order_outlive_a_loss",
+            "tests/unit/xrunner/vllm/test_engine.py::test_deadlines_reach_the_rule",
         ),
     ),
     17: Point("WAA's front in vLLM", "no keys, no limits, grew for ever; a 200 that was no JSON wedged a lane"),
     18: Point(
         "starvation and shares",
         "any deadline beat all without one; sjf starved long prompts",
-        ("tests/unit/test_admission.py",),
+        ("tests/unit/xgpt/policies/test_admission.py",),
     ),
     19: Point(
         "sampled outputs beside others",
         "11 of 126 differed between runs of one seed",
-        ("tests/unit/test_sampling.py", "tests/numerics/test_not_finite.py"),
+        ("tests/unit/xrunner/test_sampling.py", "tests/numerics/test_not_finite.py"),
     ),
     20: Point(
         "the end, half-closed clients, lengths",
         "the listener closed at once; half-closed clients got no answer; two lengths were accepted",
         (
-            "tests/unit/test_server_process.py::test_load_balancers_learn_of_the_end_before_it_comes",
-            "tests/unit/test_server_connections.py",
+            "tests/unit/xrunner/server/test_process.py::test_load_balancers_learn_of_the_end_before_it_comes",
+            "tests/unit/xrunner/server/test_connections.py",
         ),
     ),
 }

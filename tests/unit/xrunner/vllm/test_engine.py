@@ -11,7 +11,7 @@ import pytest
 
 from tests import fake_vllm
 from tests.fakes import eventually, expected_tokens, fake_app, fake_plan, running
-from tests.unit.test_watch import FakePlanner, ask, get
+from tests.unit.xrunner.server.test_watch import FakePlanner, ask, get
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
