@@ -105,7 +105,7 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
-        cards.append(("below the optimum at most", f"{100 * plan.search.gap:.1f}%"))
+        cards.append(("optimum at most higher by", f"{100 * plan.search.gap:.1f}%"))
     return [{"label": label, "value": value} for label, value in cards]
 
 

@@ -177,7 +177,7 @@ def proof_in_words(plan: Plan) -> str:
     proof = (
         f"no proof of optimality ({search.bound.removeprefix('none: ')})"
         if search.gap is None
-        else f"at most {100 * search.gap:.1f}% below the optimum (bound: {search.bound})"
+        else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
     )
     simulated = f", {search.simulations} plans simulated," if search.simulations else ""
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"
