@@ -35,6 +35,8 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 }
 """Settings of generation_config.json that are defaults of requests, and the values that are taken."""
 
+ENCODER_DECODERS = ("t5", "mt5")
+"""Of the family t5."""
 T5_CONTEXT = 2048
 """Longest context that T5 is given: its positions are relative, and set no limit of their own."""
 
@@ -62,7 +64,7 @@ def read_spec(directory: Path) -> ModelSpec:
     generation = _read_object(directory / "generation_config.json") or {}
     try:
         fields = _common(config, generation) | FAMILIES[family](config)
-        if family == "t5":
+        if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
         raise InputError(str(path), None, f"it must set {error.args[0]}") from None
@@ -72,8 +74,8 @@ def read_spec(directory: Path) -> ModelSpec:
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
-        fields["tie_embeddings"] = not is_stored and (family == "t5" or fields["tie_embeddings"])
-    fields |= {"name": directory.resolve().name, "family": family}
+        fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
+    fields |= {"name": directory.resolve().name, "family": "t5" if family in ENCODER_DECODERS else family}
     return parse(fields, ModelSpec, str(path))
 
 
@@ -293,6 +295,10 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mt5(config: dict[str, Any]) -> dict[str, Any]:
+    return _t5({"feed_forward_proj": "gated-gelu"} | config | {"scale_decoder_outputs": False})
+
+
 def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
     """The token that a decoder starts with: generation_config.json's, or else config.json's."""
     for where in (generation, config):
@@ -345,5 +351,6 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "t5": _t5,
+    "mt5": _mt5,
 }
 """model_type of config.json to the fields of `ModelSpec` that the family writes in its own way."""

@@ -7,7 +7,7 @@ these tables is refused rather than ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xgpt.errors import InputError
@@ -81,6 +81,22 @@ _ROTARY = _names("""
 """)
 _FULL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "use_sliding_window": (False, None)}
 
+_T5 = Fields(
+    _names("""
+            d_ff d_kv d_model decoder_start_token_id dense_act_fn feed_forward_proj is_gated_act layer_norm_epsilon
+            num_decoder_layers num_heads num_layers relative_attention_max_distance relative_attention_num_buckets
+            scale_decoder_outputs
+            """),
+    {"is_decoder": (False,), "is_encoder_decoder": (True,)},
+    frozenset({"n_positions"}),
+    {
+        "head_dim": "d_kv",
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+    },
+)
+
 FAMILIES: Mapping[str, Fields] = {
     "gpt2": Fields(
         _names("activation_function layer_norm_epsilon n_embd n_head n_inner n_layer n_positions"),
@@ -114,21 +130,8 @@ FAMILIES: Mapping[str, Fields] = {
     ),
     "qwen2": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
     "qwen3": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
-    "t5": Fields(
-        _names("""
-            d_ff d_kv d_model decoder_start_token_id dense_act_fn feed_forward_proj is_gated_act layer_norm_epsilon
-            num_decoder_layers num_heads num_layers relative_attention_max_distance relative_attention_num_buckets
-            scale_decoder_outputs
-            """),
-        {"is_decoder": (False,), "is_encoder_decoder": (True,)},
-        frozenset({"n_positions"}),
-        {
-            "head_dim": "d_kv",
-            "hidden_size": "d_model",
-            "num_attention_heads": "num_heads",
-            "num_hidden_layers": "num_layers",
-        },
-    ),
+    "t5": _T5,
+    "mt5": replace(_T5, read=_T5.read - {"scale_decoder_outputs"}),
 }
 """By model_type."""
 

@@ -11,6 +11,7 @@ from tests.planned import placements_of, planned, problem_of
 from xgpt import policies
 from xgpt.app.engines import build_engine
 from xgpt.app.simulating import simulate
+from xgpt.checkpoint import read_spec
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
@@ -93,6 +94,27 @@ def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):
     plan = planned(two, "waa")
     measured, _ = simulate(plan, two.profile, two.workload, 4000, np.random.default_rng(1))
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_plans_of_mt5(tmp_path, tied):
+    """Published ones say that their head is not tied, have one stored, and scale nothing in front of it."""
+    import transformers
+
+    sizes = {"d_model": 40, "d_kv": 12, "num_heads": 4, "d_ff": 80, "num_layers": 2}
+    config = transformers.MT5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+    torch.manual_seed(5)
+    model = transformers.MT5ForConditionalGeneration(config).eval()
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            gain = 1.6 * (12**-0.5 if name.endswith("Attention.q.weight") else 1.0)
+            torch.nn.init.normal_(weight, 0.0, gain * weight.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "mt5")
+    spec = read_spec(tmp_path / "mt5")
+    assert (spec.family, spec.gated_ffn, spec.head_scale, spec.tie_embeddings) == ("t5", True, 1.0, tied)
+    assert served_here(planned(problem_of(tmp_path / "mt5", 1), "orca")) == greedy(model)
 
 
 CASES = [
