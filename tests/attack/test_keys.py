@@ -120,7 +120,7 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
 @pytest.mark.point(18)
 @pytest.mark.parametrize(
     ("order", "flood", "victim"),
-    [("sjf", {}, {"prompt": PROMPT * 100}), ("edf", {"deadline_s": 60}, {})],
+    [("sjf", {}, {"prompt": PROMPT * 100}), pytest.param("edf", {"deadline_s": 60}, {}, marks=pytest.mark.long)],
 )
 def test_no_order_starves_a_request(
     order: str, flood: dict[str, Any], victim: dict[str, Any], checkpoint: Path, tmp_path: Path
@@ -138,6 +138,7 @@ def test_no_order_starves_a_request(
         assert {*statuses} == {200}
 
 
+@pytest.mark.long
 @pytest.mark.point(6)
 def test_outputs_without_an_end_do_not_hold_up_a_request_for_two_tokens(checkpoint: Path, tmp_path: Path) -> None:
     """Before, 16 chats without max_tokens reserved all K/V memory, and a request for two tokens waited for one of them
