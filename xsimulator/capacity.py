@@ -15,10 +15,12 @@ import numpy as np
 from xgpt import policies
 from xgpt.schema import Capacity, Constraint, Plan, Profile
 from xgpt.workload import poisson_arrivals, sample
-from xsimulator.arrivals import Array, Kv, Limits, OneLaneRun, Run, Stream, TwoLaneRun
+from xsimulator.arrivals import Array, Kv, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import lanes_of
+from xsimulator.two_lane_arrivals import TwoLaneRun
 
 LEAST_REQUESTS = 2000
 """Requests that count, at least."""

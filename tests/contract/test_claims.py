@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
@@ -138,12 +139,16 @@ def figures_are_simulated(case: Case, plan: Plan) -> None:
         low, high = law.quantile(q - near), law.quantile(q + near)
         room = 4 * (error + law.error(q)) + 0.01
         assert low * (1 - room) <= plan.estimate.latency_s <= high * (1 + room), (low, plan.estimate.latency_s, high)
-    measured, _ = simulate(plan, subject.profile, subject.workload, 200, rng)
+    # A batch that begins all at once ends its short requests first: of a few batches its long ones are in the mean.
+    num_requests = ceil(200 + 12 * plan.estimate.decode_batch)
+    measured, _ = simulate(plan, subject.profile, subject.workload, num_requests, rng)
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.25)
 
 
 @in_ci(300)
 @given(cases)
+# Outputs of 3 tokens or 37: few requests tell the mean only after the long ones of the first batch have ended.
+@example(Case(2789746108, 1, "chunked", "length", monotone=False, quantile=0.9))
 def test_claims_hold(case: Case) -> None:
     claims_hold(case)
 

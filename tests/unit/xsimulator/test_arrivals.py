@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt import policies
+from tests.contract.test_counts import by_counts, one_by_one
 from xgpt.app.planning import plan_each
-from xgpt.app.simulating import clock_of
 from xgpt.schema import Constraint, Plan
 from xgpt.workload import poisson_arrivals, sample
 from xscheduler.problem import Problem
-from xsimulator.arrivals import Kv, OneLaneRun, Run, Stream, TwoLaneRun
+from xsimulator.arrivals import Stream
 from xsimulator.capacity import PRECISION, CapacitySearch, Trial, capacity
-from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.step_cost import lanes_of
 
 SCENARIOS = (
     ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
@@ -45,30 +42,6 @@ def stream(plan: Plan, load: float, num_requests: int) -> Stream:
     return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
 
 
-def by_counts(plan: Plan, of: Problem, requests: Stream) -> Run:
-    schedule, lanes = policies.build(plan), lanes_of(plan, of.profile)
-    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    if isinstance(schedule, policies.TwoLane):
-        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, requests)
-    assert isinstance(schedule, policies.OneLane)
-    return OneLaneRun(schedule.settings, lanes["both"], kv, requests)
-
-
-def one_by_one(plan: Plan, of: Problem, requests: Stream) -> tuple[list[int], list[int]]:
-    """When each request has its first and its last token."""
-    schedule = policies.build(plan)
-    columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))
-    simulated = [SimulatedRequest(i, a, requests.max_output, b, at) for i, (a, b, at) in columns]
-    first, end = [-1] * len(simulated), [-1] * len(simulated)
-    for record in SimulatedEngine(schedule, clock_of(plan, of.profile, schedule), simulated).run():
-        for id_, start, length in record.encode:
-            if start + length == requests.inputs[id_]:
-                first[id_] = record.end_ns
-        for id_ in record.finished:
-            end[id_] = record.end_ns
-    return first, end
-
-
 @pytest.mark.parametrize("load", [0.4, 1.1])
 @pytest.mark.parametrize("kind", ["rra", "chunked", "orca", "static", "waa"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:2])))
@@ -79,9 +52,9 @@ def test_counts_give_the_times_of_the_simulated_engine(
     if kind not in found:
         pytest.skip(f"{kind} keeps no such bound here")
     requests = stream(found[kind], load, 300)
-    run = by_counts(found[kind], of, requests)
+    run = by_counts(found[kind], of.profile, requests)
     assert run.run()
-    assert (run.first_ns, run.end_ns) == one_by_one(found[kind], of, requests)
+    assert (run.first_ns, run.end_ns) == one_by_one(found[kind], of.profile, requests)
 
 
 @pytest.mark.parametrize("kind", ["chunked", "orca", "waa"])

@@ -1,0 +1,126 @@
+"""Arrivals simulated by counts have the times of the engine that runs each request, whatever the schedule.
+
+Random settings of every policy on random placements (several stages, micro-batches, tensor parallelism, WAA's lanes),
+random lengths, outputs of one token among them, arrivals that tie, and K/V memory for a few requests only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.test_claims import Case
+from xgpt import policies
+from xgpt.app.problems import scheduler
+from xgpt.app.simulating import clock_of
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Constraint, Plan, Profile
+from xgpt.workload import sample
+from xscheduler.space import POLICIES
+from xsimulator.arrivals import Kv, Run, Stream
+from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.one_lane_arrivals import OneLaneRun
+from xsimulator.step_cost import lanes_of
+from xsimulator.two_lane_arrivals import TwoLaneRun
+
+NUM_REQUESTS = 80
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A schedule and when requests arrive.
+
+    Attributes:
+        load: of the saturated throughput.
+        together: requests that arrive at once, in the mean.
+        room: of the K/V memory, in requests of the longest lengths; 0: what the devices have.
+    """
+
+    case: Case
+    load: float
+    together: int
+    room: int
+
+    def plan(self) -> Plan | None:
+        case = self.case
+        of = scheduler(case.subject.under(Constraint(objective="saturated")))
+        rng = np.random.default_rng(case.seed)
+        spaces = [space for space in of.spaces(case.policy) if space.num_points]
+        if not spaces:
+            return None  # a policy for more devices
+        space = spaces[rng.integers(len(spaces))]
+        points = space.points(rng.integers(0, space.num_points, 1))
+        try:
+            plan = of.score(space.settings(points, 0), space.placement)
+        except InfeasibleError:
+            return None
+        if not self.room:
+            return plan
+        longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
+        blocks = self.room * -(-longest // plan.block_size)
+        return plan.model_copy(
+            update={"stages": tuple(stage.model_copy(update={"kv_blocks": blocks}) for stage in plan.stages)}
+        )
+
+    def stream(self, plan: Plan) -> Stream:
+        rng = np.random.default_rng(self.case.seed + 1)
+        inputs, outputs = sample(plan.workload, NUM_REQUESTS, rng)
+        gap_s = self.together * plan.replicas / (self.load * plan.estimate.throughput_rps)
+        bursts = np.cumsum(rng.exponential(gap_s, NUM_REQUESTS))
+        arrivals = (1e9 * bursts[np.arange(NUM_REQUESTS) // self.together]).astype(int)
+        return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
+
+
+def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run:
+    schedule, lanes = policies.build(plan), lanes_of(plan, profile)
+    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    if isinstance(schedule, policies.TwoLane):
+        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, requests)
+    assert isinstance(schedule, policies.OneLane)
+    return OneLaneRun(schedule.settings, lanes["both"], kv, requests)
+
+
+def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int], list[int]]:
+    """When each request has its first and its last token."""
+    schedule = policies.build(plan)
+    columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))
+    simulated = [SimulatedRequest(i, a, requests.max_output, b, at) for i, (a, b, at) in columns]
+    first, end = [-1] * len(simulated), [-1] * len(simulated)
+    for record in SimulatedEngine(schedule, clock_of(plan, profile, schedule), simulated).run():
+        for id_, start, length in record.encode:
+            if start + length == requests.inputs[id_]:
+                first[id_] = record.end_ns
+        for id_ in record.finished:
+            end[id_] = record.end_ns
+    return first, end
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    st.builds(
+        Arrivals,
+        case=st.builds(
+            Case,
+            seed=st.integers(0, 2**32 - 1),
+            num_devices=st.integers(1, 4),
+            policy=st.sampled_from(tuple(POLICIES)),
+            sla=st.just("length"),
+            monotone=st.booleans(),
+            quantile=st.just(0.99),
+        ),
+        load=st.sampled_from((0.3, 0.9, 1.5)),
+        together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
+        room=st.sampled_from((0, 0, 1, 2, 5)),
+    )
+)
+def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:
+    plan = arrivals.plan()
+    assume(plan is not None)
+    assert plan is not None
+    requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
