@@ -43,6 +43,9 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.server.observe": SHELL
     | {"xgpt.observation", "xgpt.observer"}
     | {"xrunner.server.observe", "xrunner.server.served", "xrunner.server.request_info"},
+    "xrunner.server.engine_thread": SHELL
+    | {"xgpt.observation", "xgpt.policies", "xrunner.generation", "xrunner.server.served"}
+    | {"xrunner.server.api", "xrunner.server.observe"},
     "xrunner.vllm": SHELL | {"xgpt.policies", "xrunner.vllm"},
     "xrunner.vllm.engine": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xrunner.vllm.waa": SHELL | {"xgpt.policies", "xrunner.vllm", "xrunner.executor", "xrunner.generation"},
