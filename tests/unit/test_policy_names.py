@@ -15,17 +15,13 @@ from xsimulator.forecast import FORECASTS
 ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")
 ALLOWED = {
     "xgpt/app/wording.py": "what a plan does, in words for people",
-    "xgpt/cli/plan.py": "the choices of --policy: its help may load no package",
-    "xgpt/app/planning.py": "what these choices stand for",
-    "xgpt/app/problems.py": "what these choices stand for",
-    "xgpt/app/solving.py": "what these choices stand for",
+    "xgpt/cli/plan.py": "the choices of --policy: a command's help loads no package",
     "xgpt/app/request.py": "what these choices stand for",
-    "xgpt/app/comparing.py": "vLLM's own scheduler, which a plan is compared with, is chunked",
-    "xrunner/vllm": "vLLM runs the lanes of waa as two engines, with connectors between them",
-    "xgpt/app/engines.py": "which of these runs a plan",
-    "xgpt/app/serving_vllm.py": "which of these runs a plan",
-    "xgpt/app/packages.py": "what these need on a GPU",
-    "xgpt/app/exporting.py": "what these need on a GPU",
+    "xgpt/app/planning.py": "what other planners offer, and which policies vLLM runs",
+    "xgpt/app/comparing.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
+    "xrunner/vllm/command.py": "how large a step vLLM is told to take, of a policy's own settings",
+    "xrunner/vllm/lane.py": "which policies run within one vLLM",
+    "xrunner/vllm/waa.py": "runs the two lanes of waa as two of them",
 }
 NAMES = set(FORECASTS)
 CLASSES = {forecast.settings.__name__ for forecast in FORECASTS.values()}

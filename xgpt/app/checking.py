@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import EngineKind, Plan, Profile, WaaSettings
+from xgpt.schema import EngineKind, Plan, Profile
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def check_vllm_runs(plan: Plan) -> None:
     from xrunner.vllm.command import launch
     from xrunner.vllm.waa import check_waa
 
-    if isinstance(plan.policy, WaaSettings):
+    if len(plan.policy.lanes) > 1:
         check_waa(plan)
     else:
         launch(plan, plan_path="plan.json")

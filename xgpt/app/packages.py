@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from xgpt import __version__
-from xgpt.schema import Plan, WaaSettings
+from xgpt.schema import Plan
 
 WHEEL = f"xgpt-{__version__}-py3-none-any.whl"
 MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
@@ -18,7 +18,7 @@ NIXL_PACKAGE = "nixl==1.5.1"
 
 def beside_vllm(plan: Plan) -> list[str]:
     """What pip is to install beside vLLM."""
-    moves_kv = plan.cluster.device.type == "gpu" and isinstance(plan.policy, WaaSettings)
+    moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
     return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from xgpt.schema import Plan, WaaSettings
+from xgpt.schema import Plan
 
 if TYPE_CHECKING:
     from xgpt.schema.step_log import StepRecord
@@ -22,7 +22,7 @@ def build_vllm_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None =
     from xrunner.vllm.engine import VllmEngine
     from xrunner.vllm.waa import WaaEngine
 
-    return (WaaEngine if isinstance(plan.policy, WaaSettings) else VllmEngine)(plan, on_step=on_step)
+    return (WaaEngine if len(plan.policy.lanes) > 1 else VllmEngine)(plan, on_step=on_step)
 
 
 def can_change_plan(plan: Plan) -> bool:

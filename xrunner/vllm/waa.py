@@ -23,7 +23,7 @@ from msgspec import structs
 from xgpt import policies
 from xgpt.errors import InputError
 from xgpt.policies import Request, Step
-from xgpt.schema import Lane, Plan, WaaSettings
+from xgpt.schema import Lane, Plan
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import Failed, Output, Stepped, Submit
@@ -71,7 +71,7 @@ def check_waa(plan: Plan) -> None:
     Raises:
         InputError: says why.
     """
-    if not isinstance(plan.policy, WaaSettings):
+    if len(plan.policy.lanes) == 1:
         raise InputError("plan.policy", plan.policy.kind, "only waa has two lanes")
     if plan.admission.kv != "reserve":
         raise InputError("plan.admission.kv", plan.admission.kv, "on two vLLMs memory is promised by reserve")
