@@ -147,6 +147,8 @@ def figures_are_simulated(case: Case, plan: Plan) -> None:
 
 @in_ci(300)
 @given(cases)
+# Steps that take longer by the request in larger batches: a lane that chance has taken there does not come back.
+@example(Case(3153535141, 4, "waa", "length", monotone=False, quantile=0.9))
 # Outputs of 3 tokens or 37: few requests tell the mean only after the long ones of the first batch have ended.
 @example(Case(2789746108, 1, "chunked", "length", monotone=False, quantile=0.9))
 def test_claims_hold(case: Case) -> None:

@@ -131,7 +131,9 @@ class TwoLaneModel:
         rounds = self._rounds(encode_batch, largest_batch, microbatches, _size_for(cap / microbatches))
         grid = self._decoding(encode_batch, through + moving, microbatches, rounds)
         batch, step = self._balance(grid, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap, levels=2)
-        most = np.minimum(batch / (mean_decodes * step), limit)
+        # Where steps take longer by the request in larger batches, fewer requests in decode serve more.
+        up_to = np.where(grid[0] <= batch[:, None], grid[0] / grid[1], 0.0).max(axis=1)
+        most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
         if latency_s is None or not self.quantile_decodes:
             return most
         # Steps as long as the latency allows, to within rounding, and what they serve.
@@ -304,13 +306,14 @@ def _size_for(each: Array) -> int:
 
 
 def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
-    """Where each rising row reaches its level: the point before, and the share of the way to the next.
+    """Where each row passes its level for the last time: the point before, and the share of the way to the next.
 
-    The smallest root, up to the first point above. # [n, grid], [n] -> [n], [n]
+    Where larger batches take longer by the request, a row falls in between. Once chance has taken a lane past such a
+    stretch it serves too little to come back, so the last passage is where it stays. # [n, grid], [n] -> [n], [n]
     """
-    above = y > level[:, None]
-    above[:, -1] = True
-    index = np.maximum(above.argmax(axis=1) - 1, 0)
+    below = y <= level[:, None]
+    last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
+    index = np.where(below.any(axis=1), np.minimum(last, y.shape[1] - 2), 0)
     rows = np.arange(len(level))
     low, high = y[rows, index], y[rows, index + 1]
     return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
