@@ -99,6 +99,8 @@ class Engine:
         self._wake.set()
         self._executor.interrupt()
 
+    takes_seeds = True
+
     @property
     def is_emptying(self) -> bool:
         """Whether nobody enters until another plan has been deployed."""

@@ -144,6 +144,8 @@ class Replicas:
         """Have the plan's schedule applied."""
         self.apply(policies.build(plan))
 
+    takes_seeds = True
+
     @property
     def is_emptying(self) -> bool:
         return any(engine.is_emptying for engine in self._engines)

@@ -161,6 +161,11 @@ class EngineThread:
             await self.watch.stop()
 
     @property
+    def takes_seeds(self) -> bool:
+        """Whether a request's seed decides its tokens."""
+        return self._engine.takes_seeds
+
+    @property
     def capacity(self) -> int:
         """Tokens that the K/V pool holds: prompt and output of a request that is alone."""
         return self._engine.pool.kv_blocks * self._engine.pool.block_size

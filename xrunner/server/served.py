@@ -53,6 +53,10 @@ class ServedEngine(Protocol):
     def is_emptying(self) -> bool:
         """Whether nobody enters until another plan has been deployed."""
 
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether a request's seed decides its tokens."""
+
     on_refused: Callable[[str], None]
     """Called with the reason, from any thread, where another plan could not be followed and the one before is."""
 

@@ -110,6 +110,7 @@ class VllmEngine:
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
         self._asked = plan
+        self.takes_seeds = takes_seeds(plan)
         self._next: Plan | None = None
         """What vLLM's scheduler can go over to only when nobody runs: who comes until then is parked."""
         self._parked: dict[int, Submit] = {}
@@ -131,7 +132,7 @@ class VllmEngine:
         return self._next is not None
 
     def submit(self, generation: Generation) -> None:
-        request = request_of(generation)
+        request = request_of(generation, seeded=self.takes_seeds)
         with self._lock:
             if self._next is None:
                 self._hand_over(request)
@@ -220,14 +221,22 @@ class VllmEngine:
             self._hand_over(request)
 
 
-def request_of(generation: Generation) -> Submit:
-    """A request as a host takes it."""
+def takes_seeds(plan: Plan) -> bool:
+    """Whether vLLM can draw a request's tokens from a generator of its own.
+
+    Where a prompt is executed in pieces it sets the generator back, which torch cannot do on CPUs: its engine ends.
+    """
+    return plan.cluster.device.type != "cpu"
+
+
+def request_of(generation: Generation, *, seeded: bool) -> Submit:
+    """A request as a host takes it; not `seeded`: its tokens are drawn from what all requests share."""
     return Submit(
         generation.id,
         generation.prompt,
         generation.max_output,
         tuple(sorted(generation.stop_token_ids)),
-        _sampling(generation.sampling),
+        _sampling(generation.sampling, seeded=seeded),
         generation.output_length,
         generation.deadline_ns,
         generation.promised_output,
@@ -235,12 +244,13 @@ def request_of(generation: Generation) -> Submit:
     )
 
 
-def _sampling(sampling: SamplingParams) -> dict[str, float]:
+def _sampling(sampling: SamplingParams, *, seeded: bool) -> dict[str, float]:
     """In vLLM's names. Greedy is as greedy whatever else is said, so no generator is kept for it."""
     given: dict[str, float] = {"temperature": sampling.temperature}
     if sampling.temperature:
         given |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        given["seed"] = sampling.seed % 2**63
+        if seeded:
+            given["seed"] = sampling.seed % 2**63
     given |= {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
     given["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logprobs is not None:

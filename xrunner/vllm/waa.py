@@ -28,7 +28,7 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import Failed, Output, Stepped, Submit
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
-from xrunner.vllm.engine import Inside, OnStep, request_of, tokens_of
+from xrunner.vllm.engine import Inside, OnStep, request_of, takes_seeds, tokens_of
 from xrunner.vllm.instance import Instances
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ class WaaEngine:
 
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
         check_waa(plan)
+        self.takes_seeds = takes_seeds(plan)
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
@@ -136,7 +137,7 @@ class WaaEngine:
         self._listeners.append(on_step)
 
     def submit(self, generation: Generation) -> None:
-        request = request_of(generation)
+        request = request_of(generation, seeded=self.takes_seeds)
         now_ns = time.perf_counter_ns()
         # Memory is set aside for all that may come: what the decode lane does with it this rule does not see.
         size = len(request.prompt), request.max_output

@@ -118,6 +118,8 @@ class Service:
             )
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
+        if request.seed is not None and not self._engine_thread.takes_seeds:
+            refuse("seed", "vLLM keeps to no seed on CPUs; leave it out")
 
     def _check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is not worth the time and memory of taking it apart."""
