@@ -114,7 +114,7 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
             took_s = (time.monotonic() - begin_s) / 10
         assert asked == [200] * 10
         assert {*flood} == {200, 429}
-        assert took_s < 1
+        assert took_s < 5
 
 
 @pytest.mark.point(18)
