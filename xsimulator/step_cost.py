@@ -244,17 +244,25 @@ class LaneCost:
         return [by_kind[k] for k in self._kinds_in_order]
 
     def _by_kind_of(self, step: StepCounts) -> list[float]:
+        if self.has_encoder or step.encode:
+            return [sum(parts) for parts in self._parts_by_kind(step)]
+        return [of(step.decodes, step.context) for of in self._decoding]
+
+    def parts(self, step: StepCounts) -> list[StepParts]:
+        """The same, part by part."""
+        by_kind = self._parts_by_kind(step)
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def _parts_by_kind(self, step: StepCounts) -> list[StepParts]:
         if self.has_encoder:
-            return [sum(self._parts(stage, step)) for stage, _ in self.kinds]
-        if not step.encode:
-            return [of(step.decodes, step.context) for of in self._decoding]
+            return [self._parts_with_encoder(stage, step) for stage, _ in self.kinds]
         # What a layer takes is the same on all stages of a degree: pipelines have many.
         decodes, num_tokens = step.decodes, step.num_tokens
         context = step.context / decodes if decodes else 0.0
         layers = {
             tp: (
                 degree.rest.at(num_tokens),
-                _ragged(degree.encode, step.encode),
+                _ragged(degree.encode, step.encode) if step.encode else 0.0,
                 degree.decode.at(decodes, context) if decodes else 0.0,
                 degree.head.at(step.sampled),
             )
@@ -266,14 +274,10 @@ class LaneCost:
         for stage, _ in self.kinds:
             (rest_s, encode_s, decode_s, head_s), number = layers[stage.tp], stage.decoder_layers
             tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
-            seconds = tokens_s + number * encode_s + number * decode_s
-            found.append(seconds + (head_s if stage.heads else 0.0) + overhead_s)
+            found.append(
+                StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
+            )
         return found
-
-    def parts(self, step: StepCounts) -> list[StepParts]:
-        """The same, part by part."""
-        by_kind = [self._parts(stage, step) for stage, _ in self.kinds]
-        return [by_kind[k] for k in self._kinds_in_order]
 
     @property
     def decode_steps(self) -> Callable[[int, float], float]:
@@ -282,7 +286,7 @@ class LaneCost:
 
     @cached_property
     def _decoding(self) -> list[_DecodeSteps]:
-        return [_DecodeSteps(self._parts, stage, self._degrees[stage.tp].decode) for stage, _ in self.kinds]
+        return [_DecodeSteps(self, kind) for kind in range(len(self.kinds))]
 
     @cached_property
     def _kinds_in_order(self) -> list[int]:
@@ -306,27 +310,21 @@ class LaneCost:
                 self._hops_ns[num_tokens] = found
         return found
 
-    def _parts(self, stage: StageShape, step: StepCounts) -> StepParts:
+    def _parts_with_encoder(self, stage: StageShape, step: StepCounts) -> StepParts:
         degree, layers, decodes = self._degrees[stage.tp], stage.decoder_layers, step.decodes
+        assert degree.cross is not None and degree.cross_kv is not None
         prompt_tokens = step.num_tokens - decodes
-        decoder_tokens = embedded = step.num_tokens
-        tokens_s = encode_s = decode_s = 0.0
-        if self.has_encoder:
-            assert degree.cross is not None and degree.cross_kv is not None
-            started = sum(done for _, _, done in step.encode)
-            decoder_tokens = decodes + (started if layers else 0)
-            embedded = decoder_tokens + prompt_tokens
-            tokens_s += layers * degree.cross_kv.at(prompt_tokens + step.joining_tokens)
-            if decoder_tokens:
-                decode_s += layers * degree.cross.at(decoder_tokens, step.mean_input)
-            if step.encode:
-                tokens_s += stage.encoder_layers * degree.encoder_rest.at(prompt_tokens)
-                encode_s += stage.encoder_layers * _ragged(degree.encoder, step.encode)
-        elif step.encode:
-            encode_s += layers * _ragged(degree.encode, step.encode)
+        decoder_tokens = decodes + (sum(done for _, _, done in step.encode) if layers else 0)
+        tokens_s = layers * degree.cross_kv.at(prompt_tokens + step.joining_tokens)
+        encode_s = decode_s = 0.0
+        if decoder_tokens:
+            decode_s += layers * degree.cross.at(decoder_tokens, step.mean_input)
+        if step.encode:
+            tokens_s += stage.encoder_layers * degree.encoder_rest.at(prompt_tokens)
+            encode_s += stage.encoder_layers * _ragged(degree.encoder, step.encode)
         tokens_s += layers * degree.rest.at(decoder_tokens)
         if stage.embeds:
-            tokens_s += self._embedding.at(embedded)
+            tokens_s += self._embedding.at(decoder_tokens + prompt_tokens)
         if decodes:
             decode_s += layers * degree.decode.at(decodes, step.context / decodes)
         head_s = degree.head.at(step.sampled) if stage.heads else 0.0
@@ -407,8 +405,8 @@ class _DecodeSteps:
     the attention's table.
     """
 
-    def __init__(self, of: Callable[[StageShape, StepCounts], StepParts], stage: StageShape, attention: Grid) -> None:
-        self._of, self._stage, self._attention = of, stage, attention
+    def __init__(self, lane: LaneCost, kind: int) -> None:
+        self._lane, self._kind = lane, kind
         self._rows: dict[int, tuple[float, list[float], list[float]]] = {}
 
     def __call__(self, decodes: int, context: float) -> float:
@@ -422,9 +420,12 @@ class _DecodeSteps:
         return beside + max(start + (length - lengths[j]) / (lengths[j + 1] - lengths[j]) * (end - start), 0.0)
 
     def _row(self, decodes: int) -> tuple[float, list[float], list[float]]:
-        lengths, layers = self._attention.lengths.tolist(), self._stage.decoder_layers
-        seconds = [layers * self._attention.at(decodes, length) for length in lengths]
-        at_first = sum(self._of(self._stage, StepCounts((), decodes, decodes * lengths[0], decodes, decodes)))
+        stage, _ = self._lane.kinds[self._kind]
+        attention = self._lane._degrees[stage.tp].decode
+        lengths = attention.lengths.tolist()
+        seconds = [stage.decoder_layers * attention.at(decodes, length) for length in lengths]
+        counts = StepCounts((), decodes, decodes * lengths[0], decodes, decodes)
+        at_first = sum(self._lane._parts_by_kind(counts)[self._kind])
         return at_first - seconds[0], lengths, seconds
 
 
