@@ -138,7 +138,7 @@ class Kernels:
         self._link = cluster.intra_node
 
     def matrix(self, tokens: float, params: float, num_products: int = 1) -> float:
-        """Products whose weights have so many elements together."""
+        """Return the seconds of products whose weights have `params` elements together."""
         compute = 2 * tokens * params / (self._rate * self.efficiency.matrix)
         read = params * self.size / (self._bandwidth * self.efficiency.weights)
         return max(compute, read) + num_products * self.efficiency.product_s

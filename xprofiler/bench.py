@@ -46,9 +46,9 @@ does not end up in the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
 JOBS_A_STEP = 16
-"""It is measured after each so many points."""
+"""Points after which it is measured again."""
 STEPS_A_STRETCH = 3
-"""So many in succession, over seconds of profiling, meet as much of the machine's ups and downs as one request does."""
+"""Steps in succession: over seconds of profiling they meet as much of the machine's ups and downs as one request."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384

@@ -81,7 +81,7 @@ def bench_of(worker: Worker) -> type[Bench]:
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> dict[str, str]:
-    """How the weights of a model are kept on this CPU, whole or shared by so many devices."""
+    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree."""
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees

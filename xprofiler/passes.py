@@ -8,7 +8,7 @@ from typing import TypeVar
 PASSES = 6
 """The first is to warm up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Prompts of so many tokens take long enough to meet all of the clock's rates: they are in every second pass only."""
+"""Prompts of this many tokens last long enough to meet all of the clock's rates: every second pass has them."""
 
 Point = TypeVar("Point")
 

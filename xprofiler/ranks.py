@@ -95,7 +95,7 @@ def measure(
     Raises:
         MachineError: a process dies over it.
     """
-    with TemporaryDirectory(prefix="xgpt-") as directory:  # nobody else may open it
+    with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
         task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), layouts, store)
         return _measure_together(task, progress)
@@ -195,8 +195,8 @@ def _hop(task: Task, rank: int, num_tokens: int) -> float:
 
 
 def _transfer(rank: int, worker: Worker, part: Part, num_tokens: int) -> float:
-    """What as many bytes as the K/V of so many tokens in all layers take out of one worker, through host memory, into
-    another: half of there and back. An encoder-decoder's move what its encoder has read, of more tokens.
+    """Return the seconds that the K/V of `num_tokens` tokens in all layers takes out of one worker, through host
+    memory, into another: half of there and back. An encoder-decoder's move what its encoder has read, of more tokens.
     """
     spec, cargo = part.spec, worker.cargo(part)
     if spec.is_encoder_decoder:

@@ -12,7 +12,7 @@ so `head` counts each request after the first of a step, with all the loop's wor
 Times are means over passes, as in `measure`: what a run pays on average. A few long steps can all meet the same rate of
 the clock, and then stand out among their neighbours; as more tokens in a step never cost more each, sizes that seem to
 are taken together. The attention of prompts, a few hundredths of a step at usual lengths, is read off all pieces at
-once. Steps that decode beside a piece of a prompt are measured too: `provenance` says by how much they differ from
+once. Steps that decode and encode a piece of a prompt are measured too: `provenance` says by how much they differ from
 what decodes and prompts alone add up to.
 Decodes over long contexts take K/V that was never computed, from vLLM's connector made for that.
 """
@@ -53,16 +53,16 @@ PIECES = {"cpu": 128, "gpu": 1024}
 """Tokens of a piece of a prompt, by the type of device: as many as keep it busy."""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Requests that decode beside the pieces of a prompt, and their context, to see what mixing costs."""
+"""Requests that decode in the steps of a prompt's pieces, and their context, to see what mixing costs."""
 
 Progress = Callable[[int, int, str], None]
 
 
 class Point(NamedTuple):
-    """A step to measure: so many requests, each of `length` tokens in the prompt or, decoding, in the context.
+    """A step to measure: `batch` requests, each of `length` tokens in the prompt or, decoding, in the context.
 
     "pieces" are several steps: a prompt of `length` tokens, cut into pieces of `piece`, with `batch` requests that
-    decode beside it.
+    decode in the same steps.
     """
 
     kind: str
@@ -285,14 +285,14 @@ def _encode_attention(spec: ModelSpec, times: dict[Point, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Point, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """By how much steps that decode beside a piece of a prompt take longer than both alone, relative, and the standard
-    error of that; None: not measured."""
+    """By how much steps that decode and encode a piece of a prompt take longer than both alone, relative, and the
+    standard error of that; None: not measured."""
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Point("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
         return None
     alone, mixed = pieces[False], pieces[True]
-    num_mixed = mixed.length // mixed.piece - 1  # in its first step nobody decodes yet
+    num_mixed = mixed.length // mixed.piece - 1  # its first step decodes nothing yet
     fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # what both alone pay twice
     by_start = _by_start(times[alone], alone.length // alone.piece)[:, 1 : 1 + num_mixed]
     decodes = np.reshape(times[decode], (len(by_start), -1)).mean(axis=1)
@@ -307,8 +307,8 @@ def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
 
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Seconds of steps of so many tokens, none dearer a token than a smaller one: where one is, both are taken
-    together, each counting by the time that it was measured for.
+    """Seconds of steps by their tokens, none dearer a token than a smaller one: where one is, both are taken together,
+    each counting by the time that it was measured for.
 
     Args:
         sizes: seconds of a step, and of all its measurements, by tokens.

@@ -144,7 +144,7 @@ def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
 
 
 def _largest(space: Space, outer: Ints) -> Ints:
-    """The largest batch that memory holds beside each value of the other variable."""
+    """Return the largest batch that memory holds together with each value of the other variable."""
     most = max(int(space.capacity), 1)
     axis, inner, counts = space.lines
     if axis is None or inner.variable.name != space.forecast.load:

@@ -22,7 +22,7 @@ from xsimulator.placement import Lane, degrees, lane, lane_of, spread
 MAX_SPLITS = 6
 """Values of tp_devices tried for a degree: every multiple of it where there are no more, else evenly spaced ones."""
 FEW_DEVICES = 8
-"""Up to so many, every size of a replica and every split of WAA is tried."""
+"""Up to this number, every size of a replica and every split of WAA is tried."""
 TYPICAL_BATCH = 32
 """Requests in decode for which stages, and the lanes of WAA, are balanced."""
 
@@ -104,7 +104,7 @@ class Placements:
     """The placements of one model on one cluster.
 
     Args:
-        max_devices: take no more than so many.
+        max_devices: the most devices to take.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Placements:
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """So many replicas of so many devices, encode and decode on the same ones."""
+        """Yield placements of `replicas` replicas of `size` devices each, encode and decode on the same ones."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices}
             for fixed in FORECASTS[kind].microbatches(_microbatches(layout.num_stages)):
@@ -296,7 +296,7 @@ def _sizes(num_devices: int) -> list[int]:
 
 
 def _splits(size: int, degree: int) -> Iterator[int]:
-    """tp_devices worth trying on so many devices."""
+    """Yield the values of tp_devices worth trying on `size` devices."""
     if degree == 1:
         yield 0
         return

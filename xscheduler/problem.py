@@ -14,10 +14,10 @@ class Problem:
     """Everything that a plan answers to.
 
     Attributes:
-        max_devices: take no more than so many of the cluster's.
+        max_devices: the most devices of the cluster to take.
         uniform: only placements that are replicas of equal stages.
-        replicas: so many and no others.
-        placement: nowhere else. It need not be one that would be tried.
+        replicas: only this number of replicas.
+        placement: only this one. It need not be one that would be tried.
         wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
     """
 

@@ -157,7 +157,7 @@ class Scheduler:
         """The policy's plans of the highest arrival rates in closed form, each with that rate, the highest first.
 
         Args:
-            most: so many plans, of as many placements.
+            most: the number of plans, of as many placements.
             at_least: a rate below which plans are of no use.
         """
         started = time.perf_counter()
@@ -219,7 +219,7 @@ class Scheduler:
         return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
-        """What somebody's own settings would do, whether or not they keep the constraint.
+        """Return what given settings would do, whether or not they keep the constraint.
 
         Raises:
             InfeasibleError: they do not fit in memory.

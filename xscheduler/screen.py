@@ -264,7 +264,7 @@ class Screen:
             attention = attention + _convex_floor(m, Grid(layer.cross.attention)(m, lengths.mean_input))
 
         def steps(prompts: Array) -> Array:
-            """Steps that decode m requests and encode so many prompts, both on average."""
+            """Steps that decode m requests and encode `prompts`, both on average."""
             tokens = m + prompts * prompt_tokens
             return _convex_floor(tokens, rest(tokens)) + attention + prompts * prompt_s
 

@@ -162,13 +162,13 @@ class Space:
 
     @cached_property
     def capacity(self) -> float:
-        """Requests that may hold K/V at once, beside the smallest steps."""
+        """Requests that may hold K/V at once when steps have no activations to speak of."""
         limits = self.limits
         at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
-        """Requests that may hold K/V at once when the largest step has so many tokens."""
+        """Requests that may hold K/V at once when the largest step has `step_tokens` tokens."""
         limits = self.limits
         # WAA's prompts are encoded elsewhere: its decode steps are small.
         blocks = limits.memory.blocks_beside(
@@ -254,13 +254,13 @@ class Space:
         return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
 
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
-        """Every point predicted, so many at a time that memory holds them."""
+        """Yield every point with its prediction, in batches that memory holds."""
         for start in range(0, self.num_points, POINTS_AT_ONCE):
             columns = self.points(np.arange(start, min(start + POINTS_AT_ONCE, self.num_points)))
             yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
-        """At most about so many points, on a grid that is even on a logarithmic scale, as columns."""
+        """Return about `num_points` points at most, on a grid that is even on a logarithmic scale, as columns."""
         values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
         for axis in self.axes:
@@ -301,7 +301,7 @@ class Space:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Requests that a lane holds beside steps without tokens: the same for all placements on it."""
+    """Requests that a lane holds where steps have no activations: the same for all placements on it."""
     return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv)[0])
 
 

@@ -42,7 +42,7 @@ class Limits(NamedTuple):
         whole_ns, first_ns: from arrival to the last token, and to the first.
         gap_ns: mean gap between tokens.
         first, last: the requests that count, [first, last).
-        most_broken: more than so many, and the run ends.
+        most_broken: the run ends once more of them than this have broken a bound.
     """
 
     whole_ns: float
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 
 class Kv(NamedTuple):
-    """K/V memory of a lane: blocks of so many tokens."""
+    """K/V memory of a lane, in blocks of a fixed number of tokens."""
 
     blocks: int
     block_size: int

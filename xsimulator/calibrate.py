@@ -1,6 +1,6 @@
 """Fits a profile to steps that a real engine has executed.
 
-A profile's tables are measured part by part; in a served engine the parts run beside each other, and the machine is in
+A profile's tables are measured part by part; in a served engine the parts run concurrently, and the machine is in
 another state. A factor for each table corrects that:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
@@ -27,10 +27,10 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""Weight of a factor's distance from 1, beside that of the steps' relative errors."""
+"""Weight of a factor's distance from 1, relative to that of the steps' relative errors."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""Deviations (scaled medians) beyond which a step tells of the machine, not of the model."""
+"""Deviations (scaled medians) beyond which a step's time is the machine's doing, not the model's."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
     steps = steps_of(plan, profile, log)
     middle = int(np.quantile(steps.first_request, 0.5))
     newest = max(arrival.id for record in log for arrival in record.arrivals)
-    # A step of the second half holds nobody of the first: the lowest id tells.
+    # A step of the second half holds no request of the first: the lowest id tells.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
         raise InputError("--requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")

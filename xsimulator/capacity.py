@@ -26,15 +26,15 @@ LEAST_REQUESTS = 2000
 """Requests that count, at least."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""And at least as many as arrive, at saturation, in so many spans; the warm-up is one. A span is the bound, or what a
-request takes that waits as long as requests do at a rate just below saturation, where that is less: beyond, the
-arrival rate is the saturated one to within `PRECISION`, whatever the bound."""
+"""Also count at least as many requests as arrive, at saturation, in this number of spans; the warm-up is one. A span is
+the bound, or what a request takes that waits as long as requests do at a rate just below saturation, where that is
+less: beyond, the arrival rate is the saturated one to within `PRECISION`, whatever the bound."""
 PRECISION = 0.02
 """Of the rate, relative."""
 EDGE = 0.05
 """By which share bounds are tightened and loosened to show how sensitive the rate is."""
 KNOWN_BEYOND = 1.02
-"""Runs are given up once the quantile cannot keep so many times the bounds: how far beyond says where to look next."""
+"""Give a run up once the quantile exceeds this multiple of the bounds: how far beyond says where to look next."""
 LEAST_SHARE = 0.1
 """Of saturation: a plan that breaks its bounds at less has no capacity."""
 SEED = 0
@@ -98,7 +98,7 @@ class Trial:
         """What the requests that count take at a rate, of all replicas together.
 
         Args:
-            slack: give up, and return None, once the quantile cannot keep so many times its bounds; None: go on.
+            slack: give up, and return None, once the quantile exceeds its bounds this many times; None: go on.
         """
         plan, last = self.plan, self.num_warm_up + self.num_requests
         arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()

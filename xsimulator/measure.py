@@ -31,7 +31,7 @@ class Measured:
         output_tokens_per_s: of the window.
         latency_s: mean time from admission until a request of `quantile_output` tokens has its last one. Every running
             request decodes in every step that decodes, so each of the window's admissions shows this time whatever its
-            own length. Not so where nobody was left in decode before that: such a request would have kept the next
+            own length. Not so where no request was left in decode before that: such a request would have kept the next
             ones out. Where that is common (static batches, phases longer than most outputs), and where steps mix
             encode and decode (such a request would have kept its slot from the prompts that came to it), this is the
             mean time to the first token and the mean gap before each further one, in mixed steps of all gaps together.
@@ -174,7 +174,7 @@ class _Steps:
                 empty_steps[batch].append(i)
         self._decode_steps = {batch: np.asarray(steps, int) for batch, steps in decode_steps.items()}
         self._empty_steps = {batch: np.asarray(steps, int) for batch, steps in empty_steps.items()}
-        """Steps that left nobody of their micro-batch in decode."""
+        """Steps that left no request of their micro-batch in decode."""
         self._encode_emits = encode_emits
 
     def window(self, skip: int, count: int) -> tuple[int, int]:
@@ -192,7 +192,7 @@ class _Steps:
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Seconds from each admission to the token that a request of this length would have ended with.
 
-        Left out: admissions too near the log's end. NaN: where a step in between left nobody in decode.
+        Left out: admissions too near the log's end. NaN: where a step in between left no request in decode.
         """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
@@ -238,7 +238,7 @@ def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Ar
     """Mean gap behind each token of a request of this length but the last. # [output_length - 1]
 
     Whether a request goes on is not known before its next token, so the gaps behind the n-th token of those that did go
-    on are those of any request that would have. Where nobody was seen to reach a token, the mean of all gaps stands in.
+    on are those of any request that would have. Where no request reached a token, the mean of all gaps stands in.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -1,4 +1,4 @@
-"""What fits: K/V blocks beside the weights, and the requests that those blocks carry."""
+"""What fits: the K/V blocks that weights leave room for, and the requests that those blocks carry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Buffers of libraries and of the engine itself, beside activations."""
+"""Buffers of libraries and of the engine itself, activations not included."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -79,7 +79,7 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Blocks that every stage has beside the activations of a step of so many tokens. # [n] -> [n]"""
+        """Blocks for which every stage has room once a step of `step_tokens` has its activations. # [n] -> [n]"""
         at_once = np.minimum(np.atleast_1d(np.asarray(step_tokens, float)), SLICE_TOKENS)
         fixed, block = self._distinct
         free = self._usable - fixed - at_once * self._activation_bytes
@@ -88,7 +88,7 @@ class LaneMemory:
         return np.floor(np.maximum(blocks.min(axis=0), 0.0))
 
     def device_bytes(self, blocks: float, step_tokens: float) -> tuple[int, ...]:
-        """Bytes in use on each device, stage by stage, with so many K/V blocks and the largest step's activations."""
+        """Bytes in use on each device, stage by stage, with these K/V blocks and the largest step's activations."""
         activations = min(step_tokens, SLICE_TOKENS) * self._activation_bytes
         by_stage = self.fixed_bytes + activations + blocks * self._block_bytes
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))

@@ -36,7 +36,7 @@ Array = npt.NDArray[np.float64]
 NUM_LOADS = 16
 """Batches at which a curve is evaluated, from one request up to its largest."""
 FEW_STATES = 24
-"""Up to so many requests inside, each number of them is a state; beyond, ever fewer are."""
+"""Up to this number of requests inside, each number is a state; beyond, ever fewer are."""
 NUM_STATES = 72
 RATE_STEPS = 14
 """Bisections of a rate: to a ten-thousandth of saturation."""
@@ -67,7 +67,7 @@ class Queue:
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Of requests that stand for all: decode iterations, shares, and prompts beside the mean one."""
+        """Of requests that stand for all: decode iterations, shares, and prompts relative to the mean one."""
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
             of.reshape(shape) for of in (found.ttft, found.tpot, found.cycle, found.throughput)

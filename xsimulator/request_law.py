@@ -30,7 +30,7 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 
 NUM_GROUPS = 10
-"""Consecutive admissions, which have much in common, are put into so many groups."""
+"""Groups into which consecutive admissions, which have much in common, are put."""
 NUM_DRAWS = 40
 
 
@@ -148,7 +148,7 @@ class _Seen:
         self._mixed = any(record.encode and record.decode for record in log)
 
     def latencies(self, ids: Sequence[int], decodes: Ints) -> Array:
-        """Seconds from admission to the last token of requests that decode so often. # [ids, decodes]"""
+        """Seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
         opens = self._admitted[ids[0]]
         """From here on batches are as in the steady state, up to the last admission."""
         admitted = self._start[[self._admitted[id_] for id_ in ids]]

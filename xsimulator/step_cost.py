@@ -193,7 +193,7 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """What prompts cost beside decoder tokens, samples and overhead, against their number. # [kinds]
+        """What prompts cost in addition to decoder tokens, samples and overhead, against their number. # [kinds]
 
         Attention; with an encoder also its layers, and what the decoder makes of its output.
         """
@@ -294,7 +294,7 @@ class LaneCost:
         return order
 
     def hops(self, num_tokens: int) -> list[float]:
-        """Seconds from the stage before to each stage, of a step of so many tokens."""
+        """Return the seconds that a step of `num_tokens` takes from the stage before to each stage."""
         if self.num_stages == 1:
             return [0.0]
         lines = (self._near, self._far)
@@ -401,8 +401,8 @@ class StepCounts(NamedTuple):
 
 
 class _DecodeSteps:
-    """Seconds of a stage's steps that only decode: for each number of requests the work beside attention, and a row of
-    the attention's table.
+    """Seconds of a stage's steps that only decode: for each number of requests the work other than attention, and a
+    row of the attention's table.
     """
 
     def __init__(self, lane: LaneCost, kind: int) -> None:

@@ -1,4 +1,4 @@
-"""What stages did when, as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""The work of stages over time as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timeline(NamedTuple):
 def chrome_trace(*timelines: Timeline) -> str:
     """Steps as spans of the stages that execute them, and the requests inside as a counter. Times in microseconds.
 
-    Each timeline is a process of its own, beside the others, from 0 on. Source: ExeGPT Figure 4.
+    Each timeline is a process of its own in the trace, from 0 on. Source: ExeGPT Figure 4.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):

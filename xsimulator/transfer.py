@@ -25,7 +25,7 @@ class Transfer:
         self.line = Line(line.points / share, line.values)
         """Against all tokens of the prompts."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether it takes the devices' own time: a CPU's cores have nobody who copies for them."""
+        """Whether it takes the devices' own time: a CPU has no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

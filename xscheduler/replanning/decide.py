@@ -17,7 +17,7 @@ SAME = 0.02
 
 @dataclass(frozen=True)
 class Verdict:
-    """The running plan beside the best one.
+    """The running plan compared with the best one.
 
     Attributes:
         breaks_bound: whether the running plan breaks its bounds for certain.

@@ -112,7 +112,7 @@ class _Open:
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """First and last indices of at most so many parts of low .. high, about even in the ratios of their values."""
+    """Return first and last indices of at most `parts` parts of low .. high, about even in the ratios of values."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()

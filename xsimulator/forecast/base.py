@@ -84,7 +84,7 @@ class Forecast(ABC, Generic[M]):
     # Settings ----------------------------------------------------------------------------------------------------
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        """The settings that so many micro-batches make, for each of these counts."""
+        """Return the settings that make each of these numbers of micro-batches."""
         return [{"microbatches": count} for count in counts]
 
     def values(self, name: str, room: Room) -> Ints:
@@ -156,7 +156,8 @@ class Forecast(ABC, Generic[M]):
         None where they are those of the corner with each variable at its slow end.
 
         Args:
-            model: on the tables below the profile's; floor: the corners of boxes on it, so many a box, side by side.
+            model: on the tables below the profile's; floor: the corners of boxes on it, the same number for each box,
+                side by side.
         """
         return None
 

@@ -103,7 +103,7 @@ class Mixes:
             rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * lengths.mean_decodes
 
-        # A busy step encodes what the slots freed, up to its room. Whoever is still in encode makes a step busy, so in
+        # A busy step encodes what the slots freed, up to its room. Any request still in encode makes a step busy, so in
         # a step that only decodes every slot does.
         quiet = np.maximum(1 - rate / max_batch, 0.0)
         busy = 1 - quiet**max_batch
@@ -185,7 +185,7 @@ class Mixes:
         return values, values * each, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
-        """The rate at which so many slots and so many tokens a step balance."""
+        """Return the steady state in which slots (`max_batch`) and tokens a step (`budget`) balance."""
         lengths = self._lengths
         highest = np.minimum(
             max_batch / (lengths.mean_decodes + 1), budget / (lengths.mean_input + lengths.mean_decodes)
@@ -221,8 +221,8 @@ class Mixes:
         room = budget - rate * lengths.mean_decodes
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
-        # Who comes meets what the other slots leave there, in service and waiting: where few of them decode, the
-        # station never runs dry.
+        # A request that arrives meets what the other slots leave there, in service and waiting: where few of them
+        # decode, the station never runs dry.
         met = others * load
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (lengths.mean_decodes - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
@@ -299,7 +299,7 @@ class MixedSteps:
         )
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Steps that decode a batch and encode so many tokens of so many requests: on each kind of stage, and hops."""
+        """Seconds of steps that decode a batch and encode `tokens` of `requests`: on each kind of stage; of hops."""
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:
@@ -310,7 +310,7 @@ class MixedSteps:
 
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
-    """Steps that prompts of so many tokens take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
+    """Steps that prompts take by their tokens, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
     waiting = prompts / room[:, None]  # in place, as it is the largest of all arrays here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)

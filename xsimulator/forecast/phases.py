@@ -1,4 +1,4 @@
-"""What rra's closed form needs of the lengths: who is in decode when, for every number of decode iterations a phase.
+"""What rra's closed form needs of the lengths: how many requests decode when, for every number of iterations a phase.
 
 It depends on no device, so that all placements of a search share it.
 """
@@ -37,12 +37,12 @@ class PhaseColumns(NamedTuple):
     age: Array
     """Mean decode iterations of those in decode."""
     nobody: Array
-    """Log of the probability that nobody is in decode, for each request encoded a phase."""
+    """Log of the probability that no request is in decode, for each request encoded a phase."""
     boundary: Array
     """Share of the gaps between tokens that span an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """How far the decode batch strays until the target follows, in deviations of one request's share of it."""
+    """How far the decode batch deviates before its target adapts, in deviations of one request's share of it."""
 
 
 class Phases:
@@ -57,7 +57,7 @@ class Phases:
         self._rows: dict[int, int] = {}
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
         # Phases encode alike in tokens, so ragged prompts come in uneven numbers, of a variance that is their squared
-        # coefficient of variation times the mean: more often than even numbers would they leave nobody.
+        # coefficient of variation times the mean: more often than even numbers would they leave no request.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):

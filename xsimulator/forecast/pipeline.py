@@ -32,7 +32,7 @@ _BLOM = _blom(np.arange(1025))
 
 
 def expected_max_deviate(count: npt.ArrayLike) -> Array:
-    """Expected largest of so many standard normal deviates (Blom's approximation), 0 for one."""
+    """Return the expected largest of `count` standard normal deviates (Blom's approximation), 0 for one."""
     n = np.asarray(count).astype(int)
     return _BLOM[n] if n.max() < len(_BLOM) else _blom(n)
 
@@ -144,7 +144,7 @@ class RandomSteps:
         return least, np.maximum(held, least)
 
     def long_round(self, share: float) -> Array:
-        """Seconds that so large a share of all rounds exceeds, in the first case. # [n]"""
+        """Seconds that this share of all rounds exceeds, in the first case. # [n]"""
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:

@@ -92,15 +92,15 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     te, own = encoding[:kinds], encoding[kinds]  # [kinds, n], [n]
     down, down_without_hops = encoding[kinds + 1 :].reshape(2, -1, len(each))  # [ends, n]
 
-    # A phase ends early where nobody is left in decode: P(somebody is), and the batch given that. That is one at
-    # least, and hardly over its peak and one more.
+    # A phase ends early where no request is left in decode: the probability that one is, and the batch given that.
+    # That is one at least, and hardly over its peak and one more.
     column, m = each[:, None], microbatches[:, None]
     present = column * phase.share
     running = np.maximum(-np.expm1(column * phase.nobody), present / (np.maximum(present[:, :1], 1.0) + 1))
     running = np.maximum(np.minimum(running, present), 1e-300)
     decode = table(present / running, table.locate(model.self_context + phase.age))  # [.., n, segments]
     td, own_way = decode[:kinds], decode[kinds]
-    # Phases begin together: a round takes place where anybody is left, with those micro-batches that are.
+    # Phases begin together: a round takes place where any request is left, with the micro-batches that have one.
     anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
     active = (m * running / anywhere) * td  # [kinds, n, segments]
     rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
@@ -129,7 +129,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     cycle = np.where(decode_iterations >= 2, np.maximum(cycle, around), cycle)
 
     # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
-    # As long as it is there, somebody is left in decode: none of its phases ends early.
+    # As long as it runs, a request is left in decode: none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
     whole = cycle + (rounds * weights).sum(axis=1) - decoding

@@ -105,7 +105,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Prompt tokens of so many requests at once, hardly ever exceeded (four standard deviations)."""
+    """Prompt tokens of a batch of `requests` that are hardly ever exceeded (four standard deviations)."""
     variance = lengths.mean_square_input - lengths.mean_input**2
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 

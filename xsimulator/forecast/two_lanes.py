@@ -7,8 +7,8 @@ every t_E, the K/V transfers, or the cap on requests inside:
     B + X (wait + encode + transfer + joining) + (B_E - 1) / 2 <= B_max,   X = B / (E[S] T(B))
 
 as a batch waits until all of it fits, and then until the encode lane is free (as in a queue whose arrivals are
-batches). Whoever has been transferred joins after half an iteration in the mean. Where a device is a CPU core, moving
-K/V is that core's work: both lanes then do nothing else for as long (Transfer.occupies).
+batches). A request that has been transferred joins after half an iteration in the mean. Where a device is a CPU core,
+moving K/V is that core's work: both lanes then do nothing else for as long (Transfer.occupies).
 Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
 """
 
@@ -230,7 +230,7 @@ class TwoLaneModel:
         """Seconds of an iteration that encode batches between these do not fall below. # [n, grid]
 
         Args:
-            size: at so many of the grid's points, from the first on.
+            size: the number of the grid's points to evaluate, from the first on.
         """
         _, slowest, through = self._decode_grid
         if self.decode.has_encoder:
@@ -255,8 +255,8 @@ class TwoLaneModel:
     def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
 
-        The requests of a batch join together, and most steps are joined by nobody: these layers' weights are read only
-        where somebody joins, and all steps behind such a one wait for it. Of larger batches fewer steps are joined, of
+        The requests of a batch join together, and no request joins most steps: these layers' weights are read only
+        where one joins, and all steps behind such a step wait for it. Of larger batches fewer steps are joined, of
         smaller ones each takes less.
         """
         cost, slowest, through = (of[..., :size] for of in self._decode_grid)
@@ -294,7 +294,7 @@ class TwoLaneModel:
         context = lengths.mean_decode_context - (lengths.mean_input if decode.has_encoder else 0.0)
         table = decode.decode(np.asarray([context]), lengths.mean_input)
         cost = table(GRID)[:, 0]
-        # With less than one request in the mean fewer micro-batches run, but whoever runs passes all stages.
+        # With less than one request in the mean fewer micro-batches run, but each one that runs passes all stages.
         some = np.maximum(GRID, 1.0)
         through = self._decode_pipeline.through(table(some)[:, 0], decode.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
