@@ -324,7 +324,7 @@ def bench(
     engine: EngineKind = "native",
     seed: int = 0,
 ) -> Benched:
-    """Return what a plan predicts beside what is measured of it here, or what a client sees of an endpoint.
+    """Return a plan's predictions with measurements of it on this machine, or what a client sees of an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 

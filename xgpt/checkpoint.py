@@ -49,7 +49,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
     Raises:
         InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
-            that is not known; or an adapter lies beside it.
+            that is not known; or the directory also holds an adapter.
     """
     path = directory / "config.json"
     config = _read_object(path)
@@ -123,7 +123,7 @@ def _headers(directory: Path) -> Iterator[str]:
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
 
-    model.safetensors, or the shards that model.safetensors.index.json names, each beside it.
+    model.safetensors, or the shards that model.safetensors.index.json names, each in the same directory.
 
     Raises:
         InputError: the index is broken, or names a file that is not there.

@@ -115,10 +115,10 @@ async def replay(
     """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
     Args:
-        concurrency: closed loop: so many requests are outstanding, each end sends the next. None: open loop,
+        concurrency: closed loop: the number of requests outstanding; each end sends the next. None: open loop,
             each is sent at its `send_at_s`, whatever has become of the others.
         stream: read each token as it comes; otherwise whole answers, which cost client and server less.
-        enough: closed loop: stop when so many have ended, and leave out those under way.
+        enough: closed loop: stop when this number has ended, and leave out those under way.
         ca_file, api_key: see `Connection`.
 
     Raises:
@@ -195,7 +195,7 @@ class _Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """A connection that nobody else uses meanwhile."""
+        """Lend a connection that no other request uses meanwhile."""
         if not self._idle:
             self._all.append(Connection(self._url, self._ca_file, self._api_key))
             self._idle.append(self._all[-1])

@@ -58,7 +58,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """What a family's config.json may say beside `COMMON`.
+    """What a family's config.json may say besides `COMMON`.
 
     Attributes:
         read: fields that the spec is made from.

@@ -21,7 +21,7 @@ CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
 
 Failure = (OSError, h11.ProtocolError)
-"""What an exchange fails with: nobody answers, in time or as HTTP has it, or the answer breaks off."""
+"""What an exchange fails with: no answer comes in time, it is not HTTP, or it breaks off."""
 
 
 @cache

@@ -15,7 +15,7 @@ def main() -> int:
     address, port = "127.0.0.1", int(os.environ.get("XGPT_PORT", "8000"))
     connection = http.client.HTTPConnection(address, port, timeout=4)
     if os.environ.get("XGPT_SCHEME") == "https":
-        # The certificate is in clients' names, not in this one; who answers here is this container.
+        # The certificate names the host that clients use, not this one; it is this container that answers here.
         context = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection(address, port, timeout=4, context=context)
     try:

@@ -25,7 +25,7 @@ ConfigKind = Literal["models", "devices", "clusters", "workloads"]
 
 
 def configs_dir() -> Path:
-    """The shipped configs: inside the package in a wheel, beside it in a checkout."""
+    """Return the directory of the shipped configs: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -21,9 +21,9 @@ CPU_USABLE_MEMORY = 0.5
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
-    """The GPUs that nvidia-smi lists, or else the CPU as one device.
+    """Return the GPUs that nvidia-smi lists, or else the CPU as one device.
 
-    With `num_devices`, so many of the GPUs; or as many CPU devices, with equal shares of cores and memory.
+    With `num_devices`, that number of the GPUs, or of CPU devices with equal shares of cores and memory.
 
     Args:
         root: where proc and sys are found.

@@ -1,4 +1,4 @@
-"""Numbers out of text as everybody writes them: Python also reads 1_0, nan and the digits of other alphabets."""
+"""Reads numbers in their usual notation: Python also reads 1_0, nan and the digits of other alphabets."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """Return what a sample says beside what was planned, with the observed pace."""
+    """Return a sample compared with what was planned, with the observed pace."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),

@@ -140,17 +140,17 @@ class Snapshot(NamedTuple):
     slowdown: float | None
 
     def observation(self) -> Observation | None:
-        """Return all requests beside what was planned; None: no request has finished yet."""
+        """Return all requests compared with what was planned; None: no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Return some of the requests beside what was planned."""
+        """Return some of the requests compared with what was planned."""
         return observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
 
 
 class Observer:
-    """What an engine does beside what its plan foresaw.
+    """Compares what an engine does with what its plan predicts.
 
     Attributes:
         plan: the running one.

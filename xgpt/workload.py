@@ -1,6 +1,6 @@
 """Request lengths and arrival times: distributions and traces in, numpy arrays out.
 
-Everyone may import this module; of the others it imports only the schema and the errors. Randomness enters as
+Every package may import this module; of the others it imports only the schema and the errors. Randomness enters as
 an explicit numpy Generator.
 """
 

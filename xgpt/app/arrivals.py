@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xsimulator.capacity import CapacitySearch
 
 SHARP = 0.005
-"""Precision of the best plan's rate; by so much another one must exceed it."""
+"""Precision of the best plan's rate; another one must exceed it by this share."""
 COARSE = 0.03
 """Precision of the rate of a policy that is far behind."""
 BEHIND = 0.7

@@ -1,4 +1,4 @@
-"""Replay a workload against a served plan: predicted beside measured."""
+"""Replay a workload against a served plan, and compare what was predicted with what is measured."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Benched:
     """What a bench has measured.
 
     Attributes:
-        report: predicted beside measured of a plan; what the client saw of an endpoint.
+        report: predictions and measurements of a plan; what the client saw of an endpoint.
         steps: those that a plan's engine executed.
         profile: the plan's, fitted to these steps; None: that was not asked for.
     """
@@ -189,7 +189,7 @@ def _requests(plan: Plan, load: Load, rng: np.random.Generator) -> list[ClientRe
 def _report(
     plan: Plan, load: Load, rng: np.random.Generator, log: list[StepRecord], results: Sequence[ClientResult]
 ) -> BenchReport:
-    """What was measured, beside what was predicted of it."""
+    """Return the measurements with the predictions of them."""
     from xgpt.io import sha256
 
     workload, rate = load.workload or plan.workload, load.arrival_rate_per_s
@@ -296,7 +296,7 @@ def served(
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
     command += ["--engine", engine, *([] if replan else ["--no-replan"])]
-    command += [*options, "--log-level", "error"]  # nobody reads its lines, and a full pipe would stop it
+    command += [*options, "--log-level", "error"]  # its log is not read, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
     try:

@@ -17,7 +17,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
 
     Raises:
         MachineError: says what is missing, and how to plan for what is here.
-        InputError: the plan's devices do not spread evenly over so many machines.
+        InputError: the plan's devices do not spread evenly over the machines.
     """
     from xgpt.machine import detect, num_cores
 

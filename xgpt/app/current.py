@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 LAUNCHERS = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"))
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
-"""Of vLLM's server: from so many GiB of device memory on, requests and tokens in a step."""
+"""Of vLLM's server: GiB of device memory from which they hold, requests and tokens in a step."""
 A100_LIMIT = 160
-"""An A100 below so many GiB has the smallest."""
+"""GiB below which an A100 has the smallest."""
 CPU_DEFAULTS = (128, 2048)
 """The same on a CPU, times the devices of a replica."""
 GPU_SHARE = 0.92

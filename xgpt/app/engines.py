@@ -31,7 +31,7 @@ class Nodes:
 
     Args:
         rendezvous: address and port at which the first machine is met.
-        passphrase: what all of them share, and nobody else knows.
+        passphrase: the secret that all of them share.
     """
 
     count: int
@@ -140,7 +140,7 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 
 def _redeployer(worker: Worker) -> Deploy:
-    """Sets another plan's K/V memory up beside the weights, which stay where they are."""
+    """Return what sets another plan's K/V memory up; the weights stay where they are."""
     from xrunner.build import warm_up, whole_worker
 
     # Not the worker itself: its memory must be free before the next one's is taken.

@@ -1,4 +1,4 @@
-"""A running plan beside the best one by what it maximises: which judge says so, and the judges that simulate."""
+"""Compares a running plan with the best one by what it maximises: the choice of a judge, and judges that simulate."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NIXL_PACKAGE = "nixl==1.5.1"
 
 
 def beside_vllm(plan: Plan) -> list[str]:
-    """What pip is to install beside vLLM."""
+    """Return what pip is to install next to vLLM."""
     moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
     return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xsimulator.measure import Measured
 
 NUM_REQUESTS = 400
-"""Requests of the simulated run whose figures stand beside the prediction."""
+"""Requests of the simulated run whose figures stand next to the prediction."""
 TIMELINE_CYCLES = 4
 MIN_STEPS, MAX_STEPS = 20, 120
 HISTOGRAM_BINS = 40

@@ -52,7 +52,7 @@ class PlanRequest(Frozen):
 
 
 def plan_request(**asked: Any) -> PlanRequest:
-    """The request that keyword arguments make: the fields of `PlanRequest`, and those of its constraint beside them.
+    """Return the request that keyword arguments make: the fields of `PlanRequest` and those of its constraint.
 
     None stands for an argument that was not given.
 
@@ -73,7 +73,7 @@ def _objective(given: dict[str, Any]) -> str:
 
 
 def _check_objective(given: dict[str, Any]) -> None:
-    """Refuse options of one objective beside the other one."""
+    """Refuse options of one objective under the other one."""
     saturated = given["objective"] == "saturated"
     names = {"arrival_rate_per_s": "--arrival-rate"} if saturated else {"sla": "--sla", "search": "--search"}
     other = "arrivals" if saturated else "saturated"

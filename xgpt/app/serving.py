@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServeRequest(Frozen):
-    """How a plan is to be served: where, to whom, within which limits.
+    """How a plan is to be served: at which address, for which clients, within which limits.
 
     Attributes:
         host: an address other than this machine's own takes an `api_key_file`.
@@ -243,7 +243,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
         from xrunner.server.observe.traces import Tracer
     except ImportError as error:
         if endpoint is None:
-            # Whoever runs the cluster sets the variables for every program on it.
+            # A cluster's administrator sets these variables for every program on it.
             logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
             return None
         raise InputError("--otlp-endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt[otel]'") from None

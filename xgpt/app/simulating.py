@@ -237,8 +237,8 @@ def replay_trace(
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: Lengths, num_requests: int = 500) -> Plan:
-    """The plan whose estimate says what it costs that lengths are taken for independent: its trace's pairs, simulated,
-    beside the same inputs and outputs in pairs drawn apart.
+    """Return the plan with an estimate of what it costs to take lengths for independent: it simulates the trace's
+    pairs, and the same inputs and outputs in pairs drawn apart.
     """
     import numpy as np
 

@@ -28,7 +28,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> str:
-    """A whole page: `template` (a file beside this one that extends frame.html) with its values, all escaped."""
+    """Return a whole page: `template` (a file of this directory that extends frame.html) with its values, escaped."""
     from markupsafe import Markup
 
     style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))

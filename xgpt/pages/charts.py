@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class Chart(NamedTuple):
-    """An image for a page: its data URL, what it shows to who cannot see it, and the line beneath it."""
+    """An image for a page: its data URL, its text alternative, and the line beneath it."""
 
     source: str
     alt: str
@@ -77,7 +77,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Span], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Who does what when: a row a worker, encode and decode in two colours; below, the requests in decode."""
+    """Draw the work of each worker over time, encode and decode in two colours; below, the requests in decode."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
         bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))

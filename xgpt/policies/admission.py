@@ -108,7 +108,7 @@ class Queue:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """The next so many (or all), in the order in which they would enter if no other came."""
+        """Return the next `count` (or all), in the order in which they would enter if no other came."""
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))

@@ -14,7 +14,7 @@ from xgpt.workload import decoding_share
 
 
 def build(plan: Plan) -> Schedule:
-    """The schedule of one replica, with nobody in it.
+    """Return the schedule of one replica, with no request in it.
 
     Raises:
         InputError: the plan's stages do not go with its policy, or its K/V promise not with its model.

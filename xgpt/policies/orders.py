@@ -111,11 +111,11 @@ class DasOrder(Order):
 
     A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
     ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
-    the earliest deadline; then again the shortest. Who does not fit what is left of the row is passed over; where
-    nobody fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the best
-    schedule's utility (Theorem 5.1).
+    the earliest deadline; then again the shortest. A request that does not fit what is left of the row is passed
+    over; where none fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the
+    best schedule's utility (Theorem 5.1).
 
-    A request longer than a whole row fits none: it enters once nobody else waits.
+    A request longer than a whole row fits none: it enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
@@ -128,7 +128,7 @@ class DasOrder(Order):
         self._count: dict[int, int] = {}
         """How many wait, by length; heaps hold those, too, that have left."""
         self._lengths: list[int] = []
-        """Those that somebody has, rising."""
+        """Those of waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
         """Lengths whose earliest deadline is to be noted before the next look."""
@@ -240,7 +240,7 @@ class EarliestUpTo:
         self._tree: list[tuple[float, int, int] | None] = [None] * 2
 
     def put(self, length: int, earliest: tuple[float, int] | None) -> None:
-        """Set a length's earliest (deadline, number); None: nobody has this length any more."""
+        """Set a length's earliest (deadline, number); None: no waiting request has this length any more."""
         while length >= len(self._tree) // 2:
             self._grow()
         tree = self._tree
@@ -251,7 +251,7 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """The length; None where nobody is so short."""
+        """Return the length; None where no request is that short."""
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]

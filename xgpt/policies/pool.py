@@ -1,4 +1,4 @@
-"""The requests of one engine: who waits, who runs in which micro-batch, and how much K/V memory is promised.
+"""The requests of one engine: which wait, which run in which micro-batch, and how much K/V memory is promised.
 
 Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
 that what is scheduled depends on nothing but the order of submissions, steps, endings and cancellations.
@@ -31,7 +31,7 @@ class Pool:
         max_running: requests inside at most, under "quantile": as many as fit with the plan's probability.
         hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Such a
             batch is set aside whole, so this goes with "reserve" alone.
-        order: who of those who wait enters next.
+        order: which of the waiting requests enters next.
         row_tokens: prompt tokens that the order "das" looks at together.
         patience_ns: after which a waiting request is overdue (see `admission`); None: never.
     """
@@ -75,7 +75,7 @@ class Pool:
         """Requests that have lost their K/V for the next step."""
 
     def fresh(self) -> Pool:
-        """Another like it as it was made, with nobody in it."""
+        """Return another pool of the same arguments, with no request in it."""
         return Pool(
             self.kv_blocks,
             self.block_size,
@@ -88,7 +88,7 @@ class Pool:
         )
 
     def follow(self, other: Pool) -> None:
-        """Take over what another plan's pool of the same shape says of who enters."""
+        """Take over another plan's rules of admission, from a pool of the same shape."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 
@@ -125,7 +125,7 @@ class Pool:
         self.waiting.push(request)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Take out who waits, has never been inside, and whose deadline has passed."""
+        """Take out the waiting requests whose deadline has passed and that have never run."""
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def can_admit(self) -> bool:
@@ -194,7 +194,7 @@ class Pool:
         return any(id_ in step.ids for step in self._under_way)
 
     def is_silent(self, id_: int) -> bool:
-        """Whether a running request's tokens are nobody's any more: it has finished, or was cancelled."""
+        """Whether a running request's tokens are no longer wanted: it has finished, or was cancelled."""
         return id_ in self._leaving or id_ in self._batch_of(id_).held
 
     @property
@@ -232,7 +232,7 @@ class Pool:
         return freed + self.settle_leaving(step) + self._end_batch()
 
     def settle_leaving(self, step: Step) -> list[int]:
-        """Let those go who were cancelled while this step was under way."""
+        """Remove the requests that were cancelled while this step was under way."""
         if not self._leaving:
             return []
         gone = [id_ for id_ in step.ids if id_ in self._leaving and not self.is_under_way(id_)]
@@ -269,7 +269,7 @@ class Pool:
         return self.blocks_for(request.promised)
 
     def _end_batch(self) -> list[int]:
-        """Free held requests once nobody of their batch runs any more, in whichever micro-batch."""
+        """Free held requests once their whole batch has finished, in all micro-batches."""
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
         freed = [id_ for batch in self.batches for id_ in batch.held]

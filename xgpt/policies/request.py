@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
     @property
     def ids(self) -> Iterator[int]:
-        """Everybody whom the step touches."""
+        """Yield the ids of all requests that the step touches."""
         yield from (chunk.id for chunk in self.encode)
         yield from self.decode
         yield from self.transfer

@@ -34,7 +34,7 @@ class LaneSettings:
         decode_batch: requests in decode after that phase's encoding, on average; used with `encode_tokens`.
         token_budget: tokens in a step at most; prompts are cut to fit. None: whole prompts.
         max_batch: requests in the lane at most.
-        refill_when_empty: nobody enters before the whole batch has finished.
+        refill_when_empty: no request enters before the whole batch has finished.
         microbatches: what the lane's requests are divided into; each runs by a rule of its own.
         encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
     """
@@ -150,7 +150,7 @@ class PromptBudget:
         self._credit -= length
 
     def close(self) -> None:
-        """Nobody is left to encode, or no memory for them: tokens not spent now would be a burst later."""
+        """End a phase's encoding: no request or no memory is left. Tokens not spent now would be a burst later."""
         self._credit = min(self._credit, 0.0)
 
 
@@ -171,7 +171,7 @@ class OneLaneRule:
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Whether a phase's iterations are done, or nobody is left for them."""
+        """Whether a phase's iterations are done, or no request is left for them."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
@@ -255,6 +255,6 @@ class OneLaneRule:
 
 
 def next_chunk(request: Request, limit: int | None) -> Chunk:
-    """The next piece of a request's prompt, of so many tokens at most."""
+    """Return the next piece of a request's prompt, of at most `limit` tokens."""
     missing = request.context - request.encoded
     return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))

@@ -40,7 +40,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def fresh(self) -> Schedule:
-        """The same schedule with nobody in it: where all workers are lost, one begins anew."""
+        """Return the same schedule with no request in it: where all workers are lost, it begins anew."""
 
     def submit(self, request: Request) -> None:
         """A new request waits. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
@@ -55,14 +55,14 @@ class Schedule(ABC):
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Let those go who wait and whose deadline has passed; an engine does so before it asks for steps."""
+        """Drop the waiting requests whose deadline has passed; an engine does so before it asks for steps."""
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
-        """Go over to another plan's settings before the next step; whoever runs stays where he is.
+        """Adopt another plan's settings before the next step; running requests stay where they are.
 
         Args:
-            other: that plan's schedule, with nobody in it.
+            other: that plan's schedule, with no request in it.
 
         Returns:
             False, and nothing has changed, where this takes an empty engine: other lanes, stages, micro-batches or
@@ -100,9 +100,9 @@ class Schedule(ABC):
 class OneLane(Schedule):
     """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
 
-    A micro-batch that has nothing to do is passed over. Phases of rra begin together: a micro-batch in which nobody is
-    left waits for the others, as a long encode step among short decode steps would hold up all of them. Static batches
-    enter whole and in equal parts, when nobody of the batch before is left.
+    A micro-batch that has nothing to do is passed over. Phases of rra begin together: a micro-batch in which no request
+    is left waits for the others, as a long encode step among short decode steps would hold up all of them. Static
+    batches enter whole and in equal parts, when all of the batch before has left.
     """
 
     lanes: tuple[Lane, ...] = ("both",)

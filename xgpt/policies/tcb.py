@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """A batch of `num_slots` slots of `slot_tokens` tokens each; so many of them make a row.
+    """A batch of `num_slots` slots of `slot_tokens` tokens each, some number of which make a row.
 
     Attention reaches from a request's tokens to its own alone, but is computed over whole slots. Places are in the
     order of slots.

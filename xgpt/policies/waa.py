@@ -19,7 +19,7 @@ from xgpt.policies.schedule import Schedule
 from xgpt.schema import Lane, Stage
 
 FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
-"""Settings that stay as they are while anybody runs."""
+"""Settings that stay as they are while any request runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class TwoLane(Schedule):
         return count
 
     def _encode_blocks_with(self, count: int) -> int:
-        """Blocks of the encode lane in use once so many more prompts have entered."""
+        """Blocks of the encode lane in use once `count` more prompts have entered."""
         pool = self.pool
         inside = [
             r for batch in (*self._encode, self._moving) for r in (*batch.encoding.values(), *batch.decoding.values())
@@ -194,7 +194,7 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Those who have arrived join, until the micro-batch has its share of all."""
+        """Let transferred requests join, until the micro-batch has its share of all."""
         arrived = self._arrived.decoding
         share = -(-self._num_decoding() // len(self._decode))
         for request in list(arrived.values())[: max(0, share - batch.num_running)]:
