@@ -3,7 +3,7 @@
 While requests do nothing but decode, the next step is nearly always the last one again, one token further, less those
 that have ended. Its tokens are on the device already: it is launched before they are read, and the loop settles the
 last step while it runs. Where the next step is another one, what was launched is thrown away: the keys and values that
-it wrote are written again, or lie in blocks that whoever gets them next writes first. Tokens, steps and their order
+it wrote are written again, or lie in blocks whose next owner writes them first. Tokens, steps and their order
 stay as they are without this.
 """
 
@@ -26,10 +26,10 @@ from xrunner.worker import Worker, fed
 
 @dataclass(slots=True)
 class _Launched:
-    """A decode step under way that nobody has asked for yet.
+    """A decode step under way that the schedule has not asked for yet.
 
     Attributes:
-        index: where each request's token is; who has been released is taken out.
+        index: where each request's token is; released requests are taken out.
         extended: requests that were given a block for it.
         tokens: on the device. # int64 [requests]
     """
@@ -55,7 +55,7 @@ class AheadWorker(Worker):
     """Whether the last step only decoded, and took the highest logits."""
 
     def start(self, generation: Generation) -> None:
-        self._drop()  # who enters has a right to blocks that were taken too early
+        self._drop()  # a request that enters has a right to blocks that were taken too early
         super().start(generation)
 
     def adopt(self, generation: Generation, cached: int) -> None:
@@ -123,7 +123,7 @@ class AheadWorker(Worker):
         return ahead.tokens[to_device(torch.tensor(places), self._device)]
 
     def _drop(self) -> None:
-        """Forget what was launched; who keeps a block that it need not have yet gives it back."""
+        """Forget what was launched, and give back blocks that its requests do not need yet."""
         if self._ahead is not None:
             for id_ in self._ahead.extended:
                 self.cache.shrink(id_)

@@ -114,7 +114,7 @@ def whole_worker(
     """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
 
     Raises:
-        torch.OutOfMemoryError: the device does not hold so many blocks.
+        torch.OutOfMemoryError: the device does not hold these blocks.
     """
     if not (device.type == "cuda" and backend.capturable and isinstance(model, DecoderModel)):
         return Worker(model, KvCache(model.spec, num_blocks, block_size, dtype, device), backend)

@@ -85,8 +85,8 @@ class Engine:
         self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Go over to another plan's schedule before the next step: at once where the placement stays, else when all
-        that run have ended; who comes meanwhile waits.
+        """Adopt another plan's schedule before the next step: at once where the placement stays, else when all running
+        requests have ended; those that arrive meanwhile wait.
         """
         self._hand_in(schedule)
 
@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def is_emptying(self) -> bool:
-        """Whether nobody enters until another plan has been deployed."""
+        """Whether requests wait until another plan has been deployed."""
         return self._redeployment.is_pending
 
     def wait(self, timeout_s: float) -> None:
@@ -111,7 +111,7 @@ class Engine:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Send every step on its way that can be, then wait for one to end; who comes meanwhile may begin one more.
+        """Send every step on its way that can be, then wait for one to end; an arrival meanwhile may begin one more.
 
         Returns:
             That step's tokens, and the ends of requests that have been lost; or None where nothing could run.
@@ -151,7 +151,7 @@ class Engine:
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
-        """Requests handed in since the last step enter the pool with the step's own time; who is too late leaves."""
+        """Put requests handed in since the last step into the pool with the step's own time; drop those too late."""
         self._now_ns = now_ns
         self._wake.clear()
         while not self._inbox.empty():
@@ -253,7 +253,7 @@ class Engine:
         """Start anew after a step that has failed, without the request at fault once that is known.
 
         Raises:
-            EngineFailed: too many have failed of late.
+            EngineFailed: too many have failed recently.
         """
         under_way = [id_ for id_ in self._progress.generations if self.pool.is_under_way(id_)]
         culprit = self._suspects.fail(error, under_way)
@@ -269,7 +269,7 @@ class Engine:
         self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
 
     def _recover(self, why: str) -> None:
-        """Start anew with everybody who was waiting or running, in the order in which they had come in."""
+        """Start anew with all requests that were waiting or running, in the order of their arrival."""
         logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
         self._executor.restart()
         old = self._schedule.pool

@@ -97,7 +97,7 @@ class OneAtATime(ABC):
         self._begun: deque[Step] = deque()
 
     def accept(self, generation: Generation) -> None:  # noqa: B027
-        """It is handed to nobody else."""
+        """Take a request over: no other executor is given it."""
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:

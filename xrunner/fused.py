@@ -1,4 +1,4 @@
-"""Small operations of a layer in one launch each, on GPUs: there a decode step's time beside its weights is launches.
+"""Small operations of a layer in one launch each, on GPUs: there a decode step's time, its weights apart, is launches.
 
 In plain torch a rotation takes some ten launches of queries and as many of keys, each for microseconds of work.
 """

@@ -20,7 +20,7 @@ class SamplingParams:
 
     Attributes:
         temperature: 0: the highest logit.
-        top_k: only the so many most probable tokens; 0: all.
+        top_k: only this number of most probable tokens; 0: all.
         top_p: of these only the most probable that together have this probability.
         min_p: of these only those at least so probable, relative to the most probable.
         seed: the same seed gives the same tokens where logits are the same; what else is in the batch may change their
@@ -29,7 +29,7 @@ class SamplingParams:
         frequency_penalty: taken off it once for each time that the output holds it.
         repetition_penalty: divides the logit, where it is positive, of every token that prompt or output hold, and
             multiplies it where it is negative. An encoder's prompt does not count.
-        logprobs: how many most probable tokens to report beside the chosen one; None: report nothing.
+        logprobs: how many most probable tokens to report in addition to the chosen one; None: report nothing.
     """
 
     temperature: float = 0.0

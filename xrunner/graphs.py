@@ -1,7 +1,7 @@
 """Decode steps captured as CUDA graphs, one for each size of batch: a replay costs one launch instead of hundreds.
 
 A captured step reads its batch from memory that never moves. A batch is copied there and filled up to the next size
-with rows that decode a token of nobody, in a K/V block of their own. Source: vLLM's and nano-vllm's decode graphs.
+with rows that belong to no request, in a K/V block of their own. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batches that are captured: filling up costs at most seven rows to 64, and little beside the weights beyond."""
+"""Batches that are captured: filling up costs at most seven rows to 64; beyond, little compared with the weights."""
 FILLER = -2
-"""Owner of the block that rows of nobody write to."""
+"""Owner of the block that rows without a request write to."""
 
 
 class Capture(Protocol):
@@ -79,7 +79,7 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """The smallest that holds so many; one must."""
+    """Return the smallest size that holds `count` rows; one must."""
     return sizes[bisect_left(sizes, count)]
 
 
@@ -123,7 +123,7 @@ class _Inputs:
         )
 
     def fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first rows; the rest up to `size` belong to nobody."""
+        """Copy a batch to the first rows; the rest up to `size` belong to no request."""
         whole, count, width = self._batch, len(batch.context_len), batch.block_tables.shape[1]
         whole.token_ids[:count] = batch.token_ids
         whole.positions[:count] = batch.positions
@@ -157,7 +157,7 @@ class CudaCapture:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """A stream beside the current one, which waits for it at the end: as torch asks of a call before a capture."""
+    """Enter a second stream, for which the current one waits at the end: torch requires it before a capture."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""Keys and values in paged blocks, and who owns which block. Source: vLLM (PagedAttention)."""
+"""Keys and values in paged blocks, and the owner of each block. Source: vLLM (PagedAttention)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KvCache:
 
     @property
     def owners(self) -> list[int]:
-        """Those who own blocks."""
+        """Requests that own blocks."""
         return list(self._owned)
 
     def blocks_of(self, id_: int) -> list[int]:

@@ -76,7 +76,7 @@ class Part:
         runs_decoder: False for an encoder on its own, without decoder layers.
 
     Raises:
-        InputError: the heads cannot be shared out among so many ranks.
+        InputError: the heads cannot be shared out among these ranks.
     """
 
     spec: ModelSpec

@@ -26,7 +26,7 @@ class _Begun(NamedTuple):
 
 
 class Recorder:
-    """Makes the record of each step, and hands it to who listens.
+    """Makes the record of each step, and hands it to the listener.
 
     Attributes:
         arrivals, cancelled: of requests since the last step began.

@@ -50,7 +50,7 @@ _GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, 1, -1, -1), _SETTINGS)
 class Sampler:
     """Picks the next tokens of a batch; remembers what each row of the worker asked for.
 
-    Where nobody asks for more than the highest logit, `is_idle` holds and there is nothing to call.
+    Where no row asks for more than the highest logit, `is_idle` holds and there is nothing to call.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

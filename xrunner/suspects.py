@@ -40,7 +40,7 @@ class Suspects(Generic[T]):
         """A step has failed while these requests had steps under way. Returns the one at fault, where it is known.
 
         Raises:
-            EngineFailed: too many have failed of late.
+            EngineFailed: too many have failed recently.
         """
         now_s = time.monotonic()
         self._failures = [then_s for then_s in self._failures if now_s - then_s < PERIOD_S]

@@ -169,7 +169,7 @@ class Checkpoint:
 class SeededWeights:
     """Random weights of trained magnitude: activations keep their scale, logits have a deviation of about one.
 
-    Each tensor depends on the seed and its own name only, so that it does not matter who loads what.
+    Each tensor depends on the seed and its own name only, so that it does not matter which rank loads what.
     """
 
     def __init__(self, seed: int) -> None:

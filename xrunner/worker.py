@@ -103,7 +103,7 @@ class Worker(OneAtATime):
         self._context[row] = cached
 
     def _take_row(self, generation: Generation, num_tokens: int) -> int:
-        """A row, with the blocks of so many tokens."""
+        """Take a row, with the blocks of `num_tokens` tokens."""
         blocks = self.cache.allocate(generation.id, num_tokens)
         if not self._free_rows:
             self._add_rows()

@@ -15,7 +15,7 @@ from xgpt.cli import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = ("xgpt", "xsimulator", "xscheduler", "xprofiler")
+PACKAGES = ("xgpt", "xsimulator", "xscheduler", "xprofiler", "xrunner")
 """Those whose docstrings are kept; add a package once it has been read aloud."""
 
 UNWANTED = {

@@ -162,7 +162,7 @@ def add_rows(
     num_vectors: Any,
     lanes: Any,
 ) -> Any:
-    """sums = shrink * sums + weights values, over so many vectors of the values' dimensions.
+    """Set sums = shrink * sums + weights values, over `vectors` vectors of the values' dimensions.
 
     # weights [num_keys], values [num_keys, head_dim], sums [num_vectors * lanes]
     """

@@ -1,7 +1,7 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
 Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. Triton is imported where the backend is made, so that nobody else needs it.
+be captured in a CUDA graph. Triton is imported where the backend is made, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xrunner.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Splits are added until a decode has so many programs for each of the device's processors."""
+"""Programs of a decode for each of the device's processors, up to which splits are added."""
 LEAST_DOT = 16
 """Rows and columns of the smallest product that tensor cores take."""
 

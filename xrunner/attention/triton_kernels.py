@@ -108,7 +108,7 @@ def attend_kernel(
         q + (at * q_token_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_stored, other=0.0
     ).to(DOT)
 
-    limit = context - num_tokens + token + 1  # so many keys a row sees
+    limit = context - num_tokens + token + 1  # keys that a row sees
     most = tl.minimum(context, context - num_tokens + first + TOKENS)
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS

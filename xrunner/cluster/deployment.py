@@ -1,4 +1,4 @@
-"""Which worker of a replica holds what, and whom it talks to. Worked out alike by everyone, from the plan alone."""
+"""Which worker of a replica holds what and talks to which others. Every worker works it out from the plan alone."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class Seat:
     Attributes:
         number: of its stage.
         part: what it holds of the model.
-        receives_from: who sends it hidden states; None: it is in its lane's first stage.
-        sends_to: who waits for its hidden states.
+        receives_from: the rank that sends it hidden states; None: it is in its lane's first stage.
+        sends_to: the ranks that wait for its hidden states.
         last: the first rank of its lane's last stage, which hands out what an encoder has read.
-        recallers: who is given that.
-        hands_on_to: who gets control messages from it.
+        recallers: the ranks that are given that.
+        hands_on_to: the ranks that get control messages from it.
         answers: it tells the engine when a step has ended.
     """
 

@@ -62,7 +62,7 @@ class RemoteExecutor:
         """What is written into the second can be read from the first, for which `collect` waits, too."""
 
     def deploy(self) -> dict[int, float]:
-        """Have the workers build their parts, with nobody in them. Returns seconds by worker."""
+        """Have the workers build their parts, with no request in them. Returns seconds by worker."""
         self.disconnect()
         self._sockets = sockets = Sockets(self._fleet.secret, self._fleet.host)
         try:
@@ -186,7 +186,7 @@ class RemoteExecutor:
 
     def interrupt(self) -> None:
         if bell := self._bell:
-            with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits any more
+            with contextlib.suppress(OSError):  # full: it rings already; closed: no thread waits any more
                 bell[1].send(b"\0")
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
@@ -198,7 +198,7 @@ class RemoteExecutor:
                     return self._end(self._done.pop(numbers.popleft()))
             self.check()
             ready = dict(self._poller.poll(CHECK_MS))
-            if self._answers not in ready:  # an end comes first: whoever rings is taken in after it, too
+            if self._answers not in ready:  # an end comes first: what rings is taken in after it, too
                 if bell.fileno() in ready:
                     bell.recv(RINGS)
                     return None

@@ -27,7 +27,7 @@ LOAD_S = 3600.0
 """From telling them what to hold to the last one's answer."""
 RESTARTS = 3
 PERIOD_S = 60.0
-"""More than so many restarts in so short a time are no accident."""
+"""More than `RESTARTS` restarts within this time are no accident."""
 POLL_MS = 50
 FAREWELL_S = 5.0
 """For other machines to answer that they know of the end."""
@@ -188,7 +188,7 @@ class Fleet:
         """End what is left of the workers and start them all anew.
 
         Raises:
-            MachineError: that has been necessary too often of late.
+            MachineError: that has recently been necessary too often.
         """
         now = time.monotonic()
         self._restarts = [then for then in self._restarts if now - then < PERIOD_S]
@@ -319,9 +319,9 @@ class Fleet:
         self._orders.put((sender, m.encode(m.Heard())))
 
     def _look(self) -> None:
-        """Notice who has died (on this machine: at once) or fallen silent."""
+        """Notice workers that have died (on this machine: at once) or fallen silent."""
         now, shared = time.monotonic(), self._shared
-        if now - self._looked_s > SILENCE_S / 4:  # it was we who did not run: nobody could be heard
+        if now - self._looked_s > SILENCE_S / 4:  # this process did not run, so it could hear none of them
             for member in shared.members.values():
                 member.heard_s = now
             for node in shared.nodes.values():

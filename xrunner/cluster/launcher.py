@@ -103,7 +103,7 @@ class Launcher:
         self._workers.clear()
 
     def _tell(self, what: Exited | Working) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody has read for minutes
+        with contextlib.suppress(BlockingIOError):  # the pipe has not been read for minutes
             os.write(self._output, msgspec.json.encode(what) + b"\n")
 
 

@@ -68,7 +68,7 @@ _decode = msgspec.json.Decoder(Exited | Working).decode
 
 
 class LauncherProcess:
-    """The launcher of this machine's workers, which are its children and nobody else's. Belongs to one thread.
+    """The launcher of this machine's workers, which are its own children. Belongs to one thread.
 
     Raises:
         MachineError: no interface of this machine has the address that sockets are to bind to.

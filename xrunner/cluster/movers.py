@@ -1,4 +1,4 @@
-"""The two ends of transfers between WAA's lanes, each in a thread beside the one that computes."""
+"""The two ends of transfers between WAA's lanes, each in a thread apart from the one that computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mover(threading.Thread):
     """Moves what it is told to, one transfer after the other.
 
     Args:
-        group: all workers of the replica, and nobody else's to use: it must not wait for what stages send each other.
+        group: all workers of the replica, used for nothing else: it must not wait for what stages send each other.
         moved: to be called, in this thread, when a transfer has come to an end here.
     """
 
@@ -69,7 +69,7 @@ class Mover(threading.Thread):
                     (self._send if piece.sender == self._worker else self._receive)(piece, order.requests)
                 self._moved(order.number)
         except Exception as error:
-            # A thread's end would be noticed by nobody, a process's is.
+            # A thread's end would go unnoticed, a process's does not.
             print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

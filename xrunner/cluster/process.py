@@ -45,7 +45,7 @@ class ProcessSettings:
         launcher: what its machine's launcher has been told.
         worker: its number.
         local: its number among those of its machine.
-        started: with whom.
+        started: the workers that were started together.
     """
 
     launcher: LauncherSettings

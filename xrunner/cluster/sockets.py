@@ -20,7 +20,7 @@ SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A CurveZMQ key pair that everyone of a cluster has. Who does not know even the public key is not answered."""
+    """A CurveZMQ key pair that a cluster's processes share. A peer without the public key gets no answer."""
 
     public: bytes
     private: bytes
@@ -37,7 +37,7 @@ class Secret:
     def from_passphrase(cls, passphrase: str) -> Secret:
         """The same on every machine that is given the same words.
 
-        Who listens to a connection's first bytes can try words against them; scrypt makes each try cost 16 MiB.
+        A listener to a connection's first bytes can try words against them; scrypt makes each try cost 16 MiB.
         """
         key = hashlib.scrypt(passphrase.encode(), salt=b"xgpt cluster", n=2**14, r=8, p=1, dklen=32)
         return cls.of(z85.encode(key))

@@ -1,7 +1,7 @@
 """Where workers find each other for torch.distributed: keys and values that the engine's process keeps.
 
 They pass over the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and
-answer anybody.
+answer any client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Keys:
         self._waiting.clear()
 
     def call(self, caller: bytes, call: m.StoreCall) -> None:
-        """Do as asked, and answer everybody who then can be."""
+        """Do as asked, and answer every caller that then can be answered."""
         if call.epoch != self.epoch:
             return
         if call.waits:

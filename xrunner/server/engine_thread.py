@@ -30,7 +30,7 @@ MAX_RETRY_AFTER_S = 60
 IDLE_S = 0.1
 """How long an idle engine sleeps at most before it looks whether it shall stop."""
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
-"""Over how much time the rate is measured at which those who wait begin: seconds, and latencies of the plan."""
+"""Time over which the rate is measured at which waiting requests begin: seconds, and latencies of the plan."""
 
 NOT_FINITE = (
     "the model's logits for this request hold NaN or are infinite: its weights, or their dtype, cannot represent it"
@@ -114,7 +114,7 @@ class EngineThread:
         thread: an executor of one thread, that in which the engine was built. OpenMP keeps a team of workers for each
             thread that has used it, and two teams on the same cores make each other's barriers sleep: the steps of an
             engine that was built in another thread take up to twice as long.
-        watch: what observes the requests, and re-plans; None: nobody.
+        watch: what observes the requests, and re-plans; None: nothing does.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class EngineThread:
         self.failure: str | None = None
         """Why the engine has stopped on its own, in one line."""
         self.fatal: XgptError | None = None
-        """What nobody here can mend: the server is to end with it."""
+        """What cannot be mended here: the server is to end with it."""
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
         """Whether what runs shall end, and nothing begin."""
@@ -171,7 +171,7 @@ class EngineThread:
         return self._engine.pool.kv_blocks * self._engine.pool.block_size
 
     def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
-        """See whether the plan that runs can ever execute a request with so many prompt tokens.
+        """Check that the plan that runs can execute a request with `num_tokens` prompt tokens at all.
 
         Raises:
             ApiError: 400, it would wait for ever, and all others behind it.
@@ -194,16 +194,16 @@ class EngineThread:
         return len(self._backlog)
 
     def retry_after_s(self) -> int:
-        """When somebody who was turned away should come again: half of those who wait have begun by then."""
+        """Seconds after which a request that was turned away should be sent again: half of those waiting have begun."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._backlog) / (2 * rate))))
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Whether so many more outputs of this account may wait, where `most` may in all."""
+        """Whether `num_outputs` more of this account may wait, where `most` may in all."""
         return self._backlog.has_room(account, num_outputs, most)
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Seconds until so many more outputs of this account should be complete.
+        """Seconds until `num_outputs` more of this account should be complete.
 
         None: the engine is idle, or runs no plan.
         """

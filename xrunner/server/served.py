@@ -51,7 +51,7 @@ class ServedEngine(Protocol):
     def pool(self) -> ServedPool: ...
     @property
     def is_emptying(self) -> bool:
-        """Whether nobody enters until another plan has been deployed."""
+        """Whether requests wait until another plan has been deployed."""
 
     @property
     def takes_seeds(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MASK_BYTES = 64 * 2**20
-"""So many slots are attended to at once that their masks, a bias for each head included, take no more."""
+"""Bytes that the masks of the slots attended to at once take at most, a bias for each head included."""
 
 PADDING = -1
 """Owner of a token that is padding."""

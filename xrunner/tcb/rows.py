@@ -98,7 +98,7 @@ class _Layout:
 
 
 class _Rows(ABC):
-    """A batch on the device. Attention sees slots of `most` tokens, some of them nobody's; the layers see requests."""
+    """A batch on the device. Attention sees slots of `most` tokens, padding included; the layers see requests."""
 
     def __init__(self, model: Model, layout: _Layout, most_steps: int) -> None:
         self._most = layout.most

@@ -28,7 +28,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     Attributes:
         sampling: vLLM's names of how tokens are chosen, and the values.
-        output_length: benchmarks only: end after so many tokens, unknown to the schedule.
+        output_length: benchmarks only: end after this number of tokens, unknown to the schedule.
         deadline_ns, promised_output, account: as of `Arrival`.
         transfer: what the encode lane's connector has told of the prompt's K/V.
     """
@@ -224,7 +224,7 @@ class FrontSide:
             socket.bind(f"{address}/{lane}")
 
     def reaches(self, lanes: Sequence[Lane], num_cores: int) -> bool:
-        """Whether the hosts of these lanes, and so many engine cores, would get what is sent now."""
+        """Whether the hosts of these lanes, and `num_cores` engine cores, would get what is sent now."""
         with self._lock:
             while self._plans.poll(0):
                 self._num_subscribed += self._plans.recv()[0]  # 1: one more, 0: one has gone

@@ -81,7 +81,7 @@ def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
-    """K/V memory of so many tokens on the fullest device of these stages."""
+    """Return the K/V memory of `tokens` tokens on the fullest device of these stages."""
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
     share = layers / plan.model.num_layers * heads / plan.model.num_kv_heads
@@ -178,7 +178,7 @@ def _launch(
         *("--additional-config", json.dumps({"xgpt": config})),
     ]
     if cluster.device.type == "cpu":
-        # vLLM asks whether so much memory is free, and by itself would take nine tenths of the machine's.
+        # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
     return Launch(lane, plan.checkpoint, tuple(arguments), environment, blocks, block_size)

@@ -112,7 +112,7 @@ class VllmEngine:
         self._asked = plan
         self.takes_seeds = takes_seeds(plan)
         self._next: Plan | None = None
-        """What vLLM's scheduler can go over to only when nobody runs: who comes until then is parked."""
+        """What vLLM's scheduler can adopt only when no request runs: those that arrive until then are parked."""
         self._parked: dict[int, Submit] = {}
 
         def launches(directory: Path) -> list[Launch]:
@@ -211,7 +211,7 @@ class VllmEngine:
         self._vllm.submit("both", request)
 
     def _go_on_if_empty(self) -> None:
-        """Where a plan waits and nobody is inside: send it once more, and behind it those who came meanwhile."""
+        """Where a plan waits and no request is inside: send it once more, then the requests that came meanwhile."""
         if self._next is None or self.pool.waiting or self.pool.running:
             return
         self._vllm.change_plan(self._next)

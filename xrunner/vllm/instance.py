@@ -29,7 +29,7 @@ class Instances:
     """One vLLM a lane, from when all take requests until `close`.
 
     Args:
-        launches: how to start them, given the directory of this run, which nobody else can enter.
+        launches: how to start them, given the directory of this run, which no other user can enter.
         num_cores: engine cores that follow a plan.
 
     Raises:
@@ -113,7 +113,7 @@ class Instances:
 
 
 def _is_warm_up(record: StepRecord) -> bool:
-    """Whether a host has had this step before it took requests; nobody else runs then."""
+    """Whether a host has had this step before it took requests; no request runs then."""
     return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)
 
 

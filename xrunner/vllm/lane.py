@@ -42,7 +42,7 @@ class Room:
 
 
 def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
-    """The schedule of a plan over the K/V memory that vLLM has, with nobody in it.
+    """Return the schedule of a plan over the K/V memory that vLLM has, with no request in it.
 
     Args:
         blocks: those that requests share; as many as the plan counts on by default.
@@ -69,10 +69,10 @@ def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
 
 
 def change_lane(lane: OneLane, plan: Plan, room: Room) -> OneLane:
-    """Go on by another plan from the next step on; everybody stays who is inside or waits.
+    """Follow another plan from the next step on; all running and waiting requests stay.
 
     Returns:
-        The lane that the steps come from now: the same one, or where nobody is in it, that of the new plan.
+        The lane that the steps come from now: the same one, or where no request is in it, that of the new plan.
 
     Raises:
         InputError: the plan differs in what cannot change while requests run; nothing has changed then.

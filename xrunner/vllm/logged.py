@@ -74,7 +74,7 @@ class LoggedScheduler(Scheduler):
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         told = [] if self._front is None else self._outputs(outputs)
-        # Whoever was aborted meanwhile has no number any more, and is on record as cancelled.
+        # A request aborted meanwhile has no number any more, and is on record as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
@@ -190,7 +190,7 @@ class LoggedScheduler(Scheduler):
 class PiecesScheduler(LoggedScheduler):
     """For profiles: a request's `vllm_xargs={"step_tokens": N}` is how many tokens a step takes from then on.
 
-    Prompts are then cut as under a token budget of N, whoever decodes counted.
+    Prompts are then cut as under a token budget of N, decoding requests counted.
     """
 
     max_num_scheduled_tokens: int  # vLLM's own

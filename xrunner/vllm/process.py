@@ -54,7 +54,7 @@ def package_path() -> Iterator[Path]:
 def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
     """What vLLM's processes run under: ours, the variables given, and on CPUs the OpenMP that vLLM was built for.
 
-    A variable that the user has set stays. vLLM reports its use to nobody unless that is asked for.
+    A variable that the user has set stays. vLLM sends no reports of its use unless that is asked for.
     """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
@@ -85,7 +85,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 
 def preload(vllm_python: str) -> dict[str, str]:
-    """Intel's OpenMP beside that Python, which vLLM's CPU kernels are the fastest with; none where it is not there."""
+    """Return Intel's OpenMP from next to that Python, if there: with it vLLM's CPU kernels are the fastest."""
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 

@@ -132,7 +132,7 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """vLLM schedules everybody it sees; for as long as this holds it sees these, and tokens for no more."""
+        """Show vLLM, which schedules all that it sees, these requests alone, and tokens for no more."""
         wanted = {self._name[number] for number in missing}
         running, waiting = self.running, list(self.waiting)
         seen = [request for request in running if request.request_id in wanted]
@@ -180,7 +180,7 @@ class XgptScheduler(LoggedScheduler):
         if execution.missing or execution.pieces:
             return
         record = execution.record
-        if record is None:  # everybody in it was cancelled before it began
+        if record is None:  # all of its requests were cancelled when it began
             self._lane.settle(execution.step, ())
             return
         super()._settle(_in_order_of(execution, record))

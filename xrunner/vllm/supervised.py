@@ -1,8 +1,8 @@
 """Runs a command for as long as its own standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
-group. Whoever started us holds the other end of our input, which the kernel closes when they end, however that comes
-about; then, or when the command ends by itself, nothing of the group is left.
+group. The process that started this one holds the other end of its input, which the kernel closes when that process
+ends, however that comes about; then, or when the command ends by itself, nothing of the group is left.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ NIXL = {"kv_connector": "NixlConnector"}
 LANES: tuple[Lane, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
-"""Between two looks at files of K/V that nobody waits for any more."""
+"""Between two looks at files of K/V that no request waits for any more."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def launches(plan: Plan, directory: Path) -> list[Launch]:
 
 
 def _free_port() -> int:
-    """A port of this machine alone that nobody listens on now."""
+    """Return a port of this machine alone that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

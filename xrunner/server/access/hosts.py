@@ -11,11 +11,11 @@ from xgpt.errors import InputError
 from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What probes ask for; it says nothing about anybody's requests."""
+"""What probes ask for; it says nothing about any request."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/metrics"})
-"""What tells of everybody's requests."""
+"""What tells of all clients' requests."""
 
 
 class AllowedHosts:

@@ -30,7 +30,7 @@ class Key:
 
     Attributes:
         account: its name, its share of the engine under load, and its priority.
-        is_admin: may also read what the server tells of everybody: /plan, /metrics, the page.
+        is_admin: may also read what the server tells of all accounts: /plan, /metrics, the page.
         requests_per_minute, tokens_per_minute: None: as many as there is room for.
     """
 

@@ -63,7 +63,7 @@ class Quota:
             self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """So many tokens it came to in the end."""
+        """Account for the number of tokens that the request came to in the end."""
         if self.tokens is not None:
             self.tokens.give(self._reserved - num_tokens)
             self._reserved = num_tokens

@@ -107,7 +107,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _written(token: object) -> str | None:
-    """A special token is a string, or an object with its content beside its options."""
+    """Return a special token's text: it is a string, or an object with its content among its options."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

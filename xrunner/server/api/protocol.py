@@ -3,7 +3,7 @@
 A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
 the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
 
-Beside OpenAI's fields a request may carry:
+In addition to OpenAI's fields a request may carry:
     top_k, min_p: further cuts of the distribution.
     repetition_penalty: a factor on the logits of tokens that prompt or output hold, as vLLM has it.
     ignore_eos: run on to max_tokens, whatever tokens come.
@@ -115,7 +115,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most probable tokens to report beside each chosen one; None: nothing."""
+        """Most probable tokens to report in addition to each chosen one; None: nothing."""
         raise NotImplementedError
 
     @property
@@ -185,7 +185,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
             longest: items of a list, of whichever kind, at most: millions are not worth a look at each.
 
         Raises:
-            ApiError: 400, a prompt is empty or far too long, or token ids stand beside prompts.
+            ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given.
         """
         given = self.prompt
         if len(given) > longest and not isinstance(given, str):

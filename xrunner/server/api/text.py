@@ -57,14 +57,14 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
-    # In threads of its own it would be past whoever says which text has its turn, and at which priority.
+    # In threads of its own it would bypass `tokenising`, which decides which text has its turn, at which priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint))
 
 
 @lru_cache(maxsize=1 << 16)
 def token_text(codec: TextCodec | None, token: int) -> str:
-    """How a single token is shown beside its log probability."""
+    """Return how a single token is shown next to its log probability."""
     return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)
 
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids beside the event loop, by turns."""
+"""Prompts to token ids outside of the event loop, by turns."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NUM_THREADS = 2
 NICENESS = 10
 """The engine's threads go first where cores are few."""
 SECONDS_A_CHARACTER = 5e-6
-"""Several times what it takes: a text's turn comes after all that came so much earlier, so that short texts pass long
-ones, but not for ever."""
+"""Several times what it takes: a text's turn comes after all that came earlier by this time, so that short texts pass
+long ones, but not for ever."""
 FIRST_LOOK = 8
 """Characters a token at which a text is looked at first: more are rare."""
 
@@ -67,7 +67,7 @@ class Tokenising:
         return await self._by_turns(account, len(text), encode)
 
     async def render(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """What `work` makes of so many characters."""
+        """Return what `work` makes of a text of this number of characters."""
         return await self._by_turns(account, characters, work)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

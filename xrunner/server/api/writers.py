@@ -1,6 +1,6 @@
 """What answers look like: OpenAI's objects, whole or chunk by chunk.
 
-Beside OpenAI's fields an answer carries:
+In addition to OpenAI's fields an answer carries:
     token_ids: of each choice, its tokens (in a stream: of each chunk).
     xgpt: {queued_s, ttft_s, total_s}, the server's own times from taking the request in to the start of its
         first step, its first token and its last; of several choices, those of the slowest. A stream brings it
@@ -188,7 +188,7 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 
 
 def _event(event: str) -> bytes:
-    """What is sent of an event of JSON: one line for whoever takes all that Unicode knows for ends of lines, too.
+    """Return what is sent of an event of JSON: one line also for clients that end lines where Unicode does.
 
     httpx's `aiter_lines` does, and clients that read streams with it; JSON itself escapes the others.
     """

@@ -17,7 +17,7 @@ from xrunner.server.request_info import RequestInfo
 FREE_BYTES = 64 << 10
 """Of each body that do not count: however much others send, a request of usual size comes through."""
 SHARE = 2
-"""An account's bodies may take one in so many bytes of the memory for all."""
+"""An account's bodies may take the memory for all, divided by this."""
 
 
 class Bodies:

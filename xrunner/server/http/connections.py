@@ -27,7 +27,7 @@ from xrunner.server.request_info import ABORT
 HEAD_TIMEOUT_S = 10.0
 """For a TLS handshake; for a request's head, the wait for a first one included."""
 KEEP_ALIVE_S = 60
-"""Longer than clients keep idle connections, so that it is never the server who closes under a request."""
+"""Longer than clients keep idle connections, so that it is never the server that closes under a request."""
 WRITE_TIMEOUT_S = 30.0
 """For a client to take what has been written to it, 64 KiB at most."""
 REST_TIMEOUT_S = 5.0

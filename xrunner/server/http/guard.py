@@ -40,7 +40,7 @@ class Guard:
     """An ASGI application around another. Refuses before anything of the body is read.
 
     Args:
-        keys: None: nobody needs one.
+        keys: None: no client needs one.
         hosts: None: any host name will do (tests, and servers behind something that checks).
         tracer: None: requests leave no traces.
     """

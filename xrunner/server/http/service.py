@@ -32,7 +32,7 @@ from xrunner.server.request_info import RequestInfo
 MAX_OUTPUTS = 1024
 """Prompts times choices of one request, at most."""
 MAX_VALUES = 1 << 20
-"""Tokens, and log probabilities beside them, of one answer: as JSON about 60 MB."""
+"""Tokens, and log probabilities of further ones, of one answer: as JSON about 60 MB."""
 MAX_VARIABLES_BYTES = 64 << 10
 """Of chat_template_kwargs, as JSON."""
 

@@ -1,4 +1,4 @@
-"""Who waits for a first step, how fast an engine takes them up, and when one more would have its answer."""
+"""Requests that wait for a first step, how fast an engine takes them up, and when one more would have its answer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LATE = 0.005
 PER_ANSWER = 0.1
 """By how much one answer that comes too late changes what is reckoned with."""
 FORGOTTEN = 2.0
-"""Memories without news after which nothing is told any more: who is turned away brings none."""
+"""Memories without news after which nothing is told any more: refused requests bring none."""
 
 
 class Backlog:
-    """Those who wait, and the rate at which they begin while the engine has more of them than it lets in.
+    """The waiting requests, and the rate at which they begin while the engine has more of them than it lets in.
 
-    Such a time lies between two steps that let some in and left others who had been there when the step began. Where
-    a step let in all that it could have, it says nothing of how many more it would have taken; and who comes while it
-    runs has not been left by it. What is counted are prompt tokens: a phase takes a planned number of them, and as many
-    requests as that comes to. Times are in seconds, of any clock that does not go back.
+    Such a time lies between two steps that let some in and left others that had been there when the step began. Where
+    a step let in all that it could have, it says nothing of how many more it would have taken; and a request that
+    arrives while it runs has not been left by it. What is counted are prompt tokens: a phase takes a planned number of
+    them, and as many requests as that comes to. Times are in seconds, of any clock that does not go back.
 
     Args:
-        memory_s: after so many seconds of such times, what was seen before counts a third.
+        memory_s: seconds of such times after which what was seen before counts a third.
     """
 
     def __init__(self, memory_s: float) -> None:
@@ -56,13 +56,13 @@ class Backlog:
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
-        """One more waits, with so many prompt tokens; none comes before those who have come."""
+        """Add a waiting request of `num_tokens` prompt tokens; requests are added in the order of their arrival."""
         self._waiting[id_] = _Queued(num_tokens, now_s, account)
         self._accounts[account.name] = account
         self._counts[account.name] += 1
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Whether so many more of an account may wait, where `most` may in all: always its share of them."""
+        """Whether `num_outputs` more of an account may wait, where `most` may in all: always its share of them."""
         if len(self) + num_outputs <= most:
             return True
         shares = sum(one.share for name, one in self._accounts.items() if self._counts[name] and name != account.name)
@@ -73,7 +73,7 @@ class Backlog:
         self._take(id_)
 
     def clear(self) -> None:
-        """Nobody waits any longer."""
+        """Forget all waiting requests."""
         self._waiting.clear()
         self._counts.clear()
 
@@ -81,7 +81,7 @@ class Backlog:
         """A step has ended; those of its requests that waited do so no longer.
 
         Args:
-            start_s: at which the engine knew of all who had come before.
+            start_s: at which the engine knew of all that had arrived before.
         """
         self._ended_s = end_s
         begun = [one for id_ in ids if (one := self._take(id_)) is not None]
@@ -119,11 +119,11 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Seconds until so many more outputs of this account would be complete; None: the plan predicts nothing.
+        """Seconds until `num_outputs` more of this account would be complete; None: the plan predicts nothing.
 
         The last of them begins in the first phase that has room for it; their prompts count as of the planned mean, or
-        who comes with a long one would never get in. A full phase lasts as long as the plan says, at the pace of late,
-        and one with less the less; replicas have phases of their own, so there the present one counts as full and just
+        a long one would never get in. A full phase lasts as long as the plan says, at the recent pace, and one with
+        less takes less; replicas have phases of their own, so there the present one counts as full and just
         begun. From then on it takes what the plan says. Assumes that the first of an account to come enters first, and
         that accounts are served as `xgpt.policies.admission` says.
 
@@ -175,7 +175,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Prompt tokens that have begun once so many more of an account have: its own, with what others get meanwhile."""
+    """Prompt tokens that have begun once `num_tokens` of an account have: these, with what others get meanwhile."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own = num_tokens + _tokens(one for one in equals if one.account.name == account.name)

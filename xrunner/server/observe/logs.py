@@ -26,7 +26,7 @@ KINDS = 1000
 
 
 class Rate(NamedTuple):
-    """Lines of a kind: so many at once, and so many a second."""
+    """How many lines of a kind are written at once, and how many a second."""
 
     at_once: float
     per_s: float

@@ -43,7 +43,7 @@ class Tracer:
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
         """Traces to an OTLP collector over HTTP; None: where the standard environment variables say."""
-        # The defaults of Resource.create look for the process's command line: it may hold what is nobody's business.
+        # The defaults of Resource.create look for the process's command line: it may hold secrets.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
         provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         to = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")

@@ -72,7 +72,7 @@ class Watch:
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over the plan's predicted time of late; None: there is no prediction."""
+        """Recent steps' measured over predicted time; None: there is no prediction."""
         return self._observer.pace.ratio
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
@@ -104,7 +104,7 @@ class Watch:
         self._look()
 
     async def observation(self) -> Observation | None:
-        """What was observed of late; None: nobody has ended yet."""
+        """Return what was observed recently; None: no request has ended yet."""
         now = self._observer.snapshot()
         return None if now is None else await asyncio.to_thread(now.observation)
 
@@ -189,7 +189,7 @@ class Recent:
         self._ended.append((now_s, latency_s, num_tokens))
 
     def figures(self) -> tuple[float, list[float], int]:
-        """(seconds that were looked at, latencies of who ended in them, their tokens)."""
+        """Return (seconds that were looked at, latencies of the requests that ended in them, their tokens)."""
         seconds = self._forget()
         return seconds, [latency_s for _, latency_s, _ in self._ended], sum(tokens for *_, tokens in self._ended)
 
@@ -199,7 +199,7 @@ class Recent:
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def _forget(self) -> float:
-        """Leave out who ended too long ago; seconds that the others tell of."""
+        """Leave out requests that ended too long ago; return the seconds that the others tell of."""
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
             self._ended.popleft()
