@@ -2,7 +2,8 @@
 
 A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.expected_tokens`). A decode lane answers
 so only those whose K/V it is told to be where the encode lane has left it. A prompt that begins with `FAILS` fails in
-the lane that it comes to first, one that begins with `DIES` ends the process. FAKE_VLLM_STEP_S: seconds of a step.
+the lane that it comes to first, one that begins with `DIES` ends the process, one with `HANGS` stops it.
+FAKE_VLLM_STEP_S: seconds of a step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,7 +26,7 @@ from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import Room, build_lane, change_lane
 
-FAILS, DIES = 13, 17
+FAILS, DIES, HANGS = 13, 17, 19
 ROOM = Room(num_blocks=800, block_size=32, max_running=64)
 
 
@@ -83,6 +85,8 @@ class FakeVllm:
     def submit(self, request: Submit) -> None:
         if request.prompt[0] == DIES:
             sys.exit("RuntimeError: the device has gone")
+        if request.prompt[0] == HANGS:
+            os.kill(os.getpid(), signal.SIGSTOP)
         self.requests[request.id] = request
         self.made[request.id] = sum(request.prompt)
         if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:

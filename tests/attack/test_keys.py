@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.attack.target import FLAVOURS, Target, attacked
+from tests.attack.target import FAKE_VLLM, FLAVOURS, REAL_VLLM, Target, attacked
 from xgpt.schema import Admission, Plan
 
 ALICE, BOB = "alices-alices-alices", "bobs-bobs-bobs-bobs-"
@@ -76,7 +76,7 @@ def tokens_of(target: Target) -> dict[str, float]:
 
 @pytest.mark.point(18)
 @pytest.mark.long
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", [*FLAVOURS, FAKE_VLLM, REAL_VLLM])
 def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """Both keep three times as many requests in flight as there are places; the one with the smaller share asks for
     twice as long outputs."""

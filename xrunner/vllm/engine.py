@@ -163,9 +163,9 @@ class VllmEngine:
         """The tokens of the next step to end, or None where none has ended.
 
         Raises:
-            MachineError: vLLM has ended.
+            MachineError: vLLM has ended, or hangs.
         """
-        match self._vllm.receive():
+        match self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting)):
             case Stepped() as stepped:
                 return self._settle(stepped)
             case Began() as began:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ POLL_S = 0.2
 """Between two looks, while they start, at whether all live."""
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Characters of the directory: vLLM names its sockets so, and a Unix socket's path has no more."""
+SILENCE_S = 120.0
+"""A vLLM that has requests and reports no step for this long hangs; no step of a model that serves takes as long."""
 TAIL = 200
 """Lines of what a vLLM says that are kept, to tell why it ended."""
 
@@ -41,6 +44,9 @@ class Instances:
         self._readers: list[_Reader] = []
         self._skipped: Counter[int] = Counter()
         """Steps of warming up, by engine core."""
+        self._heard_s = time.monotonic()
+        """When something has last come, or has begun to be expected."""
+        self._was_busy = False
         try:
             self._start(launches, num_cores)
         except BaseException:
@@ -84,13 +90,22 @@ class Instances:
         """Return when something has come, or when the time is over."""
         self._channel.wait(timeout_s)
 
-    def receive(self) -> Up | None:
+    def receive(self, *, is_busy: bool = False) -> Up | None:
         """The next that has come; None: nothing has.
 
+        Args:
+            is_busy: vLLM has requests, so that steps are due.
+
         Raises:
-            MachineError: a vLLM has ended.
+            MachineError: a vLLM has ended, or is busy and has been silent for `SILENCE_S`.
         """
         message = self._channel.receive()
+        now_s = time.monotonic()
+        if message is not None or not (is_busy and self._was_busy):
+            self._heard_s = now_s
+        elif now_s - self._heard_s > SILENCE_S:
+            raise MachineError(f"vLLM has requests and has executed no step for {SILENCE_S:g} s: it hangs")
+        self._was_busy = is_busy
         if message is None:
             for reader in self._readers:
                 if reader.process.poll() is not None:

@@ -167,9 +167,9 @@ class WaaEngine:
         """The tokens of the next step of the decode lane to end; of the encode lane's none; None where none has ended.
 
         Raises:
-            MachineError: a vLLM has ended.
+            MachineError: a vLLM has ended, or hangs.
         """
-        message = self._vllm.receive()
+        message = self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting))
         with self._lock:
             broken, self._broken = self._broken, []
             tokens = [Token(id_, 0, "error") for id_ in broken]

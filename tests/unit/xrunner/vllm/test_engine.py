@@ -18,6 +18,7 @@ from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
+from xrunner.vllm import instance
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
 from xrunner.vllm.waa import WaaEngine
@@ -109,6 +110,18 @@ def test_a_vllm_that_ends_is_the_end(plan: Plan, start: Start) -> None:
     engine = start(plan)
     submit(engine, [(fake_vllm.DIES, 1)])
     with pytest.raises(MachineError, match="the device has gone"):
+        run(engine, 1)
+
+
+@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+def test_a_vllm_that_hangs_is_the_end(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(plan)
+    monkeypatch.setattr(instance, "SILENCE_S", 0.5)
+    engine.wait(0.6)  # idle, it has nothing to tell
+    submit(engine, PROMPTS[:1])
+    assert len(run(engine, 1)) == 1
+    submit(engine, [(fake_vllm.HANGS, 1)])
+    with pytest.raises(MachineError, match="it hangs"):
         run(engine, 1)
 
 
