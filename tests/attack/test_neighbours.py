@@ -11,10 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -92,6 +95,52 @@ def test_sigterm_whenever_it_comes_leaves_nothing(flavour: str, checkpoint: Path
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.point(20)
+@pytest.mark.parametrize("seed", range(4))
+def test_sigterm_while_workers_are_deployed_anew(seed: int, checkpoint: Path, tmp_path: Path) -> None:
+    """To a pipeline and back, all the time; what has arrived is answered, and nothing is left."""
+    model = read_spec(checkpoint)
+    paths = [tmp_path / f"{name}.json" for name in ("pp", "tp")]
+    for path, degrees in zip(paths, ([1, 1], [2]), strict=True):
+        made = plan(one_lane(degrees), model=model).model_copy(update={"checkpoint": str(checkpoint)})
+        path.write_text(dump_json(made))
+    command = [sys.executable, "-m", "tests.attack.to_and_fro", *map(str, paths), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    reading = threading.Thread(target=lambda: said.extend(process.stderr or ()))
+    reading.start()
+    try:
+        assert eventually(lambda: any("listening on " in line for line in said), 60)
+        (listening,) = (line for line in said if "listening on " in line)
+        url = f"http://{listening.rpartition('http://')[2].strip()}/v1/completions"
+        answers: list[int] = []
+
+        def ask() -> None:
+            for _ in range(2):
+                with suppress(httpx.TransportError):
+                    body = {"model": model.name, "prompt": [3, 5], "max_tokens": 8, "ignore_eos": True}
+                    answers.append(httpx.post(url, json=body, timeout=90, trust_env=False).status_code)
+
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(8):
+                pool.submit(ask)
+            assert eventually(lambda: any("re-planned" in line for line in said), 30)
+            time.sleep(random.Random(seed).uniform(0, 3))
+            process.terminate()
+        assert process.wait(60) == 0
+        assert len(answers) >= 8 and set(answers) <= {200, 503}
+        assert not any("Traceback" in line for line in said), said
+        assert eventually(lambda: left_over(process.pid, ()) == [], 40)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reading.join()
+        process.stderr.close()
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE[:-1])
