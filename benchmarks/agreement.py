@@ -1,4 +1,4 @@
-"""Closed form beside request-level simulation on random models, clusters, placements, policies and lengths.
+"""Compares the closed form with request-level simulation on random models, clusters, placements, policies and lengths.
 
     python -m benchmarks.agreement [--cases 300] [--seed 0] [--jsonl FILE]
 
@@ -82,7 +82,7 @@ class Case:
         if isinstance(settings, RraSettings):
             each = settings.encode_batch / settings.microbatches
             if each < 1.5 and predicted["decode_batch"] < 3 * settings.microbatches:
-                return "one ragged prompt a phase, and phases that start early because nobody is in decode"
+                return "one ragged prompt a phase, and phases that start early because no request is in decode"
         if isinstance(settings, WaaSettings) and 2 * settings.encode_batch > settings.max_decode_batch:
             return "a batch that waits for over half of all requests inside to end: static batching, no steady state"
         return None

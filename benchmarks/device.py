@@ -183,7 +183,7 @@ def ahead(device: str, small: bool) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     num_tokens = sum(count for _, count in requests)
-    click.echo("| engine | seconds (median) | output tokens/s | own is so many times faster |\n|---|---|---|---|")
+    click.echo("| engine | seconds (median) | output tokens/s | times own's seconds |\n|---|---|---|---|")
     for name, median in medians.items():
         click.echo(f"| {name} | {median:.2f} | {num_tokens / median:.0f} | {median / medians['own']:.2f} |")
     return {"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds}

@@ -111,7 +111,7 @@ class Lab:
         return Scheduler(problem).best(KINDS)
 
     def bound(self, workload: Workload, factor: float) -> float:
-        """A latency bound of so many times the tightest that some plan keeps."""
+        """Return a latency bound of `factor` times the tightest that some plan keeps."""
         try:
             self.plan(workload, 1e-6)
         except InfeasibleError as error:

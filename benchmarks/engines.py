@@ -1,4 +1,4 @@
-"""This engine beside those that a user would pick instead: the same requests, the same weights, the same machine.
+"""This engine and those that a user would pick instead: the same requests, the same weights, the same machine.
 
     python -m benchmarks.engines [--model opt-125m] [--engine own --engine vllm …] [--rounds 3] [--python vllm=PATH]
                                  [--longest-first]

@@ -4,7 +4,8 @@
 
 `xgpt serve` runs a small model on two cores as two devices, in three ways: a stage of both, a stage on each, and WAA
 with one that encodes and one that decodes. Clients stream answers; meanwhile each worker in turn gets SIGKILL, then
-SIGSTOP. The same hundred requests are sent again and again until all blows have been dealt, and so many have been sent.
+SIGSTOP. The same hundred requests are sent again and again until all blows have been dealt, and all of them have been
+sent.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Row:
 
     Attributes:
         back_s: from each blow until workers were ready again.
-        changed: requests whose tokens differ from those of one process that nobody disturbs.
+        changed: requests whose tokens differ from those of one undisturbed process.
         left_over: processes and sockets of the server's after its end.
         seconds: the whole took, the server's start included.
     """

@@ -4,7 +4,7 @@
 
 The rows are `systems/silicon_sample.csv` in the wheel of aiconfigurator-core 0.12 (`pip install xgpt[import]` and
 `pip install --no-deps aiconfigurator-core==0.12.0`), measured by others; the profiles are imported from the same wheel.
-Each row is a closed loop: so many clients, each of which sends its next request when its last one has ended. The
+Each row is a closed loop of clients, each of which sends its next request when its last one has ended. The
 predicted loop runs through the scheduling rule, as chunked does with vLLM's default budget, on a simulated clock. What
 the rows do not say is assumed, the same for all: ten requests a client, lengths uniform from 80% to 100% of what is
 stated (as InferenceMAX draws them), all clients starting at once. Disaggregated rows are two lanes, as in waa.
@@ -99,7 +99,7 @@ def cost_of(model: str, cluster: str, dtype: str, framework: str, tp: int) -> La
 
 
 def kv_blocks(model: str, cluster: str, dtype: Any, tp: int) -> int:
-    """K/V blocks of a group of devices beside the weights.
+    """Return the K/V blocks for which the weights leave a group of devices room.
 
     Raises:
         InputError: the weights do not fit.
@@ -112,7 +112,7 @@ def kv_blocks(model: str, cluster: str, dtype: Any, tp: int) -> int:
 
 
 def closed_loop(cost: LaneCost, clients: int, inputs: Any, outputs: Any, kv_blocks: int) -> tuple[float, float]:
-    """Mean seconds to the first token, and between tokens, of requests sent by so many clients.
+    """Return mean seconds to the first token, and between tokens, of requests sent by `clients` clients.
 
     Steps that only decode the same requests are taken at once, at their mean context.
     """
@@ -266,7 +266,7 @@ def main() -> None:
             f"{name:66} {f['rows']:5.0f} {f['tpot_median']:12.1f} {f['tpot_mean']:6.1f}"
             f" {f['ttft_median']:12.1f} {f['ttft_mean']:7.1f}"
         )
-    print(f"beside: {PEER}")
+    print(f"compare: {PEER}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {

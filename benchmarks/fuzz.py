@@ -26,8 +26,8 @@ RESULTS = Path("results/fuzz.json")
 CONCURRENCY = 16
 ANSWER_TIMEOUT_S = 30
 WARM_UP = 0.25
-"""So many good and so many bad requests go before, for each that counts: libraries keep memory for each shape of a
-batch, the allocator some of the largest bodies."""
+"""Share of the good, and of the bad, requests that are sent before the ones that count: libraries keep memory for each
+shape of a batch, the allocator some of the largest bodies."""
 NUM_PARTS = 10
 MAX_RSS_GROWTH = 0.02
 
@@ -192,7 +192,7 @@ class Outcome:
 
 
 async def fuzz(server: Running, num_requests: int, seed: int) -> Outcome:
-    """Send so many requests of all kinds, a few at a time, after a warm-up."""
+    """Send `num_requests` requests of all kinds, a few at a time, after a warm-up."""
     rng = random.Random(seed)
     kinds = rng.choices(list(KINDS), list(KINDS.values()), k=num_requests)
     num_warm = int(WARM_UP * num_requests)
@@ -221,7 +221,7 @@ async def _work(server: Running, queue: Any, rng: random.Random, outcome: Outcom
 
 
 async def exchange(port: int, case: Case) -> str:
-    """The status of the answer; "closed": none came; "left": nobody waited for one."""
+    """The status of the answer; "closed": none came; "left": the client did not wait for one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(case.raw)

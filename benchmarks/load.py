@@ -47,7 +47,7 @@ PROMPTS = 8
 """Different prompts: each is asked once alone, for the tokens that are right."""
 OVERLOAD = 3.0
 PACE_S = 20.0
-"""After which the server has told its pace beside a client, and gone over to a plan for that; who comes later is told
+"""After which the server has told its pace next to a client, and gone over to a plan for that; later requests are told
 apart."""
 DRAIN_S = 5.0
 
@@ -56,7 +56,7 @@ def streams(num_streams: int, num_tokens: int | None, max_batch: int, seed: int)
     """Many streams at once, each token right.
 
     Args:
-        num_tokens: of each stream; None: as many as the server's pace allows for so many to be open at once.
+        num_tokens: of each stream; None: as many as the server's pace allows for all to be open at once.
     """
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, tiny_server.SPEC.vocab_size, 16).tolist() for _ in range(PROMPTS)]

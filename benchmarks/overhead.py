@@ -52,7 +52,7 @@ def main(steps: int) -> None:
 
 
 def step_s(num_decodes: int, context: int, num_waiting: int, steps: int) -> float:
-    """Median seconds of a step in which all decode and nobody enters."""
+    """Return the median seconds of a step in which all requests decode and none enters."""
     engine = full_engine(num_decodes, context, num_waiting, max_output=steps + 2)
     seconds = []
     for _ in range(steps):

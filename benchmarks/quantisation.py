@@ -30,7 +30,7 @@ from xrunner.worker import Worker
 CONTEXT, BATCH, BLOCK_SIZE = 256, 16, 16
 NUM_WINDOWS = 64
 HELD_OUT = 20
-"""Every so many files are not trained on."""
+"""One file of this number is not trained on."""
 PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
 
 

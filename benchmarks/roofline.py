@@ -150,7 +150,7 @@ def machine(device: str, dtype: DType) -> list[Point]:
 
 
 def decode(worker: Worker, dtype: DType, what: str, batch: int, context: int) -> Point:
-    """A step in which so many requests decode; the last token's context counts itself."""
+    """Measure a step in which `batch` requests decode; the last token's context counts itself."""
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(context - 1, 1)] * batch)
     num_bytes = matrix_bytes(spec, dtype) + batch * context * spec.kv_bytes_per_token(dtype)
@@ -187,7 +187,7 @@ def attention_flops(spec: ModelSpec, context: float) -> float:
 
 
 def row(point: Point, rates: dict[str, float]) -> dict[str, Any]:
-    """A step beside its floor."""
+    """Return a step's time with its floor."""
     floors = {"memory": point.bytes / rates["bytes_per_s"], "products": point.flops / rates["flops_per_s"]}
     limit = max(floors, key=floors.__getitem__)
     return {
@@ -231,7 +231,7 @@ def tables(document: dict[str, Any]) -> str:
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    """Nobody is told."""
+    """Report nothing."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rounds of steps that differ at random: the closed form beside the recursion that it stands for.
+"""Rounds of steps that differ at random: the closed form and the recursion that it stands for.
 
     python -m benchmarks.rounds [--lanes 2000] [--seed 1] [--fit]
 
@@ -30,7 +30,7 @@ MOST_FITTED = 6.0
 
 
 class Lanes(NamedTuple):
-    """Lanes of so many stages and micro-batches, and seconds of a round in the recursion. # [lanes]"""
+    """Lanes by their stages and micro-batches, and seconds of a round in the recursion. # [lanes]"""
 
     stages: int
     microbatches: int

@@ -125,7 +125,7 @@ def _seconds(run: Callable[[], object], times: int, repeats: int = 5) -> float:
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(json_path: Path | None) -> None:
-    """Measure, and print beside what was asked for."""
+    """Measure, and print the figures with their goals."""
     forms, runs = closed_forms(), request_level()
     click.echo(f"{'policy':10}{'one estimate, us':>18}{'configurations a second':>26}")
     for row in forms:

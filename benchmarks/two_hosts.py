@@ -102,7 +102,7 @@ def ip(*arguments: str) -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Two namespaces that reach each other and nobody else, until the end of the block."""
+    """Make two namespaces that reach each other and nothing else, until the end of the block."""
     with ExitStack() as stack:
         left = ip("netns", "list").split()
         for host in HOSTS:
@@ -183,7 +183,7 @@ def sent(metrics: str) -> dict[str, dict[str, int]]:
 
 
 def ask(url: str, count: int) -> dict[str, object]:
-    """Replay requests, in the namespace of whoever calls; what came of them, and what was sent for them."""
+    """Replay requests in the caller's namespace; return what came of them, and what was sent for them."""
 
     def account() -> dict[str, dict[str, int]]:
         time.sleep(1.2)  # workers report twice a second

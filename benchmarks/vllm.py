@@ -4,8 +4,8 @@
 
 The profile is vLLM's own (`xgpt profile --engine vllm`). "default" is vLLM's own scheduler with its own token budget,
 and as many requests at once as keep the bound: what one would tune without a planner. Every plan's hash is printed
-before it is measured; beside it stands what the simulated engine makes of the same requests, and of many: how far the
-sample, and how far the closed form, is the cause of an error. After it come its steps by kind, beside what the profile
+before it is measured, with what the simulated engine makes of the same requests, and of many: how far the
+sample, and how far the closed form, is the cause of an error. After it come its steps by kind, and what the profile
 says of them: how far the profile is. Writes results/vllm.KIND.json and, to look at again, the steps in
 results/vllm.KIND.jsonl; docs/results/vllm.md keeps the last.
 """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 1.7]
 
-`xgpt serve --engine vllm` starts with rra's best plan for the workload; after so many requests all lengths are by a
-factor others. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
+`xgpt serve --engine vllm` starts with rra's best plan for the workload; after a number of requests all lengths
+change by a factor. Decisions come from the server's log, all figures from the step log of vLLM's scheduler. Writes
 results/vllm.shift.json; docs/results/vllm.md keeps the last.
 """
 

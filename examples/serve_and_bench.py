@@ -1,4 +1,4 @@
-"""Serve a tiny model with seeded weights on this machine, ask it for tokens, and measure it beside its prediction."""
+"""Serve a tiny model with seeded weights on this machine, ask it for tokens, and compare bench with prediction."""
 
 import httpx
 

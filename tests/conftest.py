@@ -12,7 +12,7 @@ import pytest
 # Two test processes share the machine, and the models of tests are too small to gain from a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
-    # Triton looks when it is imported, whoever does that first: kernels then run in its interpreter.
+    # Triton looks when it is first imported: kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -33,13 +33,13 @@ SHORT = Workload(
 
 
 def cpus(num_devices: int) -> ClusterSpec:
-    """So many CPU devices on one machine, for which a datasheet profile stands."""
+    """Return CPU devices on one machine, for which a datasheet profile stands."""
     link = Link(bandwidth_bytes_per_s=5e9, latency_s=5e-5)
     return ClusterSpec(name="cpus", device=CPU, devices_per_node=num_devices, intra_node=link, host=link)
 
 
 def problem_of(directory: Path, num_devices: int) -> Problem:
-    """The planning problem of a checkpoint on so many CPU devices, without a latency bound."""
+    """Return the planning problem of a checkpoint on `num_devices` CPU devices, without a latency bound."""
     spec, cluster = read_spec(directory), cpus(num_devices)
     profile = analytic.profile(spec, cluster, "float32")
     return Problem(spec, str(directory), cluster, SHORT, profile, Constraint())

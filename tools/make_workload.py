@@ -18,7 +18,7 @@ LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 +
 
 
 def compact(histogram: Histogram) -> Histogram:
-    """At most one bin for each of LEVELS, at its mean length, and the largest length kept beside them."""
+    """At most one bin for each of LEVELS, at its mean length, and the largest length kept in addition."""
     lengths, probabilities = np.array(histogram.lengths), np.array(histogram.probabilities)
     below = np.cumsum(probabilities) - probabilities
     bins = np.searchsorted(LEVELS, below + 1e-12, side="right")

@@ -273,11 +273,11 @@ class Engine:
         logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
         self._executor.restart()
         old = self._schedule.pool
-        everybody = [*self._suspects.recall(), *old.running.values(), *old.waiting]
+        requests = [*self._suspects.recall(), *old.running.values(), *old.waiting]
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
         self._schedule = self._schedule.fresh()
         self._recorder.clear()
-        for request in everybody:
+        for request in requests:
             if request.id in self._progress.generations and not self._suspects.hold(request.id, request):
                 self._take_in_again(request)
 

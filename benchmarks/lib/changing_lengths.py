@@ -27,11 +27,11 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measure import Measured, measure
 
 PLANNING_S = 1.0
-"""Time from a look to the new plan, on the simulated clock: what a planning process takes beside a busy engine."""
+"""Time from a look to the new plan, on the simulated clock: what a planning process takes next to a busy engine."""
 
 
 class Phase(NamedTuple):
-    """So many requests of these lengths."""
+    """A number of requests of these lengths."""
 
     workload: Workload
     num_requests: int

@@ -98,7 +98,7 @@ def running(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Iterato
     environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.lib.tiny_server", str(max_batch), str(num_blocks)]
     with (
-        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody empties would stop the server
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that is not emptied would stop the server
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
         server = Running(_port(process, errors), process.pid)

@@ -1,1 +1,1 @@
-"""Every figure of the papers that can be computed, beside what the product predicts: `python -m benchmarks.papers`."""
+"""Every figure of the papers that can be computed, with what the product predicts: `python -m benchmarks.papers`."""

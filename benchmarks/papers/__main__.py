@@ -1,4 +1,4 @@
-"""The papers' figures beside ours.
+"""The papers' figures with ours.
 
     python -m benchmarks.papers [--quick] [--jsonl results/papers.jsonl] [--markdown docs/results/papers.md]
 

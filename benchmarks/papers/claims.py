@@ -11,7 +11,7 @@ Verdict = Literal["holds", "fails", "reported"]
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's figure beside ours. `why` says what explains a difference."""
+    """A paper's figure with ours. `why` says what explains a difference."""
 
     source: str
     what: str

@@ -39,7 +39,7 @@ SLOWER_LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04)
 
 
 def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneModel]:
-    """Tensor parallelism over all four; and an encode group of two beside two decode stages of one each."""
+    """Tensor parallelism over all four; and an encode group of two with two decode stages of one each."""
     of = problem("opt-13b", "a40x4", workload_of(task, "opt-13b"))
     lengths = Lengths(of.workload)
     one = OneLaneModel(LaneCost(of.model, of.profile, whole(of.model, 4)), lengths)

@@ -47,7 +47,7 @@ class FasterTransformer:
     """Batches of at most eight, one at a time on both stages, as ORCA sec. 6.2 describes the system it ran.
 
     A batch encodes as if all its prompts were as short as its shortest; what is left of the others goes through one
-    token an iteration, and nobody is answered before all are.
+    token an iteration, and no request is answered before all are.
     """
 
     def __init__(self, of: Problem) -> None:
@@ -109,7 +109,7 @@ def _max_rate(queue: Queue, kind: str, lengths: Lengths, bound_s: float) -> floa
         rate = (low + high) / 2
         loaded = queue.at(rate, 0.5)
         whole = loaded.ttft[:, None] + loaded.tpot[:, None] * (outputs - 1)
-        if kind == "static":  # nobody of a batch is answered before its longest member
+        if kind == "static":  # no request of a batch is answered before its longest member
             whole = np.repeat(whole[:, -1:], len(outputs), axis=1)
         order = np.argsort(whole / outputs, axis=1)
         share = np.cumsum(lengths.output_probabilities[order], axis=1)

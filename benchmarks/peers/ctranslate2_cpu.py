@@ -1,4 +1,4 @@
-"""CTranslate2, float32; the model is converted once, beside the checkpoint, and batches are formed by tokens."""
+"""CTranslate2, float32; the model is converted once, next to the checkpoint, and batches are formed by tokens."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching; the model is converted once a weight format, beside the checkpoint.
+"""OpenVINO GenAI's continuous batching; the model is converted once a weight format, next to the checkpoint.
 
 float32 throughout; in bfloat16, K/V too; int8: weights in eight bits, activations quantised as they come and K/V as
 OpenVINO does by default.

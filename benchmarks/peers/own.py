@@ -16,7 +16,7 @@ from xrunner.generation import Generation
 
 NUM_BLOCKS, BLOCK_SIZE = 2048, 16
 ROOM = 1.15
-"""Over a level load: who is let in late must still be done when the longest output is."""
+"""Over a level load: a request let in late must still be done when the longest output is."""
 
 
 def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:

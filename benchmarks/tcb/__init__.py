@@ -1,1 +1,1 @@
-"""The tables of TCB: rows of every kind beside the flattened batch, run here and simulated on a V100."""
+"""The tables of TCB: rows of every kind and the flattened batch, run here and simulated on a V100."""

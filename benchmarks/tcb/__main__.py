@@ -238,7 +238,7 @@ def orders(bench: Bench, seconds: float) -> list[Json]:
 
 
 def overhead() -> list[Json]:
-    """DAS's own computing time on this machine, for rates about the paper's, and for a hundred thousand who wait."""
+    """DAS's own computing time on this machine, for rates about the paper's, and for a hundred thousand that wait."""
     table: list[Json] = []
     for dtype in ("float32", "float16"):
         bench = Bench(v100(dtype), 20)
@@ -275,7 +275,7 @@ def overhead() -> list[Json]:
 
 
 def write(part: str, rows: list[Json], setting: str) -> None:
-    """Put a part's rows beside those of other parts, and all tables on one page."""
+    """Put a part's rows with those of other parts, and all tables on one page."""
     parts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     parts[part] = {"setting": setting, "rows": rows}
     write_atomic(RESULTS, json.dumps(parts, indent=1) + "\n")

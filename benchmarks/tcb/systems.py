@@ -1,6 +1,6 @@
-"""TCB's systems and its baselines: each forms batches of those who wait, on a real or on a simulated machine.
+"""TCB's systems and its baselines: each forms batches of waiting requests, on a real or on a simulated machine.
 
-One loop serves all of them: take in who has arrived, drop who is too late, form batches, run them. The machine owns
+One loop serves all of them: take in arrivals, drop requests that are too late, form batches, run them. The machine owns
 the clock: on the real one it is the computer's, idle time skipped; on the simulated one each batch takes what its cost
 model says.
 """
@@ -77,7 +77,7 @@ class Machine(ABC):
 
     @abstractmethod
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
-        """One batch without padding, to the end of its longest answer; who has ended computes no more."""
+        """One batch without padding, to the end of its longest answer; a request that has ended computes no more."""
 
     @abstractmethod
     def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
@@ -158,7 +158,7 @@ Job = tuple[list[Request], Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Rows and their length, and how those who wait become batches."""
+    """Rows and their length, and how waiting requests become batches."""
 
     machine: Machine
     output_lengths: Mapping[int, int]
@@ -202,7 +202,7 @@ def form_tcb(system: System, queue: Queue) -> Iterable[Job]:
 
 
 def form_slotted(system: System, queue: Queue) -> Iterable[Job]:
-    """TCB Algorithm 2: slots as long as the longest request chosen by utility; who fits none waits again."""
+    """TCB Algorithm 2: slots as long as the longest request chosen by utility; what fits none waits again."""
     order = queue.order_of("")
     assert isinstance(order, DasOrder)
     rows, longest = [], 0
@@ -292,7 +292,7 @@ def serve(
 
 
 def serve_iterations(machine: Machine, order: AdmissionOrder, most: int, row_tokens: int, demand: Demand) -> Outcome:
-    """The flattened default, iteration by iteration (ORCA's settings), with at most so many requests inside."""
+    """The flattened default, iteration by iteration (ORCA's settings), with at most `most` requests inside."""
     pool = Pool(10**6, 16, order=order, row_tokens=row_tokens if order == "das" else None)
     log = machine.run_iterations(OneLane(LaneSettings(mix=True, max_batch=most), pool), demand)
     outcome = Outcome(seconds=log[-1].end_ns / 1e9, batches=len(log))

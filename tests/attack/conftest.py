@@ -36,8 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Unharmed:
-    """What an attack on the module's `target` is put in: it leaves others' answers, a probe's tokens and the memory
-    (but for so many MiB) as they were, and what it did is recorded.
+    """Return the block that an attack on the module's `target` is put in: it leaves others' answers, a probe's tokens
+    and the memory (but for some MiB) as they were, and what it did is recorded.
     """
     target: Target = request.getfixturevalue("target")
 

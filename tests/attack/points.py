@@ -27,7 +27,7 @@ POINTS = {
     ),
     3: Point(
         "torch's store on all interfaces",
-        "a stranger set keys, and ran code of his within a second",
+        "a stranger set keys, and ran code within a second",
         ("tests/unit/xrunner/cluster/test_fleet.py",),
     ),
     4: Point(
@@ -64,7 +64,7 @@ POINTS = {
     12: Point(
         "clients that do not read",
         "1,900 blocks held at twice the deadline, open after 90 s, 260 MB",
-        ("tests/unit/xrunner/server/test_connections.py::test_a_deadline_holds_also_where_nobody_reads",),
+        ("tests/unit/xrunner/server/test_connections.py::test_a_deadline_holds_also_where_the_client_does_not_read",),
     ),
     13: Point("one large answer", "+700 MiB, /health 1.5 s"),
     14: Point(

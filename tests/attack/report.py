@@ -31,7 +31,7 @@ class Report:
             self._rows.append(row | {"seconds": round(report.duration, 1)} | dict(report.user_properties))
 
     def pytest_sessionfinish(self) -> None:
-        """FILE as JSON, and beside it the table as markdown."""
+        """Write FILE as JSON, and next to it the table as markdown."""
         self._path.write_text(json.dumps(self._rows, indent=1) + "\n")
         self._path.with_suffix(".md").write_text(self._table())
 

@@ -27,7 +27,7 @@ from xrunner.vllm.process import PYTHON_VARIABLE
 
 MIB = 1 << 20
 FELT_S, TIMES_CALM = 3.0, 10
-"""What a stream and a probe may feel: so much, or so many times what they feel before, where cores are busy. What the
+"""What a stream and a probe may feel: seconds, or a multiple of what they feel before, where cores are busy. What the
 event loop does in one go is held to less where no other process counts: `test_loop.py`."""
 
 ADMIN_KEY = "attack-suite-key-0123456789"
@@ -142,7 +142,7 @@ class Target:
 
     @contextmanager
     def felt(self) -> Iterator[Felt]:
-        """Another client beside the block: one stream after the other, and /health every 20 ms."""
+        """Run another client during the block: one stream after the other, and /health every 20 ms."""
         felt, stop = Felt(), threading.Event()
         threads = [threading.Thread(target=work, args=(felt, stop)) for work in (self._stream, self._health)]
         for thread in threads:

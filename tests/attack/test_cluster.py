@@ -46,7 +46,7 @@ for thread in threads:
     thread.join(max(0, end - time.monotonic()))
 os._exit(0)
 """
-"""What let a stranger list and set keys, and run code of his: torch's own client at every open port."""
+"""What let a stranger list and set keys, and run code: torch's own client at every open port."""
 
 
 @pytest.fixture(scope="module", params=SEVERAL)
@@ -103,7 +103,7 @@ def test_a_stranger_finds_no_store(target: Target) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("curve", [False, True])
 def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: bool) -> None:
-    """Without keys, and with keys of his own."""
+    """Without keys, and with other keys."""
     context = zmq.Context()
     try:
         strangers = []
@@ -131,7 +131,7 @@ def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: 
 
 @pytest.mark.point(3)
 @pytest.mark.long
-def test_noise_at_inner_ports_harms_nobody(target: Target) -> None:
+def test_noise_at_inner_ports_does_no_harm(target: Target) -> None:
     """Gloo's ports included, which take no credentials: what they are told once all pairs are joined is of no use."""
     with target.felt() as felt, ExitStack() as opened:
         for port in inner_ports(target):

@@ -182,7 +182,7 @@ def test_unfinished_bodies(target: Target, unharmed: Unharmed) -> None:
 def test_chats_without_max_tokens(
     target: Target, unharmed: Unharmed, record_property: Callable[[str, object], None]
 ) -> None:
-    """Of which 16 once held all blocks, beside requests for two tokens."""
+    """Of which 16 once held all blocks, among requests for two tokens."""
     chat = {"model": target.model, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
     took_s = []
     with unharmed(300), ThreadPoolExecutor(24) as pool:
@@ -267,7 +267,7 @@ def test_text_that_never_ends(target: Target, unharmed: Unharmed) -> None:
 
 
 def answers_of(address: tuple[str, int], sent: bytes) -> list[int]:
-    """Statuses of all answers, interim ones left out, to a client that sends so much and no more."""
+    """Statuses of all answers, interim ones left out, to a client that sends this and no more."""
     with connect(address) as client:
         client.sendall(sent)
         client.shutdown(socket.SHUT_WR)

@@ -90,7 +90,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.point(1)
 def test_without_a_key_nothing_is_answered_but_probes(target: Target) -> None:
     body = {"model": target.model, **PROBE}
-    for headers in ({}, {"Authorization": "Bearer a-key-of-somebody-else"}):
+    for headers in ({}, {"Authorization": "Bearer a-key-of-another-server"}):
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/plan")):
             assert target.ask(method, path, body if method == "POST" else None, headers)[0] == 401
     assert target.ask("GET", "/health", headers={})[0] == 200
@@ -169,7 +169,7 @@ def test_openais_client_takes_it_for_openai(target: Target) -> None:
         chat = client.chat.completions.create(model=target.model, messages=messages, max_tokens=3)  # type: ignore[arg-type]
         assert chat.choices[0].finish_reason == "length"
         with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key="a-key-of-somebody-else").models.list()
+            client.with_options(api_key="a-key-of-another-server").models.list()
 
 
 @pytest.mark.point(1)

@@ -1,4 +1,4 @@
-"""Clients beside each other on a running server: shares, floods, starvation, and outputs without an end."""
+"""Several clients on a running server: shares, floods, starvation, and outputs without an end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def headers(key: str) -> dict[str, str]:
 
 
 def batch_of(size: int, **admission: Any) -> Callable[[Plan], Plan]:
-    """The plan with so many places and this admission; patience counts in half seconds."""
+    """Return the plan with `size` places and this admission; patience counts in half seconds."""
 
     def change(plan: Plan) -> Plan:
         name = "max_decode_batch" if plan.policy.kind == "waa" else "max_batch"
@@ -40,7 +40,7 @@ def batch_of(size: int, **admission: Any) -> Callable[[Plan], Plan]:
 
 @contextmanager
 def load(target: Target, in_flight: int, key: str | None = None, **fields: Any) -> Iterator[list[int]]:
-    """Clients that together keep so many completions in flight throughout the block; statuses, as they come."""
+    """Keep `in_flight` completions in flight throughout the block; yield statuses, as they come."""
     statuses: list[int] = []
     stop = threading.Event()
     body = json.dumps({"model": target.model, "prompt": PROMPT, "max_tokens": 16, "ignore_eos": True, **fields})
@@ -103,7 +103,7 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
 
 @pytest.mark.point(18)
 def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path: Path) -> None:
-    """Before, a key that filled the waiting room turned everybody else away."""
+    """A key that fills the waiting room once kept all others out."""
     keys = f"alice {ALICE}\nbob {BOB}\n"
     with attacked("one", checkpoint, tmp_path, "--max-waiting", "16", keys=keys, change=batch_of(4)) as target:
         with load(target, 40, ALICE) as flood:
@@ -125,8 +125,8 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
 def test_no_order_starves_a_request(
     order: str, flood: dict[str, Any], victim: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A long prompt beside short ones without end, a request without a deadline beside others' deadlines: before, it
-    had its answer when the others went away."""
+    """A long prompt among short ones without end, a request without a deadline among others with one: each once had
+    its answer only when the others went away."""
     change = batch_of(4, order=order, patience=4)
     with attacked("one", checkpoint, tmp_path, change=change) as target, load(target, 24, **flood) as statuses:
         time.sleep(1)

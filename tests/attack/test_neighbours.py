@@ -197,7 +197,7 @@ def test_names_of_others_stay_names(target: Target) -> None:
 
 
 def test_hang_ups_without_end(target: Target) -> None:
-    """300 in a second, beside requests; each reads the keys anew."""
+    """300 in a second, during requests; each reads the keys anew."""
     before = target.probe()
     with target.felt() as felt:
         for _ in range(300):

@@ -63,7 +63,7 @@ def test_a_broken_trace_is_refused(xgpt: Xgpt, tmp_path: Path, text: str, said: 
         ("plan", "--latency-bound", "1_0"),
     ],
 )
-def test_numbers_are_written_as_everybody_writes_them(xgpt: Xgpt, options: tuple[str, ...]) -> None:
+def test_numbers_are_written_in_the_usual_notation(xgpt: Xgpt, options: tuple[str, ...]) -> None:
     assert options[-1] in xgpt.fails(2, *options)
 
 

@@ -67,7 +67,7 @@ def one_lane(model: str, cluster: str, workload: str) -> OneLaneModel:
 def simulate(
     model: OneLaneModel, workload: Workload, settings: PolicySettings, num_requests: int, rng: np.random.Generator
 ) -> Measured:
-    """Run a saturated engine, and measure so many requests after its warm-up. K/V memory never binds."""
+    """Run a saturated engine, and measure requests after its warm-up. K/V memory never binds."""
     predicted = estimate(model, settings)
     warm_up = round(3 * predicted["peak_requests"]) + 50
     total = warm_up + num_requests + round(2 * predicted["peak_requests"]) + 50

@@ -1,4 +1,4 @@
-"""What a plan promises of its K/V memory, beside what a saturated simulated engine keeps in it."""
+"""What a plan promises of its K/V memory, and what a saturated simulated engine keeps in it."""
 
 from __future__ import annotations
 

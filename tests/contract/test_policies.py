@@ -57,13 +57,13 @@ def test_a_prediction_does_not_depend_on_its_neighbours(kind: str) -> None:
 
 @pytest.mark.parametrize("workload", ["tcb", "chat-short"])
 def test_no_gap_between_tokens_exceeds_a_phase(workload: str) -> None:
-    """Also where hardly anybody is left at a phase's end: that share of a phase may be no more than rounding."""
+    """Also where hardly any request is left at a phase's end: that share of a phase may be no more than rounding."""
     model = one_lane("opt-125m", "h200x1", workload)
     iterations = [n for n in (1, 3, 10, 30, 60, 85, 99, 400, 1200) for _ in range(3)]
     performance = FORECASTS["rra"].evaluate(model, encode_batch=[1, 30, 300] * 9, decode_iterations=iterations)
     assert (performance.itl_p99 <= 5 * performance.cycle).all()  # a phase of one prompt can be a long one
     assert (performance.latency >= performance.ttft).all()
-    # Nobody stays for 400 iterations: phases may be as long as they like.
+    # No request stays for 400 iterations: phases may be of any length.
     assert performance.latency[-6:-3] == pytest.approx(performance.latency[-3:], rel=0.02)
 
 
@@ -159,9 +159,9 @@ def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("encode_batch", "decode_iterations"), [(1, 40), (2, 300), (6, 300), (20, 100)])
-def test_phases_that_leave_nobody_in_decode(encode_batch: int, decode_iterations: int) -> None:
-    """Half of azure-code's outputs have at most 13 tokens, the quantile's has 250: who outlasts all others meets no
-    phase that ends early."""
+def test_phases_that_leave_no_request_in_decode(encode_batch: int, decode_iterations: int) -> None:
+    """Half of azure-code's outputs have at most 13 tokens, the quantile's has 250: a request that outlasts all others
+    meets no phase that ends early."""
     device, settings = (
         ("llama-3.1-8b", "h200x1"),
         RraSettings(encode_batch=encode_batch, decode_iterations=decode_iterations),

@@ -64,7 +64,7 @@ CASES = pytest.mark.parametrize(("kind", "kv"), [(kind, "reserve") for kind in L
 class Executor:
     """Answers every request with token 0; what it holds must be what the engine says.
 
-    Steps overlap, and those of different lanes end in any order. At times somebody comes while it is waited for one.
+    Steps overlap, and those of different lanes end in any order. At times a request arrives while one is waited for.
     """
 
     resumes = True

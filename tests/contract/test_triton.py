@@ -74,7 +74,7 @@ def test_prompts_of_several_tiles(block_size):
     compare(random_batch([], chunks, (3, 1, 8), block_size, np.random.default_rng(2)), torch.float32)
 
 
-def test_rows_of_nobody_in_a_wide_table():
+def test_filling_rows_in_a_wide_table():
     """As a captured step has them: contexts far below what the table has room for, so that splits stay empty."""
     (q, k, v), cache, batch = random_batch([1, 1, 40], [], (2, 1, 8), 4, np.random.default_rng(3))
     batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, 200))

@@ -145,12 +145,12 @@ def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkp
     engine = Engine(policies.build(plan), executor, on_step=log.append)
     collect = executor.collect
 
-    def collect_while_somebody_comes():
+    def collect_while_a_request_arrives():
         if later:
             engine.submit(later.pop())
         return collect()
 
-    executor.collect = collect_while_somebody_comes
+    executor.collect = collect_while_a_request_arrives
     try:
         engine.submit(Generation(0, PROMPTS[0], 8))
         while engine.step() is not None:

@@ -307,7 +307,7 @@ def solitary(model, id_, prompt, max_output):
 
 @pytest.mark.parametrize("policy, backend", [*((policy, "numba") for policy in POLICIES), ("chunked", "reference")])
 @pytest.mark.parametrize("name", FIRST_SHAPES)
-def test_greedy_tokens_equal_transformers_whoever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):
+def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):
     directory, _ = checkpoint(name)
     expected = expected_tokens(name)
     num_blocks, block_size = 60, 8

@@ -76,7 +76,7 @@ def graphed(worker, sizes, most_tokens=64):
 
 
 @pytest.mark.parametrize("contexts", [[5], [1, 9, 16], [3, 30, 2, 8, 11, 6]], ids=len)
-def test_a_replay_computes_what_the_model_computes_and_touches_nobody_elses_cache(worker, contexts):
+def test_a_replay_computes_what_the_model_computes_and_touches_no_other_cache(worker, contexts):
     run, cache, replays = graphed(worker, sizes=(1, 4, 8))
     with torch.inference_mode():
         run(decodes([20] * 8, cache, np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
@@ -89,9 +89,9 @@ def test_a_replay_computes_what_the_model_computes_and_touches_nobody_elses_cach
         expected = worker.model(batch, cache, worker.backend)
     assert sum(replays.counts) == 2
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    nobody = run._inputs._block
+    filler = run._inputs._block
     for replayed, plain in zip(after, cache.layers, strict=True):
-        others = torch.arange(NUM_BLOCKS) != nobody
+        others = torch.arange(NUM_BLOCKS) != filler
         torch.testing.assert_close(replayed[:, others], plain[:, others], rtol=1e-4, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_steps_that_only_decode_run_ahead(worker):
     # The longest decodes 29 times: the first two are asked for, and the last is launched once too often.
     assert runner.num_hits == 27 and runner.num_ahead == 28
     assert sum(replays.counts) == 30
-    assert runner.cache.num_free == NUM_BLOCKS - 1  # one is nobody's
+    assert runner.cache.num_free == NUM_BLOCKS - 1  # one is the filling rows'
 
 
 def test_a_guess_that_was_wrong_costs_a_step_and_no_more(worker):

@@ -64,7 +64,7 @@ def solitary(worker):
 
 
 def owners(worker):
-    """How many blocks requests own, beside those taken early; each is free or of one request."""
+    """Return how many blocks requests own, those taken early apart; each is free or of one request."""
     owned = [block for blocks in worker.cache._owned.values() for block in blocks]
     everything = sorted(owned + worker.cache._free)
     assert everything == list(range(worker.cache.num_blocks))
@@ -79,7 +79,7 @@ def owners(worker):
     ("policy", "kv"),
     [(policy, kv) for policy in LANES for kv in ("reserve", "quantile") if (policy, kv) != ("static", "quantile")],
 )
-def test_tokens_and_blocks_whoever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, data):
+def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, data):
     worker = fresh(worker, kind)
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
     log = []

@@ -20,7 +20,7 @@ from xsimulator.step_cost import LaneCost, StepCounts
 
 @pytest.fixture(scope="module")
 def measured_problem(checkpoint):
-    """The planning problem of a T5 on so many cores, whose steps are measured; each once."""
+    """Return the planning problem of a T5 on a number of cores, whose steps are measured; each once."""
     found = {}
 
     def of(name, num_devices):

@@ -38,7 +38,7 @@ def run(spec, cancelled):
     return outputs
 
 
-def test_cancelled_requests_free_their_blocks_and_change_nobody_elses_tokens(spec):
+def test_cancelled_requests_free_their_blocks_and_change_no_others_tokens(spec):
     everyone, rest = run(spec, ()), run(spec, (0, 2, 7))  # decoding, encoding, waiting
     assert len(rest[7]) == 0 and len(rest[0]) < 12
     assert all(rest[id_] == everyone[id_] for id_ in (1, 3, 4, 5, 6))

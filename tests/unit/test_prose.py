@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +17,8 @@ from xgpt.cli import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = ("xgpt", "xsimulator", "xscheduler", "xprofiler", "xrunner")
-"""Those whose docstrings are kept; add a package once it has been read aloud."""
+PRODUCT = ("xgpt", "xsimulator", "xscheduler", "xprofiler", "xrunner")
+PACKAGES = (*PRODUCT, "benchmarks", "tests", "tools", "examples")
 
 UNWANTED = {
     "people": r"\b(who|whom|whoever|whomever|nobody|somebody|someone|everybody|everyone|anybody|anyone)\b",
@@ -40,11 +42,22 @@ def unwanted(text: str) -> list[str]:
     return found
 
 
-def docstrings(path: Path) -> Iterator[str]:
-    """Yield every docstring of a module, those below its attributes included, with its lines outdented."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def explanations(path: Path) -> Iterator[str]:
+    """Yield every comment and docstring of a module, those below its attributes included, with its lines outdented."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield "\n".join(line.strip() for line in node.value.value.splitlines())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# ")
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Yield the strings of a module that are sentences: errors, logs, help."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
 
 
 @pytest.mark.parametrize("text", ["Who waits", "stands beside it", "takes so many devices", "since 163285c"])
@@ -83,10 +96,16 @@ def test_every_option_has_a_help_text() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings(package: str) -> None:
+def test_docstrings_and_comments(package: str) -> None:
     paths = sorted((ROOT / package).rglob("*.py"))
     assert paths
-    assert not {str(path): found for path in paths for text in docstrings(path) for found in unwanted(text)}
+    assert not {str(path): found for path in paths for text in explanations(path) for found in unwanted(text)}
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_messages(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert not {str(path): found for path in paths for text in strings(path) for found in unwanted(text)}
 
 
 def test_the_readme_is_short() -> None:

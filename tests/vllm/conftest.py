@@ -18,7 +18,7 @@ collect_ignore_glob = [] if _found and _found.origin else ["test_*.py"]
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Threads that compute wait for the one whose core somebody else has: beside other work two are slower than one.
+# Threads that compute wait for the one whose core another process has: on a busy machine two are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

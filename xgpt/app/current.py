@@ -88,7 +88,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
     _only(given, "block-size", [str(BLOCK_SIZE)], f"K/V blocks are scored with {BLOCK_SIZE} tokens")
     if on_gpu:
         _only(given, "enforce-eager", ["no"], "step times are those of captured graphs")
-        _only(given, "async-scheduling", ["yes"], "step times are those of a loop beside the device's work")
+        _only(given, "async-scheduling", ["yes"], "step times are those of a loop that runs during the device's work")
     stages, degree = _of(given, "pipeline-parallel-size", _count, 1), _of(given, "tensor-parallel-size", _count, 1)
     default_seqs, default_tokens = _defaults(cluster, degree * stages)
     tokens = _of(given, "max-num-batched-tokens", _whole, default_tokens)

@@ -52,7 +52,7 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
     objects = _objects(plan, image)
     name = objects[0]["metadata"]["name"]
     comment = (
-        f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION}. The image comes from the Dockerfile beside this\n"
+        f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION}. The image comes from the Dockerfile next to this\n"
         f"# file, the weights from a volume claim, {name}-model, the clients' keys from a secret:\n"
         f"#   kubectl create secret generic {name}-keys --from-file=keys=keys.txt\n"
         "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -f xgpt.yaml\n"

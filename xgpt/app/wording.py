@@ -118,7 +118,7 @@ def joint_in_words(plan: Plan) -> list[str]:
         return []
     return [
         f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
-        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% beside lengths drawn apart"
+        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against lengths drawn apart"
     ]
 
 

@@ -181,7 +181,7 @@ class VllmEngine:
             case Accepted() as accepted:
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
             case Refused() as refused:
-                logger.info("vLLM's plan waits until nobody runs", extra={"fields": {"reason": refused.reason}})
+                logger.info("vLLM's plan waits until no request runs", extra={"fields": {"reason": refused.reason}})
                 with self._lock:
                     self._next = self._asked
                     self._go_on_if_empty()

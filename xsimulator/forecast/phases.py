@@ -36,7 +36,7 @@ class PhaseColumns(NamedTuple):
     """Requests in decode, for each request encoded a phase."""
     age: Array
     """Mean decode iterations of those in decode."""
-    nobody: Array
+    log_empty: Array
     """Log of the probability that no request is in decode, for each request encoded a phase."""
     boundary: Array
     """Share of the gaps between tokens that span an encode phase."""

@@ -96,7 +96,7 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     # That is one at least, and hardly over its peak and one more.
     column, m = each[:, None], microbatches[:, None]
     present = column * phase.share
-    running = np.maximum(-np.expm1(column * phase.nobody), present / (np.maximum(present[:, :1], 1.0) + 1))
+    running = np.maximum(-np.expm1(column * phase.log_empty), present / (np.maximum(present[:, :1], 1.0) + 1))
     running = np.maximum(np.minimum(running, present), 1e-300)
     decode = table(present / running, table.locate(model.self_context + phase.age))  # [.., n, segments]
     td, own_way = decode[:kinds], decode[kinds]

@@ -71,11 +71,11 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
     encoding = own + (encode_parts - 1) * slowest + ragged
 
-    place, starts, weights, nobody = model.part(_rounds)
+    place, starts, weights, log_empty = model.part(_rounds)
     together = batch / decode_parts
     decode = model.decode_table(np.broadcast_to(together[:, None], (len(batch), len(starts))), place)
-    some = -np.expm1(batch[:, None] * nobody)
-    active = -np.expm1(together[:, None] * nobody)
+    some = -np.expm1(batch[:, None] * log_empty)
+    active = -np.expm1(together[:, None] * log_empty)
     some, active = np.add.reduceat(np.concatenate([some, active]), starts, axis=1).reshape(2, len(batch), -1)
     active = decode_parts[:, None] * active / np.maximum(some, 1e-300)
     own_way = decode[kinds]
@@ -120,5 +120,5 @@ def _rounds(model: OneLaneModel) -> tuple[tuple[Ints, Array], Ints, Ints, Array]
     weights = np.diff(edges)
     middles = edges[:-1] + (weights + 1) / 2
     with np.errstate(divide="ignore"):
-        nobody = np.log1p(-np.minimum(model.lengths.survival, 1.0))
-    return model.decode_table.locate(model.self_context + middles), edges[:-1], weights, nobody
+        log_empty = np.log1p(-np.minimum(model.lengths.survival, 1.0))
+    return model.decode_table.locate(model.self_context + middles), edges[:-1], weights, log_empty

@@ -79,7 +79,7 @@ def test_one_that_ended_is_opened_anew(answer: bytes | None, found: object) -> N
     assert server.num_connections == 2
 
 
-def test_an_answer_that_nobody_read_is_not_the_next_one() -> None:
+def test_an_answer_that_was_not_read_is_not_the_next_one() -> None:
     async def run(server: Server) -> bytes:
         async with server as url:
             connection = Connection(url)

@@ -172,7 +172,7 @@ def test_attention_by_heads_and_filled_where_too_large_to_measure(profile: Profi
     assert decode.seconds[2][1] == pytest.approx(generation_ms(64, 64, 2) / 1e3)
 
 
-def test_heads_that_nobody_measured_are_scaled_and_said_so(tables: Path) -> None:
+def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> None:
     spec = SPEC.model_copy(update={"num_heads": 32, "num_kv_heads": 8})
     profile = imported.profile(spec, H100, "bfloat16", tables, loop=BARE)
     decode = profile.layer(1).decode_attention

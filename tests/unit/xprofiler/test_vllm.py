@@ -101,7 +101,7 @@ def test_a_profile_says_what_mixing_costs(spec: ModelSpec) -> None:
 
 
 def test_sizes_that_met_a_fast_clock_are_taken_together() -> None:
-    """Steps of 512 tokens were measured at a rate that nobody else met: larger ones would be dearer a token."""
+    """Steps of 512 tokens were measured at a rate that no others met: larger ones would be dearer a token."""
     measured = {128: (0.35, 1.75), 256: (0.60, 3.0), 512: (1.00, 5.0), 1024: (2.40, 5.0), 2048: (4.80, 10.0)}
     found = vllm._ever_cheaper(measured)
     assert [found[128], found[256]] == [0.35, 0.60]

@@ -1,4 +1,4 @@
-"""Going over to another plan in mid-run: no token is lost or wrong, whoever is inside stays or is waited for."""
+"""Another plan in mid-run: no token is lost or wrong, running requests stay or are waited for."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ class Run:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([ORCA, CHUNKED, RRA])), min_size=1, max_size=6))
-def test_a_swap_between_two_steps_loses_nobody(changes: list[tuple[int, LaneSettings]]) -> None:
+def test_a_swap_between_two_steps_loses_no_request(changes: list[tuple[int, LaneSettings]]) -> None:
     run = Run(schedule(CHUNKED))
     for number, (num_steps, to) in enumerate(changes):
         run.submit(*range(5 * number, 5 * number + 5))

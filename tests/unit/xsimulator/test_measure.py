@@ -73,7 +73,7 @@ def test_batches() -> None:
 
 
 def test_where_phases_run_empty_the_gaps_of_those_that_were_there_count() -> None:
-    """A request that outlasts everybody would have held the next batch back: the steps that follow do not show it."""
+    """A request that outlasts all others would have held the next batch back: the steps that follow do not show it."""
     batches = []
     for batch in range(6):
         now, ids = 4 * batch, (2 * batch, 2 * batch + 1)
@@ -92,7 +92,7 @@ def test_the_mean_gap_behind_each_token() -> None:
 
 
 def test_where_steps_mix_the_mean_gap_counts() -> None:
-    """One slot, whose next prompt comes in the step that ends the last output: nobody waits for anybody's prompt."""
+    """One slot, whose next prompt comes in the step that ends the last output: none waits for another's prompt."""
     records = []
     for id_ in range(12):
         now = 4 * id_

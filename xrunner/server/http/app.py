@@ -134,7 +134,7 @@ def _state_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[R
         if http.app.state.is_leaving or engine_thread.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if engine_thread.is_redeploying:
-            raise ApiError(503, "another plan is being deployed; who comes now waits", code="redeploying")
+            raise ApiError(503, "another plan is being deployed; requests wait until then", code="redeploying")
         return health(http)
 
     yield _route("/openapi.json", lambda _: description)

@@ -28,7 +28,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
             raise InputError(field, str(path), f"it cannot be read: {error.strerror}") from None
 
     def password() -> str:
-        raise InputError(KEY, str(key or certificate), "it is encrypted, and nobody is there to be asked; decrypt it")
+        raise InputError(KEY, str(key or certificate), "it is encrypted: a server asks for no passphrase; decrypt it")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

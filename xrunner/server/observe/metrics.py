@@ -107,15 +107,15 @@ class Metrics:
         bound = watch.plan.constraint.latency_bound_s
         if bound is not None:
             self._gauge("xgpt_latency_bound_seconds", "From admission to the last token.", lambda: bound)
-        self._gauge("xgpt_recent_throughput", "Requests/s of late.", lambda: watch.recent.rate_per_s() or 0.0)
-        self._gauge("xgpt_step_time_ratio", "Measured over predicted, of late.", lambda: watch.step_ratio or NAN)
+        self._gauge("xgpt_recent_throughput", "Recent requests/s.", lambda: watch.recent.rate_per_s() or 0.0)
+        self._gauge("xgpt_step_time_ratio", "Recent steps, measured over predicted.", lambda: watch.step_ratio or NAN)
         self._gauge("xgpt_look_seconds_max", "Longest look at the lengths.", lambda: watch.loop_s)
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
-        texts = ("Mean of late.", "Mean of late, those in flight included.", "Wasserstein, to the plan.", "The same.")
+        texts = ("Recent mean.", "Recent mean, those in flight included.", "Wasserstein, to the plan.", "The same.")
         self._lengths = [
             Gauge(f"xgpt_{name}", text, registry=registry) for name, text in zip(names, texts, strict=True)
         ]
-        self._arrivals = Gauge("xgpt_arrival_rate", "Requests/s of late.", registry=registry)
+        self._arrivals = Gauge("xgpt_arrival_rate", "Recent requests/s.", registry=registry)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)

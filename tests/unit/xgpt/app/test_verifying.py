@@ -81,7 +81,7 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
     ("kind", "bound_s"), [("rra", 9.0), ("chunked", 8.0), ("orca", 8.0), ("static", 9.0), ("waa", 5.0)]
 )
 def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyChoice, bound_s: float) -> None:
-    """Lengths mixed over few admissions, beside many requests with lengths of their own."""
+    """Lengths mixed over few admissions tell the same as many requests with lengths of their own."""
     of = subject("opt-13b", "a40x4", "summarization")
     found = plan_each(of.under(Constraint(latency_bound_s=bound_s, sla="request")), kind)[kind]
     measured, _ = simulate(found, of.profile, of.workload, 8000, np.random.default_rng(3))

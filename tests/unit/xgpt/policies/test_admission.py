@@ -47,7 +47,7 @@ def test_sorted_orders(order, expected):
 
 
 def test_das_takes_the_shortest_then_the_most_urgent_of_nearly_their_worth():
-    # A row of 20 holds the four shortest (3 + 3 + 5 + 8); two enter for their utility, 1/3 on average. Who is worth
+    # A row of 20 holds the four shortest (3 + 3 + 5 + 8); two enter for their utility, 1/3 on average. A request worth
     # half of that has at most 6 tokens: 3, not the more urgent 2. Then the shortest that still fits.
     queue = filled(make_queue("das", 20), REQUESTS)
     assert [one.id for one in queue.fill_row(20)] == [4, 1, 3, 2]
@@ -65,8 +65,8 @@ ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, 1))
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), patience_ns=st.none() | st.integers(1, 60), accounts=st.sampled_from([ACCOUNTS[:1], ACCOUNTS]))
-def test_nobody_is_lost_or_served_twice(order, data, patience_ns, accounts):
-    """Whatever comes, leaves, expires and returns: the queue is a set of requests, and who has expired is right."""
+def test_no_request_is_lost_or_served_twice(order, data, patience_ns, accounts):
+    """Whatever comes, leaves, expires and returns: the queue is a set of requests, and the right ones expire."""
     queue, waiting, returned = make_queue(order, 12, patience_ns), {}, {}
     for id_ in range(data.draw(st.integers(1, 40))):
         new = request(id_, data.draw(st.integers(1, 20)), data.draw(st.none() | st.integers(0, 100)), id_)

@@ -66,7 +66,7 @@ def test_admits_in_order_and_waits_for_memory() -> None:
     first = pool.admit(batch)
     assert first is not None
     assert (first.id, pool.reserved_blocks) == (0, 6)
-    # The short one would fit, but nobody overtakes.
+    # The short one would fit, but no request overtakes.
     assert pool.admit(batch) is None
     assert [request.id for request in pool.waiting] == [1, 2]
 
@@ -96,7 +96,7 @@ def test_a_fresh_pool_lets_requests_in_in_the_same_order(order: AdmissionOrder) 
 
 
 def drive(lane: OneLane, outputs: dict[int, int], count: int) -> list[Step]:
-    """So many steps, in which each request ends after as many tokens as `outputs` says."""
+    """Return `count` steps, in which each request ends after as many tokens as `outputs` says."""
     steps = []
     for _ in range(count):
         if (step := lane.next_step()) is None:

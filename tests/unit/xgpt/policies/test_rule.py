@@ -47,7 +47,7 @@ def test_rra_encodes_after_every_phase() -> None:
     ]
 
 
-def test_rra_starts_a_phase_early_when_nobody_decodes() -> None:
+def test_rra_starts_a_phase_early_when_none_decodes() -> None:
     lane = LaneSettings(mix=False, encode_every=50, encode_tokens=10.0, carried_batch=0.0, decode_batch=1.0)
     assert run(lane, [(10, 2)] * 2) == [([0], []), ([], [0]), ([1], []), ([], [1])]
 
@@ -122,7 +122,7 @@ def test_chunked_fills_its_budget_and_never_exceeds_it() -> None:
 
 
 def test_static_holds_the_finished_until_the_batch_ends() -> None:
-    """Nobody enters early, and who has finished computes on, but not beyond its maximum."""
+    """No request enters early, and a finished one computes on, but not beyond its maximum."""
     lane = LaneSettings(mix=False, max_batch=2, refill_when_empty=True)
     assert run(lane, [(10, 2), (10, 4), (10, 1)], max_output=4) == [
         ([0, 1], []),

@@ -173,7 +173,7 @@ def test_waa_encodes_no_more_prompts_than_its_memory_holds() -> None:
 
 
 @pytest.mark.parametrize("encoder_only", [False, True])
-def test_everybody_ends_whoever_makes_the_first_token(encoder_only: bool) -> None:
+def test_all_requests_end_whichever_lane_makes_the_first_token(encoder_only: bool) -> None:
     settings = TwoLaneSettings(
         encode_tokens=30.0,
         encode_stages=2,
@@ -196,7 +196,7 @@ def test_everybody_ends_whoever_makes_the_first_token(encoder_only: bool) -> Non
 
 
 def test_phases_begin_together_where_a_micro_batch_has_run_dry() -> None:
-    """Nobody is left in the first micro-batch: it waits for the second's phase to end, and both encode."""
+    """No request is left in the first micro-batch: it waits for the second's phase to end, and both encode."""
     lane = LaneSettings(
         mix=False, encode_every=3, encode_tokens=20.0, carried_batch=0.0, decode_batch=2.0, microbatches=2
     )

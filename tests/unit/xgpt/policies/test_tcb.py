@@ -1,4 +1,4 @@
-"""Rows: nobody is lost, nobody overlaps, and length-sorted batches cost the least there is."""
+"""Rows: no request is lost, none overlap, and length-sorted batches cost the least there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask, and what is refused before a body is read."""
+"""Which clients are served, and what is refused before a body is read."""
 
 import io
 import json
@@ -159,7 +159,7 @@ def test_a_server_of_all_addresses_takes_any_literal_one() -> None:
 
 
 def test_origins_of_a_server_with_tls() -> None:
-    """Whoever can change pages on their way could send one of http://."""
+    """An attacker that changes pages on their way could send one of http://."""
     hosts = AllowedHosts("127.0.0.1", ["llm.lan"])
     assert hosts.accept_origin("https://llm.lan", "https") and not hosts.accept_origin("http://llm.lan", "https")
     assert hosts.accept_origin("https://llm.lan", "http") and hosts.accept_origin("http://llm.lan", "http")

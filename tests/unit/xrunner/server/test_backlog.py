@@ -1,4 +1,4 @@
-"""Who waits, how fast they are taken up, and whom a server under too many requests takes in."""
+"""Waiting requests, how fast they are taken up, and which of too many requests a server takes in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF = problem("opt-13b", "h200x1", "summarization", 6.0)
 
 
 def phases(backlog: Backlog, first: int, count: int, start_s: float, step_s: float, each: int) -> float:
-    """Steps one after the other, every eighth of which takes up `each` of those who wait; when the last has ended."""
+    """Run steps, every eighth of which takes up `each` waiting requests; return when the last has ended."""
     for i in range(count):
         begun = range(first + i // 8 * each, first + (i // 8 + 1) * each) if i % 8 == 7 else ()
         backlog.begin(begun, start_s, start_s + step_s)
@@ -30,7 +30,7 @@ def phases(backlog: Backlog, first: int, count: int, start_s: float, step_s: flo
     return start_s
 
 
-def test_the_rate_is_told_by_steps_that_leave_somebody_waiting() -> None:
+def test_the_rate_is_told_by_steps_that_leave_requests_waiting() -> None:
     backlog = Backlog(memory_s=20.0)
     for id_ in range(2000):
         backlog.join(id_, 10, 0.0)
@@ -46,7 +46,7 @@ def test_the_rate_is_told_by_steps_that_leave_somebody_waiting() -> None:
 
 def test_who_comes_while_a_step_runs_has_not_been_left_by_it() -> None:
     backlog = Backlog(memory_s=10.0)
-    for i in range(400):  # each step lets in the one who is there; the next one comes meanwhile
+    for i in range(400):  # each step lets in the one that is there; the next one comes meanwhile
         backlog.join(i, 10, i + 0.5)
         backlog.begin([i - 1], float(i), i + 1.0)
         assert len(backlog) == 1
@@ -67,8 +67,8 @@ def plan() -> Plan:
 
 
 def overloaded(slowness: float, promised_s: float, times: float, num_requests: int) -> tuple[float, list[float]]:
-    """Requests that come at so many times the rate which the engine can serve; (requests begun a second, seconds to
-    the answer of each that was taken in). The engine takes `slowness` times as long as planned.
+    """Let requests arrive at `times` times the rate that the engine can serve; return (requests begun a second, seconds
+    to the answer of each that was taken in). The engine takes `slowness` times as long as planned.
     """
     rate = plan().estimate.throughput_rps / slowness
     inputs, outputs = sample(plan().workload, num_requests, np.random.default_rng(0))

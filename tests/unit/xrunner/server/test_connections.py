@@ -201,7 +201,7 @@ def test_a_failing_request_is_one_failing_request(url: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_deadline_holds_also_where_nobody_reads(stream: bool) -> None:
+def test_a_deadline_holds_also_where_the_client_does_not_read(stream: bool) -> None:
     engine = fake_engine(FakeExecutor(step_s=0.01), max_batch=64)
     with running(fake_app(engine)) as url, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -216,6 +216,6 @@ def test_a_deadline_holds_also_where_nobody_reads(stream: bool) -> None:
         assert time.monotonic() - begin_s < 3.5
         time.sleep(1.5)
         answer = client.recv(1000) if not stream else read_all(client)
-    # A whole answer's 504 fits into any buffer; of a stream nobody has read the end.
+    # A whole answer's 504 fits into any buffer; the end of a stream has not been read.
     assert status(answer) == (200 if stream else 504)
     assert not answer.endswith(b"0\r\n\r\n")

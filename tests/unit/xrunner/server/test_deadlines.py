@@ -1,4 +1,4 @@
-"""Deadlines at the endpoint: who waits beyond one never runs, and the metrics say who met theirs."""
+"""Deadlines at the endpoint: a request that waits beyond its own never runs, and metrics tell how many were met."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_a_line_names_a_key_and_says_what_it_grants() -> None:
     keys = ApiKeys.parse(FILE)
-    found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "nobodys-nobodys-nobodys")]
+    found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "unknown-unknown-unknown")]
     assert found == [
         Key(Account("alice", 3.0, 1), is_admin=False, requests_per_minute=60, tokens_per_minute=1e5),
         Key(Account("bob"), is_admin=False),
@@ -71,7 +71,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("path", ["/", "/live", "/plan", "/plan/history", "/metrics"])
 def test_clients_keys_do_not_read_what_tells_of_all(url: str, path: str) -> None:
-    for key, status in ((OPS, 200), (BOB, 403), ("nobodys-nobodys-nobodys", 401)):
+    for key, status in ((OPS, 200), (BOB, 403), ("unknown-unknown-unknown", 401)):
         assert httpx.get(url + path, headers=bearer(key), trust_env=False).status_code == status
     refused = httpx.get(url + path, headers=bearer(BOB), trust_env=False).json()["error"]
     assert (refused["type"], refused["code"]) == ("permission_error", "admin_only")

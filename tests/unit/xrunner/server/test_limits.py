@@ -167,7 +167,7 @@ def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: Admi
 
 
 def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
-    """Before, one key filled the room, and everybody else got 429."""
+    """One key once filled the room, and all others got 429."""
     keys = ApiKeys.parse(f"alice {ALICE}\nbob {BOB}\n{OPS}")
     engine = fake_engine(FakeExecutor(step_s=0.005), max_batch=1)
     app = fake_app(engine, keys=keys, limits=Limits(max_waiting=8))

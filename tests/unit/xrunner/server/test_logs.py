@@ -1,4 +1,4 @@
-"""Lines of log that nobody reads."""
+"""Lines of log that are not read."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_queueing_ends_with_the_first_piece_of_the_prompt() -> None:
 
 
 class _Interrupted(FakeExecutor):
-    """Steps take their time beside the engine, which goes on with what comes meanwhile: as workers' do."""
+    """Steps run apart from the engine, which goes on with what comes meanwhile: as workers' do."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_disconnect_within_the_body_is_no_error(url: str, caplog: pytest.LogCapt
 
 
 def test_a_crash_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """A supervisor starts it anew; answering 500 for ever helps nobody."""
+    """A supervisor starts it anew; answering 500 for ever is of no use."""
     with running(fake_app(fake_engine(FakeExecutor(fail_at=20)))) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, trust_env=False) as response:
             begun = response.read().decode()

@@ -186,7 +186,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 
 @pytest.mark.parametrize("writer", [CompletionWriter, ChatWriter])
 def test_an_event_is_one_line_for_every_reader(writer: type[CompletionWriter | ChatWriter]) -> None:
-    """Whatever its text: httpx, and who reads streams with it, ends lines wherever `str.splitlines` does."""
+    """Whatever its text: httpx, and clients that read streams with it, end lines wherever `str.splitlines` does."""
     text = "a\nb\r\v\f\x1c\x1d\x1e\x85\u2028\u2029€"
     chunk = writer("m", 0, include_usage=False).chunk(Delta(0, text, 7, None, None, True), None, 3, 1)
     assert chunk.endswith(b"\n\n")

@@ -136,8 +136,8 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end() -> None:
 from tests.fakes import *
 from xgpt.app.serving import open_tracer
 import httpx, time
-with socket.create_server(("127.0.0.1", 0)) as nobody:
-    port = nobody.getsockname()[1]
+with socket.create_server(("127.0.0.1", 0)) as unused:
+    port = unused.getsockname()[1]
 tracer = open_tracer(f"http://127.0.0.1:{port}")
 with running(fake_app(fake_engine(FakeExecutor()), tracer=tracer)) as url:
     body = {"model": "fake", "prompt": [1], "max_tokens": 1}

@@ -55,7 +55,7 @@ def submit(engine: Engine, prompts: list[tuple[int, ...]], max_output: int = 6, 
 
 
 def run(engine: Engine, num_requests: int, within_s: float = 30.0) -> dict[int, list[Token]]:
-    """What comes until so many have ended."""
+    """Return the tokens that come until `num_requests` requests have ended."""
     got: dict[int, list[Token]] = {}
     until_s = time.monotonic() + within_s
     while sum(tokens[-1].finish is not None for tokens in got.values()) < num_requests:
@@ -214,7 +214,7 @@ def test_a_directory_too_deep_for_sockets_is_said_to_be(
         start(ORCA)
 
 
-def test_a_plan_of_another_memory_waits_until_nobody_runs(start: Start) -> None:
+def test_a_plan_of_another_memory_waits_until_no_request_runs(start: Start) -> None:
     engine = start(ORCA)
     assert isinstance(engine, VllmEngine)
     submit(engine, PROMPTS[:8], max_output=50)

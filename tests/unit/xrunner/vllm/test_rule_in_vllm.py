@@ -163,7 +163,7 @@ def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
     assert build_lane(RRA, ROOM).pool.kv_blocks == 400
 
 
-def test_a_lane_goes_on_by_another_plan_with_everybody_in_it() -> None:
+def test_a_lane_goes_on_by_another_plan_with_all_requests_in_it() -> None:
     lane = build_lane(CHUNKED, ROOM)
     for number in range(3):
         lane.submit(Request(number, input_length=40, max_output=4))

@@ -1,4 +1,4 @@
-"""vLLM's processes end when whoever started them does; here in place of vLLM a process that starts another."""
+"""vLLM's processes end when the process that started them does; here in place of vLLM one that starts another."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def parent(lock: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nobody_outlives_who_started_him(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_process_outlives_its_starter(how: signal.Signals, tmp_path: Path) -> None:
     with parent(tmp_path / "lock") as process:
         process.send_signal(how)
         wait_until_all_have_ended(tmp_path / "lock")
 
 
-def test_nobody_outlives_the_context(tmp_path: Path) -> None:
+def test_no_process_outlives_the_context(tmp_path: Path) -> None:
     with package_path() as packages, started(family(tmp_path / "lock"), packages, {}) as process:
         assert process.stdout is not None
         with process.stdout:
@@ -75,7 +75,7 @@ def test_nobody_outlives_the_context(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_nobody_outlives_the_first_and_its_exit_code_is_told(tmp_path: Path) -> None:
+def test_no_process_outlives_the_first_and_its_exit_code_is_told(tmp_path: Path) -> None:
     with package_path() as packages, started(family(tmp_path / "lock", "sys.exit(3)"), packages, {}) as process:
         assert process.stdout is not None
         with process.stdout:
