@@ -84,7 +84,7 @@ def fused(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class FusedAttention(ReferenceAttention):
     """The peer: torch's fused kernel for every sequence, decodes too, over keys and values gathered from blocks."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch, **_: object) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape)
         starts = batch.query_start.tolist()

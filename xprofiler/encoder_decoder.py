@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from xgpt.schema import CrossTimes, EncoderLayerTimes, LayerTimes, ModelSpec, Surface
 from xprofiler.bench import (
@@ -33,7 +34,7 @@ from xprofiler.bench import (
 from xrunner.attention import Batch, make_batch
 from xrunner.kv_cache import write_kv
 from xrunner.models import EncoderDecoderModel
-from xrunner.models.encoder_decoder import CrossLayer, recall_prompts, recalling
+from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
 
 TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
@@ -125,13 +126,13 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """One layer's, with its share of the position bias, which is made once a step."""
+        """One layer's, with its share of what is worked out once a step."""
         layers = self.spec.num_encoder_layers
-        device = self.worker.cache.device
         q, k, v = self.queries_keys_values(num_prompts * length)
+        lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
 
         def run() -> None:
-            attend = self.model.reading([length] * num_prompts, device)
+            attend = self.model.reading(lengths, self.worker.backend, q)
             for _ in range(layers):
                 attend(q, k, v)
 
@@ -143,9 +144,10 @@ class CrossBench(Bench):
         q, k, v = self.queries_keys_values(num_requests)
 
         def run() -> None:
-            lookup = self.model.lookup(batch, BLOCK_SIZE)
+            own = own_tokens(batch)
+            bias = self.model.own_bias(own)
             for cache in caches:
-                lookup.attend(q, k, v, cache=cache)
+                self.worker.backend.forward(q, k, v, cache, own, scale=1.0, bias=bias)
 
         return self.seconds(run) / len(caches)
 
@@ -156,7 +158,7 @@ class CrossBench(Bench):
 
         def run() -> None:
             for cache in caches:
-                recall_prompts(q, k[:0], v[:0], cache=cache, batch=batch, backend=self.worker.backend)
+                self.worker.backend.forward(q, k[:0], v[:0], cache, batch, scale=1.0)
 
         return self.seconds(run) / len(caches)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from xgpt.schema import DType, ModelSpec
 from xrunner import fused
+from xrunner.attention.base import PositionBias
 from xrunner.packed import ACTIVATIONS, PackedLinear, pack
 
 Empty = Callable[..., Tensor]
@@ -156,12 +157,20 @@ class RelativeBias(nn.Module):
         self.weight = parameter(empty(spec.relative_buckets, spec.num_heads))
         self.max_distance = spec.relative_max_distance
         self.bidirectional = bidirectional
+        self._buckets: dict[int, Tensor] = {}
+        """Of all distances in sequences up to a power of two, by that."""
 
-    def forward(self, distance: Tensor) -> Tensor:  # position of the key less the query's, int64 [...] -> [..., heads]
-        return F.embedding(self.bucket(distance), self.weight)
+    def of_places(self, longest: int) -> PositionBias:
+        """The bias for sequences of up to `longest` tokens."""
+        size = 1 << (longest - 1).bit_length()
+        center = size - 1 if self.bidirectional else 0
+        if size not in self._buckets:
+            self._buckets[size] = self.bucket(torch.arange(center, -size, -1, device=self.weight.device))
+        values = F.embedding(self._buckets[size], self.weight)  # [places, heads]
+        return PositionBias(values.t().float().contiguous(), center)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """# int64 [...] -> same"""
+        """Of the key's place less the query's. # int64 [...] -> same"""
         num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2

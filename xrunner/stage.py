@@ -48,14 +48,14 @@ class StageModel:
         """Whether prompts pass twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
-    def read(self, batch: Batch) -> Tensor | None:
+    def read(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
         """Run a batch's prompts through the encoder layers; it holds nothing else.
 
         Returns what has been read, of the last stage of an encode lane. # [prompt tokens, hidden]
         """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
-        hidden = model.encode(batch, self._received(_num_prompt_tokens(batch)))
+        hidden = model.encode(batch, backend, self._received(_num_prompt_tokens(batch)))
         assert hidden is not None
         if not model.has_head:
             self._pipe.send(hidden)

@@ -159,7 +159,8 @@ class Worker(OneAtATime):
                 ids = [chunk.id for chunk in part.encode]
                 rows = self._rows(ids)
                 with torch.inference_mode():
-                    reading = self._stage.read(self._batch(prompts, rows, np.ones(len(rows), dtype=bool)))
+                    batch = self._batch(prompts, rows, np.ones(len(rows), dtype=bool))
+                    reading = self._stage.read(batch, self.backend)
                 if reading is not None:
                     lengths = self._prompt_len[rows].tolist()
                     self.readings |= zip(ids, reading.split(lengths), strict=True)

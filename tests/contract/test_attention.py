@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.steps import random_batch
-from xrunner.attention import BACKENDS, default_backend, usable_backends
+from tests.numerics.steps import random_batch, random_bias
+from xrunner.attention import BACKENDS, PositionBias, default_backend, usable_backends
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
 HERE = sorted(usable_backends(torch.device("cpu"), torch.float32))
@@ -32,6 +32,53 @@ def test_agrees_with_reference(backend, heads, shape, block_size):
     actual = BACKENDS[backend]().forward(q, k, v, cache, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0)
+
+
+# What an encoder-decoder asks for: heads have keys of their own; decodes look at what follows their prompts.
+OWN_KEYS = [(4, 4, 16), (3, 3, 20), (2, 2, 64)]
+
+
+@pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
+@pytest.mark.parametrize("heads", OWN_KEYS, ids=str)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_biased_decodes_behind_prompts_agree_with_reference(backend, heads, block_size):
+    rng = np.random.default_rng(4)
+    contexts = [1, 2, 16, 17, 33, 63, 200]
+    (q, k, v), cache, batch = random_batch(contexts, [], heads, block_size, rng)
+    batch.first_key = torch.tensor([0, 1, 15, 16, 5, 31, 90], dtype=torch.int32)
+    cache[:, :, :, :] = torch.where(cache > 2.5, float("nan"), cache)  # what is not seen may be anything
+    for i, context in enumerate(contexts):
+        for place in range(int(batch.first_key[i]), context):
+            cache[:, batch.block_tables[i, place // block_size], :, place % block_size] = 0.1 * place
+    bias = random_bias(batch, heads[0], rng)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scale=1.0, bias=bias)
+    assert expected.isfinite().all()
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scale=1.0, bias=bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
+@pytest.mark.parametrize("heads", OWN_KEYS, ids=str)
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_biased_prompts_agree_with_reference(backend, heads, both_ways):
+    rng = np.random.default_rng(5)
+    (q, k, v), cache, batch = random_batch([], [(0, n) for n in (1, 2, 15, 16, 17, 33, 64, 100)], heads, 16, rng)
+    batch.both_ways = both_ways
+    bias = random_bias(batch, heads[0], rng)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scale=0.5, bias=bias)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scale=0.5, bias=bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-6)
+
+
+def test_the_reference_looks_both_ways_and_adds_biases():
+    """By hand: two tokens whose scores are their biases alone."""
+    (q, k, v), cache, batch = random_batch([], [(0, 2)], (1, 1, 4), 4, np.random.default_rng(6))
+    batch.both_ways = True
+    bias = PositionBias(torch.tensor([[1.0, 2.0, 4.0]]), 1)  # of the key one ahead, of the token's own, of one back
+    out = BACKENDS["reference"]().forward(q * 0, k, v, cache, batch, bias=bias)
+    first, second = torch.tensor([2.0, 1.0]).softmax(0), torch.tensor([4.0, 2.0]).softmax(0)
+    expected = torch.stack([first @ v[:, 0], second @ v[:, 0]])
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from xrunner.attention import make_batch
+from xrunner.attention import PositionBias, make_batch
 
 
 def random_batch(contexts, chunks, heads, block_size, rng):
@@ -32,6 +32,13 @@ def random_batch(contexts, chunks, heads, block_size, rng):
     fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
     cache = torch.randn(2, len(order), num_kv_heads, block_size, head_dim, generator=generator)
     return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1), cache, batch
+
+
+def random_bias(batch, num_heads, rng):
+    """A random bias for every distance within a batch."""
+    longest = int(batch.context_len.max())
+    values = torch.from_numpy(rng.normal(size=(num_heads, 2 * longest - 1)).astype(np.float32))
+    return PositionBias(values, longest - 1)
 
 
 def run_again(run):

@@ -1,6 +1,7 @@
 """What an encoder-decoder has of its own. That its logits and tokens equal transformers', test_families.py says."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.layers import RelativeBias
+from xrunner.models import EncoderDecoderModel
 from xrunner.weights import load_checkpoint
 from xrunner.worker import slices
 from xscheduler.schedule import Scheduler
@@ -83,18 +85,15 @@ def test_the_comparison_notices_a_dropped_position_bias(checkpoint, stack):
 
 
 def test_the_comparison_notices_an_encoder_that_looks_back_only(checkpoint, monkeypatch):
-    both_ways = encoder_decoder.attend_both_ways
-
-    def back_only(q, k, v, *, lengths, bias):
-        ahead = torch.full_like(bias, float("-inf")).triu(1)
-        return both_ways(q, k, v, lengths=lengths, bias=bias + ahead)
-
-    monkeypatch.setattr(encoder_decoder, "attend_both_ways", back_only)
+    both_ways = encoder_decoder.reading_batch
+    monkeypatch.setattr(encoder_decoder, "reading_batch", lambda lengths: replace(both_ways(lengths), both_ways=False))
     must_differ(*checkpoint("t5-tied"))
 
 
-def test_the_comparison_notices_a_dropped_mask_of_padding(checkpoint, monkeypatch):
-    monkeypatch.setattr(encoder_decoder, "beyond", lambda place, num_own: (place >= num_own) & False)
+def test_the_comparison_notices_a_decoder_that_looks_at_prompts_too(checkpoint, monkeypatch):
+    own = encoder_decoder.own_tokens
+    monkeypatch.setattr(encoder_decoder, "own_tokens", lambda batch: replace(own(batch), first_key=None))
+    monkeypatch.setattr(EncoderDecoderModel, "own_bias", lambda model, _: model.decoder.position_bias.of_places(256))
     must_differ(*checkpoint("t5-tied"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from xrunner.attention.base import AttentionBackend, Batch, make_batch
+from xrunner.attention.base import AttentionBackend, Batch, PositionBias, make_batch
 from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.attention.triton_gpu import TritonAttention
@@ -27,4 +27,12 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     return usable_backends(device, dtype)[0]
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "Batch", "default_backend", "make_batch", "usable_backends"]
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "Batch",
+    "PositionBias",
+    "default_backend",
+    "make_batch",
+    "usable_backends",
+]

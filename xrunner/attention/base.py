@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Batch:
         max_query_len: longest piece of a prompt; 1 where there is none.
         prompt_len: of encoder-decoders alone: how many of the sequence's tokens are the encoder's, the first ones.
             # int32 [sequences]
+        first_key: the first token that each sequence attends to; None: of all, the first. # int32 [sequences]
+        both_ways: each token attends to all of its sequence, not only up to itself.
     """
 
     token_ids: Tensor
@@ -42,6 +44,20 @@ class Batch:
     num_decodes: int
     max_query_len: int
     prompt_len: Tensor | None = None
+    first_key: Tensor | None = None
+    both_ways: bool = False
+
+
+class PositionBias(NamedTuple):
+    """What each head adds to a score for the query's place less the key's.
+
+    Attributes:
+        values: `values[head, center + query - key]`, for all pairs that a batch has. # float32 [heads, places]
+        center: of the pair whose places are equal.
+    """
+
+    values: Tensor
+    center: int
 
 
 def make_batch(
@@ -87,7 +103,7 @@ def make_batch(
     if prompt_len is not None:
         arrays["prompt_len"] = prompt_len
     if device is None or device.type == "cpu":
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
         tensors = unpack(to_device(pack(arrays), device), arrays)
     return Batch(**tensors, num_decodes=num_decodes, max_query_len=int(query_len.max()))
@@ -124,7 +140,7 @@ def _padded_bytes(array: np.ndarray) -> int:
 
 
 class AttentionBackend(ABC):
-    """Self-attention over a paged cache. Stateless: one object serves all layers.
+    """Attention over a paged cache. Stateless: one object serves all layers.
 
     Attributes:
         capturable: whether a batch of decodes can be captured in a CUDA graph: nothing is read back from the device,
@@ -139,8 +155,18 @@ class AttentionBackend(ABC):
         """Whether it runs there."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
-        """Write `k` and `v` into the cache, then let each token attend to its sequence up to itself.
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Write `k` and `v` into the cache, then let each token attend to what the batch lets it see.
 
         Query head h reads key head h // (heads / kv_heads).
 
@@ -149,6 +175,8 @@ class AttentionBackend(ABC):
             k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
                 cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
             cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it.
+            scale: what scores are multiplied with; None: head_dim ** -0.5.
+            bias: added to them then; of models whose heads have keys and values of their own.
 
         Returns:
             # [tokens, heads * head_dim]

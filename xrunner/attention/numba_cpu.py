@@ -13,7 +13,7 @@ import torch
 from numba import literally, njit, prange
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.attention.base import AttentionBackend, Batch, PositionBias
 from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
@@ -21,6 +21,8 @@ numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 NEVER = np.float32(-1e30)
 """Below any score. Not -inf, which fastmath may assume away."""
+
+LOG2_E = np.float32(1.4426950408889634)
 
 LINE = 16
 """Elements of a cache line."""
@@ -30,6 +32,10 @@ NARROW, WIDE = 16, 32
 
 LEAST_GROUP = 4
 """Queries of a decode that make a tile; fewer are faster one by one."""
+
+
+_NO_PLACES = np.zeros(0, dtype=np.int32)
+_NO_BIAS = np.zeros((0, 0), dtype=np.float32)
 
 
 class NumbaAttention(AttentionBackend):
@@ -46,7 +52,17 @@ class NumbaAttention(AttentionBackend):
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cpu" and dtype == torch.float32
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
         num_threads = min(torch.get_num_threads(), self._most_threads)
         numba.set_num_threads(num_threads)
         out = torch.empty(q.shape)
@@ -59,8 +75,13 @@ class NumbaAttention(AttentionBackend):
             batch.cache_slots.numpy(),
             batch.query_start.numpy(),
             batch.context_len.numpy(),
+            _NO_PLACES if batch.first_key is None else batch.first_key.numpy(),
             batch.block_tables.numpy(),
             batch.num_decodes,
+            batch.both_ways,
+            np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+            _NO_BIAS if bias is None else bias.values.contiguous().numpy(),
+            0 if bias is None else bias.center,
             num_threads,
             out.numpy(),
         )
@@ -85,7 +106,24 @@ def _exp(x):
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, num_decodes, num_threads, out):
+def _write_and_attend(
+    q,
+    k,
+    v,
+    cache,
+    slots,
+    query_start,
+    context_len,
+    first_key,
+    tables,
+    num_decodes,
+    both_ways,
+    scale,
+    bias,
+    center,
+    num_threads,
+    out,
+):
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     group = num_heads // num_kv_heads
@@ -110,16 +148,27 @@ def _write_and_attend(q, k, v, cache, slots, query_start, context_len, tables, n
         while task < num_tiles * num_kv_heads:
             # Head by head: a sequence's tiles find its keys and values in the processor's cache.
             h, i, first = task // num_tiles, sequence[task % num_tiles], first_row[task % num_tiles]
-            begin, end = query_start[i], query_start[i + 1]
+            begin, end, context = query_start[i], query_start[i + 1], context_len[i]
+            earliest = first_key[i] if len(first_key) else 0
             heads = slice(h * group, (h + 1) * group)
+            added = bias[h] if len(bias) else bias.ravel()
             if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
-                _decode(q[begin, heads], cache, h, tables[i], context_len[i], out[begin, heads], space)
+                _decode(
+                    q[begin, heads], cache, h, tables[i], earliest, context, scale, added, center,
+                    out[begin, heads], space,
+                )  # fmt: skip
             else:
                 queries, results = q[begin:end, heads], out[begin:end, heads]
                 if (end - begin) * group - first > NARROW:
-                    _attend(queries, cache, h, tables[i], context_len[i], first, results, space, limits, WIDE, 8)
+                    _attend(
+                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center,
+                        first, results, space, limits, WIDE, 8,
+                    )  # fmt: skip
                 else:
-                    _attend(queries, cache, h, tables[i], context_len[i], first, results, space, limits, NARROW, 16)
+                    _attend(
+                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center,
+                        first, results, space, limits, NARROW, 16,
+                    )  # fmt: skip
             task = take_next(counter)
 
 
@@ -146,11 +195,15 @@ def _aligned(size):
 
 
 @njit(nogil=True, error_model="numpy")
-def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_sums):
+def _attend(
+    q, cache, h, table, earliest, context, both_ways, scale, bias, center, first, out, space, limits, lanes, num_sums
+):
     """One tile: rows from `first` of a sequence's, each (token, head of the group), over K/V head `h`.
 
     Args:
         q, out: the sequence's in this step, heads of the group. # [n, group, head_dim]
+        earliest: the first key that is seen.
+        bias: of the head, by the query's place less the key's, from -center on; empty: none.
         space: for queries, sums, scores and the state of the softmax.
         limits: for how many keys each row sees. # int32 [lanes]
         num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
@@ -160,14 +213,14 @@ def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_s
     num_tokens, group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     num_rows = min(lanes, num_tokens * group - first)
-    scale = np.float32(1.4426950408889634 / np.sqrt(head_dim))  # scores are powers of two
+    scale *= LOG2_E  # scores are powers of two
     rows = space[: (2 * head_dim + block_size + 3) * lanes]
     queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
     scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
     highest, total, shrink = state[:lanes], state[lanes : 2 * lanes], state[2 * lanes :]
     for r in range(lanes):
         row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
-        limits[r] = context - num_tokens + row // group + 1
+        limits[r] = context if both_ways else context - num_tokens + row // group + 1
         query = q[row // group, row % group]
         for d in range(head_dim):
             queries[d * lanes + r] = query[d] * scale
@@ -177,17 +230,23 @@ def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_s
 
     value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
     visible = limits[lanes - 1]
-    for b in range((visible + block_size - 1) // block_size):
-        before = b * block_size
-        n = min(block_size, visible - before)
-        start = (table[b] * num_kv_heads + h) * block_size * head_dim
+    for b in range(earliest // block_size, (visible + block_size - 1) // block_size):
+        begin = max(earliest - b * block_size, 0)
+        before, here = b * block_size + begin, block_size - begin
+        n = min(here, visible - before)
+        start = ((table[b] * num_kv_heads + h) * block_size + begin) * head_dim
         t = 0
-        while t + num_sums <= block_size:
+        while t + num_sums <= here:
             score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, num_sums, lanes)
             t += num_sums
         while t < n:
             score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, 1, lanes)
             t += 1
+        if len(bias):  # heads have keys of their own: rows are tokens
+            place = center + context - num_tokens + first - before
+            for t in range(n):
+                for r in range(num_rows):
+                    scores[t * lanes + r] += bias[place - t + r] * LOG2_E
         if before + n > limits[0]:
             for t in range(n):
                 for r in range(lanes):
@@ -211,25 +270,27 @@ def _attend(q, cache, h, table, context, first, out, space, limits, lanes, num_s
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _decode(q, cache, h, table, context, acc, scores):
+def _decode(q, cache, h, table, earliest, context, scale, bias, center, acc, scores):
     """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V.
 
     Args:
         q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
+        earliest, bias, center: as of a tile.
         scores: for those of a block. # [block_size or more]
     """
     group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
-    scale = np.float32(1.0 / np.sqrt(head_dim))
     highest = np.full(group, NEVER, dtype=np.float32)
     total = np.zeros(group, dtype=np.float32)
     acc[:] = np.float32(0.0)
     value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
     num_blocks = (context + block_size - 1) // block_size
-    for b in range(num_blocks):
-        start = (table[b] * num_kv_heads + h) * block_size * head_dim
+    for b in range(earliest // block_size, num_blocks):
+        begin = max(earliest - b * block_size, 0)
+        before, here = b * block_size + begin, block_size - begin
+        n = min(here, context - before)
+        start = ((table[b] * num_kv_heads + h) * block_size + begin) * head_dim
         soon = (table[min(b + 1, num_blocks - 1)] * num_kv_heads + h) * block_size * head_dim
-        n = min(block_size, context - b * block_size)
         for g in range(group):
             t = 0
             while t < n:
@@ -237,7 +298,7 @@ def _decode(q, cache, h, table, context, acc, scores):
                     for line in range(t * head_dim, min(t + 4, block_size) * head_dim, LINE):
                         fetch(cache, soon + line)
                         fetch(cache, soon + value_start + line)
-                if t + 4 <= block_size:
+                if t + 4 <= here:
                     dot_keys(q, cache, scores, g * head_dim, start + t * head_dim, t, head_dim, 4, LINE)
                     t += 4
                 else:
@@ -246,6 +307,10 @@ def _decode(q, cache, h, table, context, acc, scores):
             top = highest[g]
             for t in range(n):
                 scores[t] *= scale
+            if len(bias):
+                for t in range(n):
+                    scores[t] += bias[center + context - 1 - before - t]
+            for t in range(n):
                 top = max(top, scores[t])
             shrink = _exp(highest[g] - top)
             highest[g] = top

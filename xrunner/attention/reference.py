@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.attention.base import AttentionBackend, Batch, PositionBias
 from xrunner.kv_cache import write_kv
 
 
@@ -16,14 +16,33 @@ class ReferenceAttention(AttentionBackend):
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
-        for i, context in enumerate(contexts):
+        firsts = [0] * len(contexts) if batch.first_key is None else batch.first_key.tolist()
+        for i, (first, context) in enumerate(zip(firsts, contexts, strict=True)):
             rows = slice(starts[i], starts[i + 1])
-            keys, values = gather_kv(cache, batch.block_tables[i], context)
-            out[rows] = attend(q[rows], keys, values)
+            keys, values = gather_kv(cache, batch.block_tables[i], context)[:, first:]
+            n, seen = len(q[rows]), len(keys)
+            out[rows] = attend(
+                q[rows],
+                keys,
+                values,
+                scale=q.shape[2] ** -0.5 if scale is None else scale,
+                bias=None if bias is None else bias_of(bias, n, seen),
+                hidden=None if batch.both_ways else causal_mask(n, seen, q.device),
+            )
         return out.flatten(1)
 
 
@@ -34,13 +53,23 @@ def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
     return cache[:, blocks].transpose(2, 3).flatten(1, 2)[:, :context]
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q"""
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, hidden: Tensor | None
+) -> Tensor:
+    """Attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
+
+    Args:
+        bias: added to the scores. # [heads, n, context]
+        hidden: True where a token may not look. # bool [n, context]
+    """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * q.shape[2] ** -0.5
-    scores.masked_fill_(causal_mask(q.shape[0], keys.shape[0], q.device), float("-inf"))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * scale
+    if bias is not None:
+        scores += bias
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values.float()).to(q.dtype)
 
 
@@ -48,3 +77,9 @@ def causal_mask(num_queries: int, context: int, device: torch.device) -> Tensor:
     """True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
     query = torch.arange(context - num_queries, context, device=device)
     return torch.arange(context, device=device) > query[:, None]
+
+
+def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:
+    """Of the last tokens of a context. # [heads, num_queries, context]"""
+    key = torch.arange(context, device=bias.values.device)
+    return bias.values[:, bias.center + key[context - num_queries :, None] - key]

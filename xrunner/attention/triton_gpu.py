@@ -1,7 +1,8 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
 Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. Triton is imported where the backend is made, so that no other code needs it.
+be captured in a CUDA graph. What an encoder-decoder adds, position biases and looking both ways, runs in plain torch.
+Triton is imported where the backend is made, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch
+from xrunner.attention.base import AttentionBackend, Batch, PositionBias
+from xrunner.attention.reference import ReferenceAttention
 from xrunner.fused import power_of_two
 
 MOST_SPLITS = 64
@@ -41,13 +43,28 @@ class TritonAttention(AttentionBackend):
         from xrunner.attention import triton_kernels
 
         self._kernels = triton_kernels
+        self._reference = ReferenceAttention()
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         floats = (torch.float32, torch.float16, torch.bfloat16)
         return device.type == "cuda" and dtype in floats and importlib.util.find_spec("triton") is not None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        if bias is not None or batch.first_key is not None or batch.both_ways:
+            return self._reference.forward(q, k, v, cache, batch, scale=scale, bias=bias)
+        if scale is not None:  # the kernels divide by sqrt(head_dim)
+            q = q * (scale * q.shape[2] ** 0.5)
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         self._kernels.write_kernel[(len(k),)](

@@ -3,7 +3,8 @@
 A sequence that is encoded comes with its whole prompt and the token that the decoder starts with; one that decodes
 comes with its last token. In the cache, the places of a prompt hold the keys and values of cross-attention, made once;
 the places behind it hold those of the decoder's self-attention. So a request takes as many blocks as in a decoder-only
-model, and gives all of them back at once.
+model, and gives all of them back at once. The encoder's own keys and values are of one layer and one step: they lie in
+blocks of their own.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from xgpt.schema import ModelSpec
-from xrunner.attention import AttentionBackend, Batch
-from xrunner.kv_cache import KvCache, write_kv
+from xrunner.attention import AttentionBackend, Batch, PositionBias, make_batch
+from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, CrossAttention, Empty, RelativeBias
 from xrunner.models.base import Model
+
+READING_BLOCK = 16
+"""Tokens of a block in which an encoder's prompts lie."""
 
 
 class CrossLayer(nn.Module):
@@ -99,29 +103,35 @@ class EncoderDecoderModel(Model):
     ) -> Tensor:
         """One step; returns the logits of all sequences: each decodes or ends its prompt. # [sequences, vocab]"""
         assert received is None, "a stage is run by `encode` and `decode`: what is read goes through all of them first"
-        return self.decode(batch, self.encode(batch), cache, backend)
+        return self.decode(batch, self.encode(batch, backend), cache, backend)
 
-    def encode(self, batch: Batch, received: Tensor | None = None) -> Tensor | None:
+    def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
         """The encoder over a step's prompts, one after the other; None where there are none.
 
         A stage other than the last returns hidden states, for the next to receive. # [prompt tokens, hidden]
         """
         assert batch.prompt_len is not None
-        lengths = batch.prompt_len[batch.num_decodes :].tolist()
-        if not lengths:
+        lengths = batch.prompt_len[batch.num_decodes :]
+        if not len(lengths):
             return None
-        attend = self.reading(lengths, batch.token_ids.device)
         prompts = _tokens(batch, _is_prompt(batch))
         hidden = self.token_embedding(prompts.token_ids) if received is None else received
+        attend = self.reading(lengths, backend, hidden)
         for layer in self.encoder.layers:
             hidden = layer(hidden, prompts, attend)
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
-    def reading(self, lengths: list[int], device: torch.device) -> Attend:
-        """How the encoder attends within prompts of these lengths, the same in all layers."""
-        place = torch.arange(max(lengths), device=device)
-        bias = self.encoder.position_bias(place - place[:, None])
-        return partial(attend_both_ways, lengths=lengths, bias=bias.permute(2, 0, 1).contiguous())
+    def reading(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
+        """How the encoder attends within prompts of these lengths, the same in all layers.
+
+        Args:
+            hidden: of whose type and device keys and values are.
+        """
+        batch = reading_batch(lengths)
+        num_blocks = int(batch.block_tables.max()) + 1
+        cache = hidden.new_empty(2, num_blocks, self.spec.num_kv_heads, READING_BLOCK, self.spec.head_dim)
+        bias = self.encoder.position_bias.of_places(batch.max_query_len)
+        return partial(backend.forward, cache=cache, batch=batch, scale=1.0, bias=bias)
 
     def decode(
         self,
@@ -142,18 +152,18 @@ class EncoderDecoderModel(Model):
         """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
         own, recalled = own_tokens(batch), recalling(batch)
-        lookup = self.lookup(batch, cache.block_size)
+        bias = self.own_bias(own)
         hidden = self.token_embedding(own.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
-            recall = partial(recall_prompts, cache=layer_cache, batch=recalled, backend=backend)
-            hidden = layer(hidden, memory, own, partial(lookup.attend, cache=layer_cache), recall)
+            attend = partial(backend.forward, cache=layer_cache, batch=own, scale=1.0, bias=bias)
+            recall = partial(backend.forward, cache=layer_cache, batch=recalled, scale=1.0)
+            hidden = layer(hidden, memory, own, attend, recall)
         return self.head(hidden) if self.has_head else hidden
 
-    def lookup(self, batch: Batch, block_size: int) -> OwnTokens:
-        """How the decoder attends to its own tokens, the same in all layers."""
-        assert batch.prompt_len is not None
-        slots = batch.cache_slots[_last(batch)]
-        return OwnTokens(batch, batch.prompt_len, slots, self.decoder.position_bias, block_size)
+    def own_bias(self, own: Batch) -> PositionBias:
+        """What the decoder's self-attention adds, the same in all layers."""
+        assert own.prompt_len is not None
+        return self.decoder.position_bias.of_places(int((own.context_len - own.prompt_len).max()))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits. # [rows, hidden] -> [rows, vocab]"""
@@ -161,19 +171,41 @@ class EncoderDecoderModel(Model):
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """The batch with each sequence's one decoder token alone."""
-    return _tokens(batch, _last(batch))
+    """The batch as self-attention sees it: each sequence's one decoder token looks at those of the decoder."""
+    return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 
 def recalling(batch: Batch) -> Batch:
     """The batch as cross-attention sees it: one token a sequence looks at its prompt, new prompts are written."""
     assert batch.prompt_len is not None
-    num_sequences = len(batch.prompt_len)
-    ones = torch.arange(num_sequences + 1, dtype=torch.int32, device=batch.token_ids.device)
+    return replace(_one_each(batch, _is_prompt(batch)), context_len=batch.prompt_len)
+
+
+def reading_batch(lengths: Tensor) -> Batch:
+    """Whole prompts as the encoder's attention sees them, in blocks that follow each other. # int32 [prompts]"""
+    length = lengths.cpu().numpy()
+    num_blocks = -(-length // READING_BLOCK)
+    tables = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
     return replace(
-        _tokens(batch, _is_prompt(batch)),
-        query_start=ones,
-        context_len=batch.prompt_len,
+        make_batch(
+            np.zeros(length.sum(), np.int64),
+            length,
+            length,
+            np.minimum(tables, num_blocks.sum() - 1).astype(np.int32),
+            block_size=READING_BLOCK,
+            num_decodes=0,
+            device=lengths.device,
+        ),
+        both_ways=True,
+    )
+
+
+def _one_each(batch: Batch, written: Tensor) -> Batch:
+    """The batch with one query a sequence, and the keys and values of `written` tokens. # bool [tokens] or indices"""
+    num_sequences = len(batch.context_len)
+    return replace(
+        _tokens(batch, written),
+        query_start=torch.arange(num_sequences + 1, dtype=torch.int32, device=batch.token_ids.device),
         num_decodes=num_sequences,
         max_query_len=1,
     )
@@ -199,59 +231,3 @@ def _tokens(batch: Batch, chosen: Tensor) -> Batch:
         positions=batch.positions[chosen],
         cache_slots=batch.cache_slots[chosen],
     )
-
-
-def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, *, lengths: list[int], bias: Tensor) -> Tensor:
-    """Each prompt attends to all of itself. # each [tokens, heads, dim] -> [tokens, heads * dim]"""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    prompts = zip(lengths, *(x.split(lengths) for x in (q, k, v, out)), strict=True)
-    for n, queries, keys, values, rows in prompts:
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=bias[:, :n, :n],
-            scale=1.0,
-        )
-        rows.copy_(attended[0].transpose(0, 1))
-    return out.flatten(1)
-
-
-def recall_prompts(
-    q: Tensor, k: Tensor, v: Tensor, *, cache: Tensor, batch: Batch, backend: AttentionBackend
-) -> Tensor:
-    """Keep the keys and values of new prompts, then let each sequence's token attend to its whole prompt.
-
-    To a backend this is a step in which all decode: its division by sqrt(dim) is undone beforehand.
-    """
-    return backend.forward(q * q.shape[-1] ** 0.5, k, v, cache, batch)
-
-
-class OwnTokens:
-    """Self-attention of one decoder token a sequence, in plain torch: all sequences at once, padded to the longest.
-
-    Where to look and what to add is the same in all layers, so it is worked out once a step.
-    """
-
-    def __init__(self, batch: Batch, prompt_len: Tensor, slots: Tensor, bias: RelativeBias, block_size: int) -> None:
-        self._slots = slots
-        prompt_len = prompt_len.long()[:, None]
-        num_own = batch.context_len.long()[:, None] - prompt_len
-        place = torch.arange(int(num_own.max()), device=slots.device)[None]
-        kept = prompt_len + place.minimum(num_own - 1)  # [sequences, own], where padding is the last token again
-        self._blocks = batch.block_tables.long().gather(1, kept // block_size)
-        self._offsets = kept % block_size
-        added = bias(place - (num_own - 1)).float().masked_fill(beyond(place, num_own)[..., None], float("-inf"))
-        self._bias = added.transpose(1, 2)  # [sequences, heads, own]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, cache: Tensor) -> Tensor:
-        """Write `k` and `v` into the cache, then attend. # each [sequences, heads, dim] -> [sequences, heads * dim]"""
-        write_kv(k, v, cache, self._slots)
-        keys, values = (half[self._blocks, :, self._offsets].float() for half in cache)  # [sequences, own, heads, dim]
-        scores = torch.einsum("shd,sohd->sho", q.float(), keys) + self._bias
-        return torch.einsum("sho,sohd->shd", scores.softmax(dim=-1), values).to(q.dtype).flatten(1)
-
-
-def beyond(place: Tensor, num_own: Tensor) -> Tensor:
-    """True where there is padding and no token. # [1, own], [sequences, 1] -> bool [sequences, own]"""
-    return place >= num_own
