@@ -234,7 +234,7 @@ class Engine:
         self._recorder.begin(step, self._now_ns)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens; requests held by a static batch compute on, but speak no more."""
+        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""
         logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
         tokens = [
             Token(id_, token, self._finish(id_, token), logprobs.get(id_), failed.get(id_, ""))

@@ -111,10 +111,10 @@ class OneAtATime(ABC):
         return step, self.execute(step)
 
     def interrupt(self) -> None:  # noqa: B027
-        """The step that is executed blocks its thread."""
+        """Do nothing: a step blocks the thread that executes it."""
 
     def check(self) -> None:  # noqa: B027
-        """This process is well."""
+        """Do nothing: there is no other process to check."""
 
     def restart(self) -> None:
         """Forget steps and requests, whatever state a failed step has left them in."""
@@ -124,7 +124,7 @@ class OneAtATime(ABC):
         return []
 
     def close(self) -> None:  # noqa: B027
-        """Nothing outlives this process."""
+        """Do nothing: there is no other process to end."""
 
 
 class Vacant(OneAtATime):

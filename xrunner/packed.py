@@ -1,4 +1,4 @@
-"""A weight laid out once as a CPU's matrix kernels want it, in the precision that a model's products run in.
+"""A weight laid out once for a CPU's matrix kernels, in the precision that a model's products run in.
 
 Plain F.linear lays a weight out anew in every call, which takes 10% (256 rows) to 60% (8 rows) of its time. Which
 library's layout is the fastest differs from one processor to another: `fastest` measures it. Activations enter and

@@ -41,7 +41,7 @@ class Recorder:
         self._listeners.append(on_step)
 
     def clear(self) -> None:
-        """A new log begins."""
+        """Begin a new log."""
         self.arrivals: list[Arrival] = []
         self.cancelled: list[int] = []
         self._under_way: dict[tuple[Lane, int], deque[_Begun]] = defaultdict(deque)
@@ -54,7 +54,7 @@ class Recorder:
         return self._num_begun == self._num_settled
 
     def begin(self, step: Step, start_ns: int) -> None:
-        """A step begins that was scheduled at that time."""
+        """Note that a step begins that was scheduled at that time."""
         begun = _Begun(self._num_begun, start_ns, self._num_settled, tuple(self.arrivals), tuple(self.cancelled))
         self._under_way[step.lane, step.microbatch].append(begun)
         self._num_begun += 1
@@ -62,7 +62,7 @@ class Recorder:
         self.cancelled.clear()
 
     def end(self, step: Step, clock: Callable[[], int], finished: Collection[int]) -> None:
-        """A step has been settled, and these requests have ended in it."""
+        """Record a step that has been settled, and the requests that ended in it."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:

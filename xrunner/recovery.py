@@ -23,11 +23,11 @@ class Progress:
         return id_ in self._generated
 
     def note(self, token: Token) -> None:
-        """A request has generated one more token."""
+        """Note one more token of a request."""
         self._generated.setdefault(token.id, []).append(token.token)
 
     def forget(self, id_: int) -> None:
-        """A request has ended, or is lost."""
+        """Forget a request that has ended, or is lost."""
         self.generations.pop(id_, None)
         self._generated.pop(id_, None)
         self._repeated.pop(id_, None)

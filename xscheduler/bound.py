@@ -86,7 +86,7 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """How many times the fast corner's throughput a box's points may have for what decode steps take to pass stages."""
+    """Factor by which a box's points may exceed the fast corner's throughput, as decode steps take time to pass."""
     of = floor.performance
     share = (of.filling[fast::corners] - of.filling[corners - 1 :: corners]) / of.cycle[fast::corners]
     return 1 / (1 - np.minimum(np.maximum(share, 0.0), of.bubble[fast::corners]))

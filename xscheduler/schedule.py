@@ -273,7 +273,7 @@ class Scheduler:
     # Why not ---------------------------------------------------------------------------------------------------
 
     def _infeasible(self, kinds: Sequence[str]) -> InfeasibleError:
-        """The least constrained spaces' points of lowest excess say what binds and what would be met."""
+        """Return an error that says what binds and what would be met: by the points of lowest excess."""
         constraint = self.problem.constraint
         relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
         headroom = 1 + relaxed.headroom

@@ -35,7 +35,7 @@ class LaneClock:
         self._schedule = schedule
         self._on_span = on_span
         self._free_ns = [0] * cost.num_stages
-        """When each stage is done with what has been scheduled."""
+        """The time at which each stage is done with what has been scheduled."""
 
     def __call__(self, issue_ns: int, step: Step) -> int:
         counts = step_counts(self._schedule, step, has_encoder=self._cost.has_encoder)
@@ -49,7 +49,7 @@ class LaneClock:
         return now_ns
 
     def occupy(self, issue_ns: int, seconds: float) -> None:
-        """Every stage does something else for as long, behind what it is at."""
+        """Occupy every stage with something else for this long, after the step that it works on."""
         self._free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self._free_ns]
 
 

@@ -76,7 +76,7 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """A further request, no earlier than those before: what a closed loop does whenever one has ended."""
+        """Submit a further request, no earlier than those before: as a closed loop does whenever one has ended."""
         self._requests.append(request)
         self._output_length[request.id] = request.output_length
 

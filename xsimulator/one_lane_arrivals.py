@@ -204,7 +204,7 @@ class OneLaneRun(Run):
             self._end_batch()
 
     def _end_batch(self) -> None:
-        """Those that were held leave."""
+        """Remove the requests that were held."""
         for batch in self._batches:
             batch.held = batch.context = batch.inputs = 0
         self._reserved = self.num_inside = 0

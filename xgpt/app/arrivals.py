@@ -23,7 +23,7 @@ BEHIND = 0.7
 MOST_TRIED = 3
 """Plans of a policy that are simulated at most, the best in closed form first."""
 DOUBT = 0.06
-"""A plan whose rate in closed form is so far below the best one, simulated and in closed form, is not simulated."""
+"""Share by which a plan's rate in closed form may fall below the best one and the plan still be simulated."""
 LOOSER = 1.04
 """By which factor a bound that is never kept is loosened until it is."""
 MOST_LOOSENED = 60

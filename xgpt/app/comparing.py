@@ -29,7 +29,7 @@ RELAXATIONS = (1.25, 1.5, 2.0, None)
 
 
 OnStart = Callable[[Plan], None]
-"""Is given each plan before it is measured."""
+"""A function that is given each plan before it is measured."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _share(text: str) -> float:
 
 
 def _dtype(given: Given) -> DType | None:
-    """What it runs in. Eight bits are scored where weights and K/V have them alike, as in profiles."""
+    """Return the dtype that it runs in. Eight bits are scored where weights and K/V have them alike, as in profiles."""
     weights, kv = given.get("quantization"), given.get("kv-cache-dtype", "auto")
     if weights not in (None, "fp8"):
         raise InputError("--current: --quantization", weights, "step times are known for fp8 alone")

@@ -101,7 +101,7 @@ class Queue:
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """A token has been made for each of these, which had entered. Without API keys there is nothing to share."""
+        """Charge a token of each of these requests to its account. Without API keys there is nothing to share."""
         self._next = None
         for request in requests:
             if request.account.name:
@@ -134,7 +134,7 @@ class Queue:
         return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """It is so late now: take out all whose deadline has passed.
+        """Set the clock, and take out all whose deadline has passed.
 
         Source: TCB sec. 5.1, a request fails if not scheduled by then.
         """

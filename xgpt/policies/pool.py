@@ -180,12 +180,12 @@ class Pool:
         return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
-        """The step is under way from now on, until it is settled."""
+        """Note that the step is under way, until it is settled."""
         batch.steps_under_way += 1
         self._under_way.append(step)
 
     def end(self, step: Step, batch: MicroBatch) -> None:
-        """The step has been executed."""
+        """Note that the step has been executed."""
         batch.steps_under_way -= 1
         self._under_way.remove(step)
 

@@ -136,7 +136,7 @@ class PromptBudget:
         """Tokens that earlier times took too few (or, below zero, too many)."""
 
     def open(self, excess: float) -> None:
-        """The next time has come; `excess`: requests in decode beyond their expected number."""
+        """Begin the next time; `excess`: requests in decode beyond their expected number."""
         target = self._target
         if abs(excess) > ADJUSTMENT * self._decode_batch:
             target *= 1 - ADJUSTMENT if excess > 0 else 1 + ADJUSTMENT

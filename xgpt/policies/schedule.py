@@ -43,7 +43,7 @@ class Schedule(ABC):
         """Return the same schedule with no request in it: where all workers are lost, it begins anew."""
 
     def submit(self, request: Request) -> None:
-        """A new request waits. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        """Put a new request in the queue. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self.pool.submit(request)
 
     def cancel(self, id_: int) -> list[int]:
@@ -160,7 +160,7 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """A whole static batch enters, spread evenly over the micro-batches."""
+        """Let a whole static batch enter, spread evenly over the micro-batches."""
         pool, count = self.pool, len(self._batches)
         most = self.settings.max_batch
         entered: list[Request] = []

@@ -18,12 +18,12 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Those that run there, the fastest first."""
+    """Return the backends that run on a device, the fastest first."""
     return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """The fastest backend that runs there."""
+    """Return the fastest backend that runs on a device."""
     return usable_backends(device, dtype)[0]
 
 

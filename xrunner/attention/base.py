@@ -135,7 +135,7 @@ def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _padded_bytes(array: np.ndarray) -> int:
-    """Up to where the next one may begin: kernels read 16 bytes at a time."""
+    """Return where the next piece may begin: kernels read 16 bytes at a time."""
     return -(-array.nbytes // 16) * 16
 
 

@@ -1,4 +1,4 @@
-"""Attention as one reads it in a paper: every other backend must agree with it."""
+"""Attention as papers define it: every other backend must agree with it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from xrunner.cluster.store import Keys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker, or another machine, that has said nothing for so long is taken for dead."""
+"""A worker, or another machine, that has been silent for this time is taken for dead."""
 START_S = 120.0
 """From starting the workers to the last one's first word."""
 LOAD_S = 3600.0
@@ -140,7 +140,7 @@ class Fleet:
             return dict(self._shared.members)
 
     def check(self) -> None:
-        """See whether all are well.
+        """Check that all workers are well.
 
         Raises:
             WorkerLost: one is not.
@@ -255,7 +255,7 @@ class Fleet:
             self._sockets.close()
 
     def _wait(self) -> None:
-        """Until there is something to hear, or to look at."""
+        """Wait until there is something to hear, or to look at."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if self._launcher is not None:
@@ -306,7 +306,7 @@ class Fleet:
                 shared.changed.notify_all()
 
     def _hear_node(self, sender: bytes, join: m.Join) -> None:
-        """A machine that is unknown takes its place, unless another has it."""
+        """Give an unknown machine its place, unless another has it."""
         nodes = self._shared.nodes
         node = nodes.get(join.node)
         if node is not None and node.incarnation == join.incarnation:

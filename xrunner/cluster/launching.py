@@ -16,7 +16,7 @@ from xrunner.cluster.sockets import interface_of
 ALIVE_S = 0.5
 """How often a launcher says that it works."""
 SILENCE_S = 15.0
-"""A launcher that has said nothing for so long hangs; it may have been kept from running by its own workers."""
+"""A launcher that has been silent for this time hangs; it may have been kept from running by its own workers."""
 END_S = 5.0
 """For workers and launcher to end."""
 READ_BYTES = 1 << 16
@@ -127,7 +127,7 @@ class LauncherProcess:
         return [what for what in heard if isinstance(what, Exited)]
 
     def look_away(self) -> None:
-        """It was this process that did not run: nothing can be said of the launcher's silence."""
+        """Excuse the launcher's silence: it was this process that did not run."""
         if self._heard_s is not None:
             self._heard_s = time.monotonic()
 

@@ -17,7 +17,7 @@ JOIN_S = 0.5
 MEET_S = 600.0
 """From a machine's start until the engine has answered."""
 SILENCE_S = 30.0
-"""An engine that has said nothing for so long has ended."""
+"""An engine that has been silent for this time has ended."""
 POLL_MS = 50
 
 
@@ -47,7 +47,7 @@ class Node:
         self._is_over = True
 
     def run(self) -> None:
-        """Until the engine, or `end`, says so.
+        """Run until the engine, or `end`, says to stop.
 
         Raises:
             MachineError: the first machine cannot be met, or is met no more.

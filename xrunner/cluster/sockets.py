@@ -83,7 +83,7 @@ class Sockets:
         return opened
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all; what is still to be sent has so long, then it is dropped."""
+        """Close all; what has not been sent after `linger_ms` is dropped."""
         self._context.destroy(linger=linger_ms)
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:

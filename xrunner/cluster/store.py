@@ -120,7 +120,7 @@ class EngineStore(dist.Store):
         return EngineStore(*self._where)
 
     def close(self) -> None:
-        """No thread may use it any more."""
+        """Close all threads' sockets; no thread may use the store afterwards."""
         self._sockets.close()
 
     def _call(

@@ -279,12 +279,12 @@ class EngineThread:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: Stream, end_s: float) -> None:
-        """A request has had its last token, or as many as it could have."""
+        """End a request that has had its last token, or as many as it could have."""
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: Stream, token: Token) -> None:
-        """The engine has lost a request, and no other."""
+        """End a request that the engine has lost alone."""
         del self._streams[stream.id]
         self._backlog.leave(stream.id)
         self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)

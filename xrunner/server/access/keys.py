@@ -1,4 +1,4 @@
-"""API keys: whose they are, and what the operator grants them."""
+"""API keys: the account of each, and what the operator grants it."""
 
 from __future__ import annotations
 

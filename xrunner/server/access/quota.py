@@ -22,7 +22,7 @@ class Quotas:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def begin(self, key: Key) -> Quota:
-        """One more request of this key.
+        """Count one more request of this key.
 
         Raises:
             ApiError: 429, it has had its requests of this minute.

@@ -172,7 +172,7 @@ class Answer(Response):
 
     @property
     def _is_timeout(self) -> bool:
-        """Whether it is the server's time that is over, not that of the client's deadline."""
+        """Whether the server's own limit has passed, not the client's deadline."""
         timeout_s = self._limits.request_timeout_s
         return timeout_s is not None and timeout_s < (self._seconds or math.inf)
 

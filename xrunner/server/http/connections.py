@@ -53,7 +53,7 @@ _uvicorn.setLevel(logging.ERROR)  # below that it tells of what clients do wrong
 
 
 class Phase(IntEnum):
-    """What a connection is at, in the order in which connections go when there are too many."""
+    """The phase of a connection, in the order in which connections are dropped when there are too many."""
 
     HEAD = 0
     """No request yet, or none any more."""
@@ -91,7 +91,7 @@ class AcceptedSocket(socket.socket):
         super().close()
 
     def drop(self) -> None:
-        """End it at once, whatever it is at."""
+        """End the connection at once, in whichever phase."""
         if self.protocol is not None:
             self.protocol.transport.abort()
             return
@@ -172,7 +172,7 @@ class Listener(socket.socket):
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
-        """A connection is at something else, or at the same anew."""
+        """Note a connection's next phase, which may be the same anew."""
         if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
             accepted.phase = phase
             self._open[phase][accepted.fileno()] = accepted

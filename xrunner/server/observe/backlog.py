@@ -69,7 +69,7 @@ class Backlog:
         return self._counts[account.name] + num_outputs <= most * account.share / (shares + account.share)
 
     def leave(self, id_: int) -> None:
-        """One waits no longer, if it did."""
+        """Take a request out, if it waits."""
         self._take(id_)
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class Backlog:
         self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
-        """A step has ended; those of its requests that waited do so no longer.
+        """Account for a step that has ended: its requests wait no longer.
 
         Args:
             start_s: at which the engine knew of all that had arrived before.
@@ -150,7 +150,7 @@ class Backlog:
         return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
 
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
-        """An answer is complete of which `answer_s` was asked when it came.
+        """Learn from a complete answer whose time `answer_s` had estimated.
 
         No machine keeps its pace, and no phase its length. Each answer that comes too late makes the next ones be
         reckoned with more cautiously, each that comes in time a little less, so that the share which is late settles at

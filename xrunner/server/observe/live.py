@@ -32,7 +32,7 @@ class Live:
         self._start_s = time.perf_counter()
 
     async def run(self) -> None:
-        """Note how things stand, until cancelled."""
+        """Note the present figures every two seconds, until cancelled."""
         while True:
             self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
             await asyncio.sleep(SAMPLE_S)

@@ -125,13 +125,13 @@ class Metrics:
         self._gauge("xgpt_step_log_lost", "Steps that the step log misses: it could not be written.", read)
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
-        """A request with a deadline has ended. Source of the utility: TCB sec. 5.1."""
+        """Count a request with a deadline that has ended. Source of the utility: TCB sec. 5.1."""
         self.deadlines.labels("met" if met else "missed").inc()
         if met:
             self.utility.inc(1 / prompt_tokens)
 
     def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of this account has ended."""
+        """Count a request of this account that has ended."""
         if account.name:
             self._accounts.labels(account.name, "prompt").inc(prompt_tokens)
             self._accounts.labels(account.name, "output").inc(output_tokens)
