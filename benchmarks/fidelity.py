@@ -9,7 +9,7 @@ predicted loop runs through the scheduling rule, as chunked does with vLLM's def
 the rows do not say is assumed, the same for all: ten requests a client, lengths uniform from 80% to 100% of what is
 stated (as InferenceMAX draws them), all clients starting at once. Disaggregated rows are two lanes, as in waa.
 
-Fitted, once: four figures of the serving loop (`xprofiler.imported.LOOP`) and `FIRST_TOKEN_S`, on half of the rows of
+Fitted, once: four figures of the serving loop (configs/engines) and `FIRST_TOKEN_S`, on half of the rows of
 Llama-3.1-70B with vLLM. All other rows verify.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from xgpt.errors import InputError
 from xgpt.policies import OneLane, Pool, Request, lane_settings
-from xgpt.resolve import load_cluster, load_model
+from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ChunkedSettings, Profile
 from xprofiler import imported
 from xsimulator.clock import step_counts
@@ -89,7 +89,7 @@ class Row:
 @cache
 def profile_of(model: str, cluster: str, dtype: Any, framework: str) -> Profile:
     spec, _ = load_model(model)
-    return imported.profile(spec, load_cluster(cluster), dtype, None, framework)
+    return imported.profile(spec, load_cluster(cluster), dtype, load_engine(framework))
 
 
 @cache
@@ -270,7 +270,7 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {
-            "fitted": {**imported.LOOP._asdict(), "first_token_s": FIRST_TOKEN_S},
+            "first_token_s": FIRST_TOKEN_S,
             "skipped": dict(skipped),
             "impossible": impossible,
             "summary": figures,

@@ -19,6 +19,7 @@ from xgpt.schema import (
     ClusterSpec,
     DType,
     EngineKind,
+    EngineSpec,
     KvPromise,
     ModelSpec,
     Objective,
@@ -50,6 +51,7 @@ def plan(
     dtype: DType | None = None,
     workload: PathLike | Workload = "summarization",
     profile: PathLike | Profile | None = None,
+    engine: PathLike | EngineSpec | None = None,
     price: float | None = None,
     objective: Objective | None = None,
     quantile: float = 0.99,
@@ -82,6 +84,7 @@ def plan(
         dtype: what the model runs in; None: its own, on a CPU float32.
         workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths.
         profile: step times, or their file; None: those kept here, a measurement of this machine, or a datasheet's.
+        engine: the engine that is to run the plan, by name or file; None: the profile's.
         price: None: what the cluster says.
         objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting counted;
             "saturated": throughput while requests always wait. None: arrivals; saturated with `sla` or `search`.
@@ -134,6 +137,7 @@ def compare(
     dtype: DType | None = None,
     workload: PathLike | Workload = "summarization",
     profile: PathLike | Profile | None = None,
+    engine: PathLike | EngineSpec | None = None,
     price: float | None = None,
     objective: Objective | None = None,
     quantile: float = 0.99,

@@ -21,7 +21,7 @@ from xgpt.schema.step_log import StepRecord
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
-ConfigKind = Literal["models", "devices", "clusters", "workloads"]
+ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
 def configs_dir() -> Path:

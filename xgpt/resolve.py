@@ -9,13 +9,15 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from xgpt.errors import InputError
-from xgpt.io import find_config, load_cluster_yaml, load_yaml, parse
+from xgpt.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
-from xgpt.schema import ClusterSpec, Frozen, ModelSpec, Workload, WorkloadSpec
+from xgpt.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, Workload, WorkloadSpec
 from xgpt.workload import Lengths, histogram, histogram_of, read_lengths
 
 _YAML = (".yaml", ".yml")
 _TRACES = (".csv", ".jsonl")
+FRAMEWORKS = {"trtllm": "tensorrt-llm"}
+"""Names that frameworks have in tables, where their engines are called something else."""
 
 
 class DetectedCluster(Frozen):
@@ -59,6 +61,34 @@ def load_cluster(name: str) -> ClusterSpec:
     if isinstance(data, dict) and "detect" in data:
         return detect(parse(data, DetectedCluster, "cluster").num_devices)
     return parse(data, ClusterSpec, "cluster")
+
+
+def load_engine(name: str) -> EngineSpec:
+    """An engine by name or file; a framework's name stands for its newest version.
+
+    Raises:
+        InputError: there is no such engine, or what is there is none.
+    """
+    newest = [known for known in config_names("engines") if known.rpartition("-")[0] in (name, FRAMEWORKS.get(name))]
+    chosen = max(newest, key=_version_of) if newest else name
+    return parse(load_yaml(find_config("engines", chosen), "engine"), EngineSpec, "engine")
+
+
+def engine_of(profile: Profile) -> EngineSpec | None:
+    """The engine whose steps a profile has; None: any engine's, or none that is described.
+
+    vLLM measured on this machine runs under xgpt's own schedule: none of what it does by itself holds.
+    """
+    if profile.engine is None or (profile.source == "measured" and profile.engine != "native"):
+        return None
+    if profile.engine == "native":
+        return load_engine("xgpt")
+    of = [load_engine(name) for name in config_names("engines")]
+    return next((e for e in of if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)
+
+
+def _version_of(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.rpartition("-")[2].split(".")))
 
 
 def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:

@@ -23,6 +23,7 @@ from xgpt.schema import (
     DType,
     Efficiency,
     EncoderLayerTimes,
+    EngineSpec,
     LayerTimes,
     Link,
     ModelSpec,
@@ -50,13 +51,16 @@ A40_EFFICIENCY = Efficiency(
 """For kinds of device that state none of their own."""
 
 
-def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
+def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> Profile:
     """Compute the tables of every tensor-parallel degree that fits in a node.
+
+    Args:
+        engine: whose loop goes around the kernels; None: what the device's efficiencies say of any engine's.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
     """
-    kernels = Kernels(cluster, dtype)
+    kernels = Kernels(cluster, dtype, engine)
     degrees = tp_degrees(spec, cluster)
     return Profile(
         source="analytic",
@@ -64,15 +68,18 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Profile:
         dtype=dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
+        engine=None if engine is None else engine.framework,
+        engine_version=None if engine is None else engine.version,
         layers=tuple(_layer(spec, kernels, degree) for degree in degrees),
         encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
         if spec.is_encoder_decoder
         else (),
         embedding=curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, kernels, 1),
-        overhead=curve(lambda n: kernels.efficiency.step_s, (1, BATCHES[-1])),
+        overhead=loop(kernels.efficiency.step_s, engine),
         **transfers(spec, cluster, dtype),
-        provenance={"efficiency": kernels.efficiency.source},
+        provenance={"efficiency": kernels.efficiency.source}
+        | ({} if engine is None else {"serving loop": f"configs/engines/{engine.name}.yaml"}),
     )
 
 
@@ -125,14 +132,16 @@ class Kernels:
         InputError: the device states no rate for the dtype, or no bandwidth.
     """
 
-    def __init__(self, cluster: ClusterSpec, dtype: DType) -> None:
+    def __init__(self, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> None:
         device = cluster.device
         rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
         if rate is None or bandwidth is None:
             raise InputError(
                 "cluster.device", device.name, f"it states no {dtype} rate or no memory bandwidth; add them to its YAML"
             )
-        self.efficiency = device.efficiency or A40_EFFICIENCY
+        efficiency = device.efficiency or A40_EFFICIENCY
+        own = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
+        self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
         self.size = BYTES_PER_ELEMENT[dtype]
         self._link = cluster.intra_node
@@ -226,6 +235,12 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
         return product + kernels.all_gather(rows * spec.vocab_size, t)
 
     return curve(head, BATCHES)
+
+
+def loop(step_s: float, engine: EngineSpec | None) -> Curve:
+    """Seconds of an engine's loop for a step, against the requests in it."""
+    each = 0.0 if engine is None else engine.request_s or 0.0
+    return curve(lambda n: step_s + n * each, (1, BATCHES[-1]))
 
 
 def curve(seconds: Callable[[int], float], points: Iterable[int]) -> Curve:

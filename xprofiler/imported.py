@@ -15,13 +15,23 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import BYTES_PER_ELEMENT, ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xgpt.schema import (
+    BYTES_PER_ELEMENT,
+    ClusterSpec,
+    Curve,
+    DType,
+    EngineSpec,
+    LayerTimes,
+    ModelSpec,
+    Profile,
+    Surface,
+)
 from xprofiler import analytic
 
 Array = npt.NDArray[np.float64]
@@ -42,41 +52,17 @@ TABLE_DTYPES: Mapping[DType, str] = {"float16": "bfloat16", "bfloat16": "bfloat1
 TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <= n <= 4096)}))
 
 
-class Loop(NamedTuple):
-    """What a serving loop makes of the tables' kernels."""
-
-    layer_s: float
-    """A layer: gaps between kernels, and the smallest of them."""
-    step_s: float
-    """A step: scheduling, sampling, messages."""
-    uncaptured: float
-    """By which factor tokens beyond `captured_tokens` take longer than the tables say: launched one by one, on a chip
-    that has been busy for long."""
-    captured_tokens: int
-    """Tokens up to which steps run as captured graphs."""
-    source: str
-
-
-LOOP = Loop(
-    layer_s=4e-6,
-    step_s=0.5e-3,
-    uncaptured=1.19,
-    captured_tokens=512,
-    source="fitted to measured Llama-3.1-70B with vLLM (benchmarks.fidelity)",
-)
-
-
 def profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
     dtype: DType,
+    engine: EngineSpec,
     folder: Path | None = None,
-    framework: str = "vllm",
-    loop: Loop = LOOP,
 ) -> Profile:
     """Read the tables of every tensor-parallel degree that fits in a node.
 
     Args:
+        engine: whose framework's kernels these are, and what its loop makes of them.
         folder: of one kind of device, or of several by the names in `SYSTEMS`; None: the installed wheel's.
 
     Raises:
@@ -87,26 +73,26 @@ def profile(
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
-    tables = Tables(root, framework, TABLE_DTYPES[dtype])
+    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype])
     kernels = analytic.Kernels(cluster, dtype)
-    layers = tuple(_layer(spec, tables, kernels, t, loop) for t in analytic.tp_degrees(spec, cluster))
+    layers = tuple(_layer(spec, tables, kernels, t, engine) for t in analytic.tp_degrees(spec, cluster))
     return Profile(
         source="imported",
         model=spec.shape,
         dtype=dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
-        engine=framework,
-        engine_version=tables.versions["gemm"],
+        engine=engine.framework,
+        engine_version=engine.version,
         layers=layers,
         embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, tables, kernels, 1),
-        overhead=analytic.curve(lambda n: loop.step_s, (1, analytic.BATCHES[-1])),
+        overhead=analytic.loop(engine.step_s or 0.0, engine),
         **analytic.transfers(spec, cluster, dtype),
         provenance={
             **tables.provenance,
             "norms, activations, embedding, hops, K/V transfer": "datasheet",
-            "serving loop": loop.source,
+            "serving loop": f"configs/engines/{engine.name}.yaml",
         },
         environment=_package() if folder is None else {"folder": root.name},
     )
@@ -344,7 +330,7 @@ def product_shapes(spec: ModelSpec, t: int) -> list[tuple[int, int]]:
     ]
 
 
-def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, loop: Loop) -> LayerTimes:
+def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, engine: EngineSpec) -> LayerTimes:
     heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
     q, kv, ffn = heads * spec.head_dim, kv_heads * spec.head_dim, spec.ffn_size // t
     tokens = np.asarray(TOKENS, float)
@@ -355,12 +341,14 @@ def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, l
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.efficiency.kv
     rest = products + reduced + small
-    captured = np.interp(loop.captured_tokens, tokens, rest)
-    rest = loop.layer_s + np.where(tokens > loop.captured_tokens, captured + loop.uncaptured * (rest - captured), rest)
+    slower = engine.uncaptured or 1.0
+    captured_tokens = engine.captured_tokens or 0
+    captured = np.interp(captured_tokens, tokens, rest)
+    rest = (engine.layer_s or 0.0) + np.where(tokens > captured_tokens, captured + slower * (rest - captured), rest)
     return LayerTimes(
         tp_degree=t,
         rest=Curve(points=TOKENS, seconds=tuple(rest.tolist())),
-        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim, loop.uncaptured),
+        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim, slower),
         decode_attention=tables.attention("generation", heads, kv_heads, spec.head_dim),
         head=None if t == 1 else _head(spec, tables, kernels, t),
     )

@@ -30,6 +30,7 @@ def plan_of(
         checkpoint=problem.checkpoint,
         dtype=profile.dtype,
         cluster=problem.cluster,
+        engine=problem.engine,
         workload=problem.workload,
         constraint=problem.constraint,
         policy=settings,

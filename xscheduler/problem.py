@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from xgpt.schema import ClusterSpec, Constraint, KvPromise, ModelSpec, Plan, Profile, Workload
+from xgpt.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
 from xscheduler.placement import Placement
 from xscheduler.space import Wish
 
@@ -14,6 +14,7 @@ class Problem:
     """Everything that a plan answers to.
 
     Attributes:
+        engine: the engine that runs the plan; None: any, of which nothing is known but the profile's steps.
         max_devices: the most devices of the cluster to take.
         uniform: only placements that are replicas of equal stages.
         replicas: only this number of replicas.
@@ -28,6 +29,7 @@ class Problem:
     profile: Profile
     constraint: Constraint
     kv: KvPromise = "reserve"
+    engine: EngineSpec | None = None
     max_devices: int | None = None
     uniform: bool = False
     replicas: int | None = None
@@ -45,6 +47,7 @@ class Problem:
             profile,
             plan.constraint,
             plan.admission.kv,
+            plan.engine,
         )
 
     def under(self, constraint: Constraint) -> Problem:

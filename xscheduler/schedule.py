@@ -47,6 +47,7 @@ class Scheduler:
         self._placements = Placements(
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
+        self._block_size = BLOCK_SIZE if problem.engine is None else problem.engine.block_size
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
@@ -100,7 +101,7 @@ class Scheduler:
         encode, decode = memories[0], memories[-1]
         assert isinstance(encode, LaneMemory) and isinstance(decode, LaneMemory)
         return Limits(
-            decode, BLOCK_SIZE, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
+            decode, self._block_size, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
         )
 
     def _memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
@@ -109,7 +110,9 @@ class Scheduler:
             problem = self.problem
             try:
                 of = problem.profile
-                found = LaneMemory(problem.model, problem.cluster, of.dtype, lane, BLOCK_SIZE, of.engine)
+                found = LaneMemory(
+                    problem.model, problem.cluster, of.dtype, lane, self._block_size, of.engine, problem.engine
+                )
             except InfeasibleError as error:
                 found = error.with_traceback(None)
             self._memories[lane] = found

@@ -6,7 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ClusterSpec, DType, KvPromise, ModelSpec, Precision
+from xgpt.schema import (
+    BYTES_PER_ELEMENT,
+    SLICE_TOKENS,
+    ClusterSpec,
+    DType,
+    EngineSpec,
+    KvPromise,
+    ModelSpec,
+    Precision,
+)
 from xsimulator.curves import Array
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane
@@ -31,6 +40,7 @@ class LaneMemory:
 
     Args:
         engine: what runs it, as a profile names it.
+        keeps: what is known of that engine: the memory that it keeps for itself.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -44,6 +54,7 @@ class LaneMemory:
         lane: Lane,
         block_size: int,
         engine: str | None = None,
+        keeps: EngineSpec | None = None,
     ) -> None:
         precision = Precision.of(dtype, cluster.device.type, engine)
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
@@ -64,7 +75,11 @@ class LaneMemory:
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._activation_bytes = activation_bytes_per_token(spec, precision.state)
-        self.fixed_bytes: Array = self.weight_bytes + WORKSPACE_BYTES
+        kept_bytes, group_bytes = WORKSPACE_BYTES, 0
+        if keeps is not None:
+            kept_bytes = WORKSPACE_BYTES if keeps.kept_bytes is None else keeps.kept_bytes
+            group_bytes = keeps.group_bytes
+        self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1)
         kinds = dict.fromkeys(zip(self.fixed_bytes.tolist(), self._block_bytes.tolist(), strict=True))
         self._distinct = np.asarray(list(kinds)).T[:, :, None]
         """fixed_bytes and _block_bytes of stages that differ. # [2, distinct, 1]"""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from xgpt.app.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
 from xgpt.errors import InputError
-from xgpt.resolve import load_cluster, load_model, workload_of
-from xgpt.schema import ClusterSpec, Constraint, ModelSpec, Profile
+from xgpt.resolve import engine_of, load_cluster, load_engine, load_model, workload_of
+from xgpt.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 
@@ -31,8 +31,13 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     if request.price is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
     workload = workload_of(request.workload, spec)
-    profile = _profile(request, spec, checkpoint, cluster, progress)
+    engine = _named_engine(request, cluster)
+    profile = _profile(request, spec, checkpoint, cluster, engine, progress)
     keep(profile)
+    engine = engine or engine_of(profile)
+    if engine is not None and engine.memory_share is not None:
+        device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
+        cluster = cluster.model_copy(update={"device": device})
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
         raise InputError("--devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
@@ -42,22 +47,47 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         cluster=cluster,
         workload=workload,
         profile=profile,
+        engine=engine,
         constraint=request.constraint,
         kv=request.kv,
         max_devices=most,
     )
 
 
+def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
+    """The engine that is asked for.
+
+    Raises:
+        InputError: the cluster is this machine, where steps are measured in the engine that runs them.
+    """
+    if request.engine is None:
+        return None
+    engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
+    if cluster.is_local and engine.framework != "native":
+        make = f"measure its steps with `xgpt profile --engine {engine.framework} -o FILE` and plan with --profile FILE"
+        raise InputError("--engine", engine.name, f"on this machine plans rest on measured steps: {make}")
+    return engine
+
+
 def _profile(
-    request: PlanRequest, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec, progress: Progress | None
+    request: PlanRequest,
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    engine: EngineSpec | None,
+    progress: Progress | None,
 ) -> Profile:
     given = request.profile
     if given is None:
-        return obtain_profile(spec, checkpoint, cluster, progress, dtype=request.dtype)
+        return obtain_profile(spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine)
     if isinstance(given, Profile):
         check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
-        return given
-    return given_profile(given, spec, cluster, request.dtype)
+    else:
+        given = given_profile(given, spec, cluster, request.dtype)
+    if engine is not None and given.engine not in (None, engine.framework):
+        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave --engine out"
+        raise InputError("--engine", engine.name, accepted)
+    return given
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:

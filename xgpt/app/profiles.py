@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
-from xgpt.schema import ClusterSpec, DType, ModelSpec, Plan, Profile
+from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Profile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,11 +47,13 @@ def obtain_profile(
     *,
     dtype: DType | None = None,
     refresh: bool = False,
+    engine: EngineSpec | None = None,
 ) -> Profile:
     """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
+        engine: whose loop goes around a datasheet's kernels.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -60,7 +62,7 @@ def obtain_profile(
     if not cluster.is_local:
         from xprofiler import analytic
 
-        return analytic.profile(spec, cluster, dtype)
+        return analytic.profile(spec, cluster, dtype, engine)
     latest = cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
     if not refresh and latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
         return found
@@ -162,7 +164,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
         return kept
     if plan.profile.source == "analytic":
         with suppress(InputError):  # of another version of this program
-            computed = obtain_profile(plan.model, None, plan.cluster, dtype=plan.dtype)
+            computed = obtain_profile(plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine)
             if sha256(computed) == wanted:
                 return computed
     accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it with --profile FILE"
@@ -172,17 +174,21 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
 def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str) -> Profile:
     """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
 
+    Args:
+        framework: the engine whose kernels they are, by itself or with its version.
+
     Raises:
         InputError: they are not there, or hold nothing for this model, device, dtype or framework.
     """
     from pathlib import Path
 
+    from xgpt.resolve import load_engine
     from xprofiler import imported
 
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
         raise InputError("import-from", where, "give aiconfigurator, or a folder of tables")
-    return imported.profile(spec, cluster, dtype, folder, framework)
+    return imported.profile(spec, cluster, dtype, load_engine(framework), folder)
 
 
 def profile_vllm(

@@ -9,7 +9,18 @@ from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
 from xgpt.errors import InputError
 from xgpt.io import parse
-from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, DType, Frozen, KvPromise, ModelSpec, Profile, Workload
+from xgpt.schema import (
+    AdmissionOrder,
+    ClusterSpec,
+    Constraint,
+    DType,
+    EngineSpec,
+    Frozen,
+    KvPromise,
+    ModelSpec,
+    Profile,
+    Workload,
+)
 from xscheduler.search.base import Method
 
 PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
@@ -30,6 +41,7 @@ class PlanRequest(Frozen):
         model: a name, a path, or the model's shape.
         dtype: what the model runs in; None: its own, on a CPU float32.
         profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
+        engine: the engine that runs the plan, by name or file; None: the profile's.
         price: of one device for an hour; None: what the cluster says.
         constraint: the bounds, and what is maximised under them.
         devices: the most devices of the cluster to take; "auto": the fewest that keep the arrival rate; None: all.
@@ -41,6 +53,7 @@ class PlanRequest(Frozen):
     dtype: DType | None = None
     workload: Name | Workload = "summarization"
     profile: Name | Profile | None = None
+    engine: Name | EngineSpec | None = None
     price: PositiveFloat | None = None
     constraint: Constraint = Constraint(objective="arrivals")
     policy: PolicyChoice = "auto"

@@ -41,6 +41,19 @@ def objective_in_words(constraint: Constraint) -> str:
     return "throughput while requests always wait, latency counted from admission"
 
 
+def engine_in_words(plan: Plan) -> list[str]:
+    """Which engine the plan is for, and what of it the prediction takes into account."""
+    engine = plan.engine
+    if engine is None or engine.framework == "native":
+        return []
+    parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
+    if engine.request_path_s:
+        parts.append(f"a request takes {1e3 * engine.request_path_s:.3g} ms outside of its loop")
+    if engine.mixing:
+        parts.append(f"a mixed step takes {100 * engine.mixing:.0f}% more than its parts")
+    return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
+
+
 def bounds_in_words(constraint: Constraint) -> str:
     """What a request must keep: "15 s from arrival to the last token"."""
     names = {

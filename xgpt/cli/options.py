@@ -67,7 +67,7 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
 
 
 def problem_options(command: F) -> F:
-    """--model, --cluster, --dtype, --workload, --price, --profile: what is planned for."""
+    """--model, --cluster, --dtype, --workload, --price, --profile, --engine: what is planned for."""
     return _add(
         [
             click.option(
@@ -87,6 +87,12 @@ def problem_options(command: F) -> F:
                 help="Price of one device for an hour, in any currency. Default: the cluster file's.",
             ),
             click.option("--profile", metavar="FILE", help="Use this profile instead of the cached one."),
+            click.option(
+                "--engine",
+                metavar="NAME",
+                help="Engine that is to run the plan (vllm-0.15, tensorrt-llm-1.0, …), or a YAML file; "
+                "vllm: its newest version. Default: the profile's.",
+            ),
         ],
         command,
     )

@@ -99,6 +99,7 @@ def _summary(planned: Planned) -> Iterator[object]:
     )
     yield f"maximised: {wording.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
     yield from wording.headroom_in_words(best)
+    yield from wording.engine_in_words(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
     yield render.plans_table(planned.plans)

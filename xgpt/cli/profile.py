@@ -27,7 +27,10 @@ from xgpt.cli.options import DTYPES, json_option
     metavar="aiconfigurator|FOLDER",
     help="Read tables that others measured: those of the aiconfigurator wheel, or of a folder.",
 )
-@click.option("--framework", help="The framework whose kernels are imported: vllm (default), sglang or trtllm.")
+@click.option(
+    "--framework",
+    help="The engine whose kernels are imported: vllm (default), sglang, trtllm, or one version, as vllm-0.15.",
+)
 @click.option(
     "-o",
     "--output",

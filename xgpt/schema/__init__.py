@@ -2,6 +2,7 @@
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
+from xgpt.schema.engine import EngineSpec
 from xgpt.schema.model import (
     BYTES_PER_ELEMENT,
     DType,
@@ -71,6 +72,7 @@ __all__ = [
     "Efficiency",
     "EncoderLayerTimes",
     "EngineKind",
+    "EngineSpec",
     "Estimate",
     "Frozen",
     "Histogram",

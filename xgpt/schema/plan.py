@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
+from xgpt.schema.engine import EngineSpec
 from xgpt.schema.model import DType, ModelSpec
 from xgpt.schema.policy import PolicySettings, StageLane
 from xgpt.schema.workload import Workload
@@ -297,6 +298,8 @@ class Plan(Frozen):
     """Type that products run in."""
     cluster: ClusterSpec
     """The devices that the plan is for."""
+    engine: EngineSpec | None = None
+    """The engine that runs the plan; None: any, of which nothing is known but the profile's steps."""
     workload: Workload
     """The lengths that the plan is for."""
     constraint: Constraint

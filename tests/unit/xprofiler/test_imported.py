@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from xgpt.cli import main
 from xgpt.errors import InputError
-from xgpt.resolve import load_cluster
-from xgpt.schema import ModelSpec, Profile
+from xgpt.resolve import load_cluster, load_engine
+from xgpt.schema import EngineSpec, ModelSpec, Profile
 from xprofiler import analytic, imported
 
 SPEC = ModelSpec(
@@ -112,12 +112,21 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-BARE = imported.Loop(layer_s=3e-6, step_s=1e-3, uncaptured=1.0, captured_tokens=512, source="assumed")
+BARE = EngineSpec(
+    name="bare-1.0",
+    framework="vllm",
+    version="1.0",
+    layer_s=3e-6,
+    step_s=1e-3,
+    uncaptured=1.0,
+    captured_tokens=512,
+    sources=dict.fromkeys(("layer_s", "step_s", "uncaptured", "captured_tokens"), "assumed"),
+)
 
 
 @pytest.fixture(scope="module")
 def profile(tables: Path) -> Profile:
-    return imported.profile(SPEC, H100, "bfloat16", tables, loop=BARE)
+    return imported.profile(SPEC, H100, "bfloat16", BARE, tables)
 
 
 def products_s(tokens: int, t: int, share: float = 1.0) -> float:
@@ -132,7 +141,7 @@ def rest_s(profile: Profile, t: int, tokens: int) -> float:
 
 
 def test_products_come_from_the_newest_tables_and_power_laws_are_exact(profile: Profile, tables: Path) -> None:
-    eight_bit = imported.profile(SPEC, H100, "float8", tables, loop=BARE)
+    eight_bit = imported.profile(SPEC, H100, "float8", BARE, tables)
     for t, tokens in product((1, 2), (1, 8, 512, 4096)):
         saved = rest_s(profile, t, tokens) - rest_s(eight_bit, t, tokens)
         assert saved == pytest.approx(products_s(tokens, t, share=0.5), rel=1e-6)
@@ -151,7 +160,7 @@ def test_what_adds_to_the_products(profile: Profile) -> None:
 
 
 def test_tokens_beyond_captured_graphs_take_longer(profile: Profile, tables: Path) -> None:
-    slow = imported.profile(SPEC, H100, "bfloat16", tables, loop=BARE._replace(uncaptured=1.5))
+    slow = imported.profile(SPEC, H100, "bfloat16", BARE.model_copy(update={"uncaptured": 1.5}), tables)
     for t in (1, 2):
         assert rest_s(slow, t, 256) == pytest.approx(rest_s(profile, t, 256))
         at_512, bare, slowed = rest_s(profile, t, 512), rest_s(profile, t, 4096), rest_s(slow, t, 4096)
@@ -174,12 +183,12 @@ def test_attention_by_heads_and_filled_where_too_large_to_measure(profile: Profi
 
 def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> None:
     spec = SPEC.model_copy(update={"num_heads": 32, "num_kv_heads": 8})
-    profile = imported.profile(spec, H100, "bfloat16", tables, loop=BARE)
+    profile = imported.profile(spec, H100, "bfloat16", BARE, tables)
     decode = profile.layer(1).decode_attention
     assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
     said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
     assert said == "scaled from 16 heads, 4 for K/V"
-    assert profile.provenance["serving loop"] == "assumed"
+    assert profile.provenance["serving loop"] == "configs/engines/bare-1.0.yaml"
 
 
 @pytest.mark.parametrize(
@@ -188,12 +197,12 @@ def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> No
         ({"spec": SPEC.model_copy(update={"head_dim": 80})}, "model.head_dim: 80 is not accepted; the tables hold 64"),
         ({"cluster": load_cluster("a100x16")}, "cluster.device: 'a100-sxm4-80gb' is not accepted; "),
         ({"dtype": "float32"}, "dtype: 'float32' is not accepted; tables can be imported for float16"),
-        ({"framework": "sglang"}, "framework: 'sglang' is not accepted; gemm is there for vllm"),
+        ({"engine": load_engine("sglang")}, "framework: 'sglang' is not accepted; gemm is there for vllm"),
         ({"cluster": load_cluster("h100x8")}, "tp_degree: 8 is not accepted; the all-reduces are over 2, 4 devices"),
     ],
 )
 def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], says: str) -> None:
-    arguments = {"spec": SPEC, "cluster": H100, "dtype": "bfloat16", "framework": "vllm"} | change
+    arguments = {"spec": SPEC, "cluster": H100, "dtype": "bfloat16", "engine": BARE} | change
     with pytest.raises(InputError) as caught:
         imported.profile(**arguments, folder=tables.parent)
     assert says in str(caught.value)
@@ -215,26 +224,29 @@ def test_broken_tables(tables: Path, tmp_path: Path, rows: Rows, says: str) -> N
         (root / family).symlink_to(tables / family)
     write(root, "gemm/vllm/1.0/gemm", rows)
     with pytest.raises(InputError) as caught:
-        imported.profile(SPEC, H100, "bfloat16", root)
+        imported.profile(SPEC, H100, "bfloat16", BARE, root)
     assert says in str(caught.value)
 
 
 def test_without_pyarrow(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(InputError, match="pip install"):
-        imported.profile(SPEC, H100, "bfloat16", tables)
+        imported.profile(SPEC, H100, "bfloat16", BARE, tables)
 
 
 def test_the_wheel_is_looked_for(monkeypatch: pytest.MonkeyPatch, tables: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(imported, "PACKAGE", "a_wheel_that_is_not_there")
     with pytest.raises(InputError, match="it is not installed"):
-        imported.profile(SPEC, H100, "bfloat16")
+        imported.profile(SPEC, H100, "bfloat16", BARE)
     systems = tmp_path / "a_wheel_that_is_there" / "systems"
     (systems / "data").mkdir(parents=True)
     (systems / "data" / "h100_sxm").symlink_to(tables)
     monkeypatch.setattr(imported, "PACKAGE", "a_wheel_that_is_there")
     monkeypatch.syspath_prepend(tmp_path)
-    assert imported.profile(SPEC, H100, "bfloat16").layers == imported.profile(SPEC, H100, "bfloat16", tables).layers
+    assert (
+        imported.profile(SPEC, H100, "bfloat16", BARE).layers
+        == imported.profile(SPEC, H100, "bfloat16", BARE, tables).layers
+    )
 
 
 def test_on_the_command_line(tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

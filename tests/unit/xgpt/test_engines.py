@@ -1,0 +1,73 @@
+"""What an engine does besides its steps: each figure with its source, read wherever a plan is made."""
+
+from __future__ import annotations
+
+import pytest
+
+import xgpt
+from xgpt.errors import InputError
+from xgpt.io import config_names
+from xgpt.resolve import engine_of, load_engine
+from xgpt.schema import EngineSpec, Plan
+from xgpt.schema.engine import UNSOURCED
+
+PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
+
+
+@pytest.mark.parametrize("name", config_names("engines"))
+def test_every_shipped_engine_says_where_its_figures_come_from(name: str) -> None:
+    engine = load_engine(name)
+    assert engine.name == name
+    assert set(engine.sources) == engine.model_fields_set - UNSOURCED
+    assert all(engine.sources.values())
+
+
+def test_a_frameworks_name_stands_for_its_newest_version() -> None:
+    assert load_engine("vllm").name == "vllm-0.32"
+    assert load_engine("trtllm") == load_engine("tensorrt-llm")
+    with pytest.raises(InputError, match=r"engine: 'vlm' is not accepted.*vllm"):
+        load_engine("vlm")
+
+
+def test_a_figure_without_a_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="step_s is given without its source"):
+        EngineSpec(name="a-1", framework="a", version="1", step_s=1e-3)
+    with pytest.raises(ValueError, match="pace is no figure of an engine"):
+        EngineSpec(name="a-1", framework="a", version="1", sources={"pace": "guessed"})
+
+
+def planned(engine: str | None, **asked: object) -> Plan:
+    return xgpt.plan(**PROBLEM | {"engine": engine, "objective": "saturated", "policy": "chunked"} | asked)
+
+
+def test_plans_name_the_engine_that_they_are_for() -> None:
+    anyone, vllm = planned(None), planned("vllm-0.15")
+    assert anyone.engine is None
+    assert vllm.engine == load_engine("vllm-0.15")
+    assert (vllm.profile.engine, vllm.profile.engine_version) == ("vllm", "0.15")
+    assert vllm.cluster.device.usable_memory == vllm.engine.memory_share
+    assert xgpt.simulate(vllm, num_requests=50).plan == vllm, "its profile is computed again for the same engine"
+
+
+def test_the_loops_cost_is_in_the_profile() -> None:
+    plain, vllm = planned(None), planned("vllm-0.15")
+    slow = load_engine("vllm-0.15").model_copy(update={"step_s": 20e-3})
+    assert (
+        planned(slow, latency_bound_s=None).estimate.tpot_s > max(plain.estimate.tpot_s, vllm.estimate.tpot_s) + 15e-3
+    )
+
+
+def test_an_engine_of_another_framework_than_the_profiles_is_refused() -> None:
+    profile = xgpt.profile(model="llama-3.1-8b", cluster="h100x8").model_copy(update={"engine": "sglang"})
+    with pytest.raises(InputError, match="the profile has steps of sglang"):
+        planned("vllm-0.15", profile=profile)
+
+
+def test_profiles_tell_their_engine() -> None:
+    profile = xgpt.profile(model="llama-3.1-8b", cluster="h100x8")
+    assert engine_of(profile) is None
+    of_vllm = profile.model_copy(update={"source": "imported", "engine": "vllm", "engine_version": "0.15"})
+    assert engine_of(of_vllm) == load_engine("vllm-0.15")
+    measured = of_vllm.model_copy(update={"source": "measured"})
+    assert engine_of(measured) is None, "it ran under xgpt's own schedule"
+    assert engine_of(measured.model_copy(update={"engine": "native"})) == load_engine("xgpt")
