@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xgpt.api import bench, compare, export, plan, profile, replan, report, serve, served, simulate, solve
+    from xgpt.api import bench, compare, doctor, export, plan, profile, replan, report, serve, served, simulate, solve
     from xgpt.errors import InfeasibleError, InputError, MachineError, XgptError
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __all__ = [
     "XgptError",
     "bench",
     "compare",
+    "doctor",
     "export",
     "plan",
     "profile",

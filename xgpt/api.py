@@ -32,6 +32,7 @@ from xgpt.schema.plan import Sla
 if TYPE_CHECKING:
     from xgpt.app.bench import Benched
     from xgpt.app.comparing import Compared, OnStart
+    from xgpt.app.doctor import Finding
     from xgpt.app.exporting import Target
     from xgpt.app.profiles import Progress
     from xgpt.app.replanning import Replanned
@@ -416,6 +417,13 @@ def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, 
 
     plan = _plan(plan)
     return report(plan, profile_of(plan, _given(profile)), np.random.default_rng(seed))
+
+
+def doctor() -> list[Finding]:
+    """Look at this machine, at what is installed and at what is kept on it; takes a few seconds."""
+    from xgpt.app.doctor import examine
+
+    return examine()
 
 
 def serve(

@@ -14,7 +14,19 @@ import click
 from xgpt import __version__
 from xgpt.errors import InfeasibleError, XgptError
 
-COMMANDS = ("plan", "profile", "simulate", "compare", "serve", "bench", "replan", "report", "export")
+COMMANDS = (
+    "plan",
+    "profile",
+    "simulate",
+    "compare",
+    "serve",
+    "bench",
+    "replan",
+    "report",
+    "export",
+    "doctor",
+    "completion",
+)
 
 
 class _Commands(click.Group):
@@ -29,6 +41,18 @@ class _Commands(click.Group):
         command = importlib.import_module(f"xgpt.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            way_out = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
+            raise click.UsageError(f"{error.message} {way_out}", ctx) from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from xgpt.io import ConfigKind
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 
@@ -60,6 +65,20 @@ class Seconds(click.ParamType):
         return seconds
 
 
+def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Completes the names of shipped configs, and behind them files."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        from xgpt.io import config_names
+
+        found = [CompletionItem(name) for name in config_names(kind) if name.startswith(incomplete)]
+        return [*found, CompletionItem(incomplete, type="file")]
+
+    return complete
+
+
 def _add(options: list[Callable[[F], F]], command: F) -> F:
     for option in reversed(options):
         command = option(command)
@@ -71,14 +90,28 @@ def problem_options(command: F) -> F:
     return _add(
         [
             click.option(
-                "--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory."
+                "--model",
+                default="opt-125m",
+                show_default=True,
+                shell_complete=_names("models"),
+                help="Name, YAML file, or checkpoint directory.",
             ),
-            click.option("--cluster", default="local", show_default=True, help="Name or YAML file."),
+            click.option(
+                "--cluster",
+                default="local",
+                show_default=True,
+                shell_complete=_names("clusters"),
+                help="Name or YAML file.",
+            ),
             click.option(
                 "--dtype", type=click.Choice(DTYPES), help="Type to run in. Default: the model's own; float32 on a CPU."
             ),
             click.option(
-                "--workload", default="summarization", show_default=True, help="Name, YAML file, CSV or JSON lines."
+                "--workload",
+                default="summarization",
+                show_default=True,
+                shell_complete=_names("workloads"),
+                help="Name, YAML file, CSV or JSON lines.",
             ),
             click.option(
                 "--price",
