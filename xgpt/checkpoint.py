@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from xgpt.config_fields import check_fields
+from xgpt.config_readers import FAMILIES, OTHER_NAMES, common
 from xgpt.errors import InputError
 from xgpt.io import parse
-from xgpt.schema import DType, ModelSpec, StoredDType
-
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-}
-"""What Hugging Face calls an activation, and what `ModelSpec` does."""
-
+from xgpt.schema import DType, ModelSpec
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls a dtype, and what we do; all that weights may be stored in."""
@@ -37,8 +28,8 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 
 ENCODER_DECODERS = ("t5", "mt5")
 """Of the family t5."""
-T5_CONTEXT = 2048
-"""Longest context that T5 is given: its positions are relative, and set no limit of their own."""
+FROM_PARTS = ("gemma3",)
+"""Whose config.json holds that of a language model."""
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -56,14 +47,17 @@ def read_spec(directory: Path) -> ModelSpec:
     if config is None:
         raise InputError("model", str(directory), "the directory must hold a config.json")
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise InputError(f"{path}: model_type", family, f"known families: {', '.join(sorted(FAMILIES))}")
+    if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
+        raise InputError(
+            f"{path}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
+        )
     if (adapter := directory / "adapter_config.json").is_file():
         raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
+    family, config = _text_of(family, config)
     check_fields(family, config)
     generation = _read_object(directory / "generation_config.json") or {}
     try:
-        fields = _common(config, generation) | FAMILIES[family](config)
+        fields = common(config, generation) | FAMILIES[family](config)
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
@@ -75,7 +69,7 @@ def read_spec(directory: Path) -> ModelSpec:
         is_stored = any('"lm_head.weight"' in header for header in headers)
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
-    fields |= {"name": directory.resolve().name, "family": "t5" if family in ENCODER_DECODERS else family}
+    fields |= {"name": directory.resolve().name, "family": OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, str(path))
 
 
@@ -156,147 +150,19 @@ def _stored_dtype(headers: list[str]) -> DType | None:
     return found.pop() if len(found) == 1 else None
 
 
-def count(config: dict[str, Any], field: str) -> int:
-    """A whole number of at least one.
+def _text_of(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the family and config.json of a model's language part: of Gemma 3, which may read images, too.
 
     Raises:
-        InputError: it is something else.
-        KeyError: it is left out.
+        InputError: it holds no such part.
     """
-    value = config[field]
-    if type(value) is not int or value < 1:
-        raise InputError(f"config.json: {field}", value, "it must be a whole number, at least 1")
-    return value
-
-
-def activation(config: dict[str, Any], field: str, default: str) -> str:
-    """The activation that `field` names.
-
-    Raises:
-        InputError: it is not one of those known.
-    """
-    name = config.get(field, default)
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise InputError(f"config.json: {field}", name, f"known activations: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def _common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
-    """What every family writes in the same way."""
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id")
-    fields: dict[str, Any] = {
-        "vocab_size": config["vocab_size"],
-        "tie_embeddings": config.get("tie_word_embeddings", True),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    }
-    dtype = config.get("torch_dtype") if config.get("dtype") is None else config["dtype"]
-    if dtype is not None:
-        if dtype not in get_args(StoredDType):
-            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
-        fields["default_dtype"] = dtype
-    return fields
-
-
-def _opt(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_size": config["ffn_dim"],
-        "activation": activation(config, "activation_function", "relu"),
-        "max_context": config["max_position_embeddings"],
-        "attention_bias": True,
-    }
-
-
-def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "n_embd"), count(config, "n_head")
-    return {
-        "num_layers": config["n_layer"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_size": 4 * hidden if config.get("n_inner") is None else config["n_inner"],
-        "activation": activation(config, "activation_function", "gelu_new"),
-        "max_context": config["n_positions"],
-        "attention_bias": True,
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-    }
-
-
-def _llama(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise InputError("config.json: layer_types", kinds, "only 'full_attention' of each layer is supported")
-    head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    if head_dim % 2:
-        raise InputError("config.json: head_dim", head_dim, "rotary embeddings take an even one")
-    return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
-        "head_dim": head_dim,
-        "ffn_size": config["intermediate_size"],
-        "gated_ffn": True,
-        "activation": activation(config, "hidden_act", "silu"),
-        "max_context": config["max_position_embeddings"],
-        "tie_embeddings": config.get("tie_word_embeddings", False),
-        "attention_bias": config.get("attention_bias", False),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-    } | _rope(config)
-
-
-def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
-    return _llama(config) | {"attention_bias": True}
-
-
-def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    return _llama({"head_dim": 128} | config)
-
-
-def _t5(config: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = count(config, "d_model"), count(config, "num_heads")
-    gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
-    if gate not in ("", "gated"):
-        raise InputError("config.json: feed_forward_proj", config["feed_forward_proj"], "an activation, or gated-<one>")
-    if gate and name == "gelu":
-        name = "gelu_new"  # that is what it has always meant here
-    kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
-    for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
-        if config.get(field, value) != value:
-            raise InputError(f"config.json: {field}", config[field], f"feed_forward_proj says {value!r}")
-    is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-    return {
-        "num_layers": config["num_layers"]
-        if config.get("num_decoder_layers") is None
-        else config["num_decoder_layers"],
-        "num_encoder_layers": count(config, "num_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": count(config, "d_kv"),
-        "ffn_size": config["d_ff"],
-        "gated_ffn": bool(gate),
-        "activation": kind,
-        "max_context": T5_CONTEXT,
-        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
-        "relative_buckets": config.get("relative_attention_num_buckets", 32),
-        "relative_max_distance": config.get("relative_attention_max_distance", 128),
-        "head_scale": hidden**-0.5 if is_scaled else 1.0,
-    }
-
-
-def _mt5(config: dict[str, Any]) -> dict[str, Any]:
-    return _t5({"feed_forward_proj": "gated-gelu"} | config | {"scale_decoder_outputs": False})
+    if family != "gemma3":
+        return family, config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise InputError("config.json: text_config", text, "it must be an object")
+    outside = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
+    return "gemma3_text", outside | text | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
 def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
@@ -306,51 +172,3 @@ def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
             if where.get(field) is not None:
                 return cast(int, where[field])
     raise KeyError("decoder_start_token_id")
-
-
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
-
-    Where both stand, transformers 5 takes the older.
-    """
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(name) or {}
-    if not isinstance(rope, dict):
-        raise InputError(f"config.json: {name}", rope, "it must be an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise InputError("config.json: rope_type", kind, f"known types: {', '.join(ROPE_TYPES)}")
-    for field in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]}:
-        raise InputError(f"config.json: {name}.{field}", rope[field], f"rope_type {kind} has no such setting")
-    for partial in (rope.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
-        if partial not in (None, 1.0):
-            raise InputError("config.json: partial_rotary_factor", partial, "only 1.0 is supported")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    fields: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
-    if kind == "llama3":
-        fields["rope_scaling"] = {
-            "factor": rope["factor"],
-            "low_freq_factor": rope["low_freq_factor"],
-            "high_freq_factor": rope["high_freq_factor"],
-            "original_max_position": rope.get("original_max_position_embeddings", config["max_position_embeddings"]),
-        }
-    return fields
-
-
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Kinds of rotary embeddings, and the settings that each has."""
-
-
-FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "opt": _opt,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "t5": _t5,
-    "mt5": _mt5,
-}
-"""model_type of config.json to the fields of `ModelSpec` that the family writes in its own way."""

@@ -41,7 +41,9 @@ SEARCH = _names("""
     """)
 """How tokens are chosen, as configs of old versions say it: requests and generation_config.json decide that here."""
 
-COMMON = _names("bos_token_id dtype eos_token_id model_type tie_word_embeddings torch_dtype vocab_size")
+COMMON = _names("""
+    bos_token_id dtype eos_token_id model_type quantization_config tie_word_embeddings torch_dtype vocab_size
+    """)
 """Read of every family."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
@@ -49,7 +51,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "cross_attention_hidden_size": (None,),
     "pruned_heads": (None, {}),
-    "quantization_config": (None,),
     "tie_encoder_decoder": (False, None),
     "use_mrope": (False, None),
 }
@@ -65,12 +66,14 @@ class Fields:
         only: fields of a variant, and their values that mean it is not there.
         without_effect: what `transformers` does not look at.
         aliases: other names of fields, which must then say the same.
+        untimed: what tokens depend on, but no time and no memory: fields of families that are planned for and not run.
     """
 
     read: frozenset[str]
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    untimed: frozenset[str] = frozenset()
 
 
 _DECODER: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False, None)}
@@ -79,6 +82,8 @@ _ROTARY = _names("""
     num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor rms_norm_eps rope_parameters
     rope_scaling rope_theta
 """)
+_ROUTED = _names("aux_loss_alpha output_router_logits router_aux_loss_coef router_jitter_noise seq_aux")
+"""Training of a router, and whether its scores come along."""
 _FULL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "use_sliding_window": (False, None)}
 
 _T5 = Fields(
@@ -95,6 +100,23 @@ _T5 = Fields(
         "num_attention_heads": "num_heads",
         "num_hidden_layers": "num_layers",
     },
+)
+
+_GEMMA = (_ROTARY - {"hidden_act", "partial_rotary_factor"}) | _names("""
+    attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar sliding_window
+    use_bidirectional_attention
+    """)
+_GEMMA_UNREAD = _names("cache_implementation hidden_act sliding_window_size")
+_DEEPSEEK = Fields(
+    (_ROTARY - {"head_dim", "layer_types", "num_key_value_heads", "partial_rotary_factor"})
+    | _names("""
+        first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq n_routed_experts n_shared_experts
+        norm_topk_prob num_experts_per_tok q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        """),
+    _DECODER | {"mlp_bias": (False,)},
+    _ROUTED | _names("ep_size head_dim num_key_value_heads num_mtp_layers num_nextn_predict_layers qk_head_dim"),
+    {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+    _names("n_group routed_scaling_factor scoring_func topk_group topk_method"),
 )
 
 FAMILIES: Mapping[str, Fields] = {
@@ -130,6 +152,48 @@ FAMILIES: Mapping[str, Fields] = {
     ),
     "qwen2": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
     "qwen3": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
+    "mistral": Fields(_ROTARY - {"attention_bias"} | {"sliding_window"}, _DECODER | {"attention_bias": (False,)}),
+    "phi3": Fields(
+        _ROTARY - {"attention_bias"} | _names("original_max_position_embeddings sliding_window"),
+        _DECODER | {"attention_bias": (False,)},
+    ),
+    "gemma2": Fields(_GEMMA, _DECODER, _GEMMA_UNREAD),
+    "gemma3_text": Fields(
+        _GEMMA | _names("rope_local_base_freq sliding_window_pattern"),
+        _DECODER,
+        _GEMMA_UNREAD | {"_sliding_window_pattern"},
+    ),
+    "mixtral": Fields(
+        _ROTARY - {"attention_bias", "layer_types"} | _names("num_experts_per_tok num_local_experts sliding_window"),
+        _DECODER | {"attention_bias": (False,)},
+        _ROUTED,
+        {"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": Fields(
+        _ROTARY - {"layer_types"}
+        | _names("""
+            decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+            num_local_experts
+            """),
+        _DECODER | _FULL,
+        _ROUTED | {"sliding_window"},
+    ),
+    "gpt_oss": Fields(
+        _ROTARY | _names("num_experts_per_tok num_local_experts sliding_window"),
+        _DECODER | {"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        _ROUTED | {"initial_context_length"},
+        {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"},
+    ),
+    "minimax_m2": Fields(
+        _ROTARY - {"attention_bias", "layer_types"}
+        | _names("attn_type_list num_experts_per_tok num_local_experts rotary_dim"),
+        _DECODER | {"attention_bias": (False,), "shared_intermediate_size": (0,), "sliding_window": (None,)},
+        _ROUTED | _names("mtp_transformer_layers num_mtp_modules use_mtp"),
+        {"num_experts": "num_local_experts"},
+        _names("qk_norm_type scoring_func use_qk_norm use_routing_bias"),
+    ),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": replace(_DEEPSEEK, untimed=_DEEPSEEK.untimed | {"rope_interleave"}),
     "t5": _T5,
     "mt5": replace(_T5, read=_T5.read - {"scale_decoder_outputs"}),
 }
@@ -143,7 +207,13 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
         InputError: names the field.
     """
     known = FAMILIES[family]
-    passed = known.read | known.without_effect | COMMON | ((BOOKKEEPING | TRAINING | SEARCH) - known.only.keys())
+    passed = (
+        known.read
+        | known.without_effect
+        | known.untimed
+        | COMMON
+        | ((BOOKKEEPING | TRAINING | SEARCH) - known.only.keys())
+    )
     only = NOTHING | known.only
     for name, value in config.items():
         if name in only:

@@ -60,6 +60,7 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
     Raises:
         InputError: the cluster's device has no rate for this dtype.
     """
+    check_known(spec)
     kernels = Kernels(cluster, dtype, engine)
     degrees = tp_degrees(spec, cluster)
     return Profile(
@@ -81,6 +82,17 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
         provenance={"efficiency": kernels.efficiency.source}
         | ({} if engine is None else {"serving loop": f"configs/engines/{engine.name}.yaml"}),
     )
+
+
+def check_known(spec: ModelSpec) -> None:
+    """Refuse a model with parts that no times are known of.
+
+    Raises:
+        InputError: names the part.
+    """
+    for name in ("experts", "latent", "sliding_window", "quantization"):
+        if getattr(spec, name) is not None:
+            raise InputError(f"model.{name}", getattr(spec, name), f"{spec.name} cannot be planned for yet")
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xgpt.schema import DType, ModelSpec
+from xgpt.errors import InputError
+from xgpt.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner import fused
 from xrunner.attention.base import PositionBias
 from xrunner.packed import ACTIVATIONS, PackedLinear, pack
@@ -112,20 +113,14 @@ class Rotary(nn.Module):
     The angles are computed anew in every layer: they cost less than a norm does, and a table over Llama 3.1's
     context would take 64 MiB.
 
-    Source: RoFormer (arXiv 2104.09864); the scaling of frequencies is Llama 3.1's.
+    Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
     """
 
     frequencies: Tensor  # float32 [head_dim / 2], radians a position
 
     def __init__(self, empty: Empty, spec: ModelSpec) -> None:
         super().__init__()
-        frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
-        if (scaling := spec.rope_scaling) is not None:
-            # Waves that turn often within the trained context stay; those that hardly turn once are stretched by
-            # `factor`; between the two it is interpolated.
-            turns = scaling.original_max_position * frequencies / (2 * math.pi)
-            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            frequencies = torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
+        frequencies, self.magnitude = _frequencies(spec)
         device = empty(0).device
         # Without memory yet: the values stay here until they can be moved.
         self.register_buffer(
@@ -134,15 +129,50 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
         """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
-        if fused.runs_on(positions.device.type):
+        if fused.runs_on(positions.device.type) and self.magnitude == 1.0:
             return [fused.rotate(x, positions, self.frequencies) for x in heads]
         angles = positions[:, None, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
         turned = []
         for x in heads:
             a, b = x.float().chunk(2, dim=-1)
             turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype))
         return turned
+
+
+def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
+    """Return radians a position of each pair of dimensions, and the factor on what is turned. # float32 [head_dim / 2]
+
+    Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`;
+    between the two it is interpolated, by their turns (Llama 3.1) or by their number (YaRN).
+
+    Raises:
+        InputError: this version does not run such a scaling.
+    """
+    frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    match spec.rope_scaling:
+        case None:
+            return frequencies, 1.0
+        case LinearRope(factor=factor):
+            return frequencies / factor, 1.0
+        case RopeScaling() as scaling:
+            turns = scaling.original_max_position * frequencies / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
+        case YarnRope() as scaling:
+            # The number of the wave that turns so often within the original context.
+            per_wave = 2 * math.log(spec.rope_theta) / spec.head_dim
+            low, high = (
+                math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, spec.head_dim - 1)
+            waves = torch.arange(len(frequencies), dtype=torch.float32)
+            stretched = ((waves - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+            return torch.lerp(frequencies, frequencies / scaling.factor, stretched), scaling.attention_factor
+    raise InputError("model.rope_scaling", spec.rope_scaling.kind, "kinds that run: llama3, linear, yarn")
 
 
 class RelativeBias(nn.Module):

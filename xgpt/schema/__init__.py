@@ -9,10 +9,10 @@ from xgpt.schema.model import (
     ModelShape,
     ModelSpec,
     Precision,
-    RopeScaling,
     RunDType,
     StoredDType,
 )
+from xgpt.schema.model_parts import Experts, LatentAttention, LinearRope, LongRope, Quantization, RopeScaling, YarnRope
 from xgpt.schema.plan import (
     SLICE_TOKENS,
     Admission,
@@ -74,13 +74,17 @@ __all__ = [
     "EngineKind",
     "EngineSpec",
     "Estimate",
+    "Experts",
     "Frozen",
     "Histogram",
     "JointLengths",
     "KvPromise",
     "Lane",
+    "LatentAttention",
     "LayerTimes",
+    "LinearRope",
     "Link",
+    "LongRope",
     "ModelShape",
     "ModelSpec",
     "Objective",
@@ -94,6 +98,7 @@ __all__ = [
     "Profile",
     "ProfileRef",
     "Proposal",
+    "Quantization",
     "RopeScaling",
     "RraSettings",
     "RunDType",
@@ -113,4 +118,5 @@ __all__ = [
     "WaaSettings",
     "Workload",
     "WorkloadSpec",
+    "YarnRope",
 ]

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, get_args
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
+from xgpt.schema.model_parts import Experts, LatentAttention, LinearRope, LongRope, Quantization, RopeScaling, YarnRope
 
-Family = Literal["opt", "gpt2", "llama", "qwen2", "qwen3", "t5"]
+Family = Literal[
+    "opt",
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "t5",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+]
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
@@ -38,19 +57,6 @@ class Precision(NamedTuple):
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, dtype, packs=False)
         return cls(dtype, "float32" if dtype in ("bfloat16", "int8") else dtype, packs=True)
-
-
-class RopeScaling(Frozen):
-    """Llama 3.1's frequency scaling of rotary embeddings."""
-
-    factor: float = Field(gt=0)
-    """Factor on long wavelengths."""
-    low_freq_factor: float = Field(gt=0)
-    """Wavelengths above the context over this are scaled fully."""
-    high_freq_factor: float = Field(gt=0)
-    """Wavelengths below the context over this are not scaled."""
-    original_max_position: PositiveInt
-    """Context before scaling."""
 
 
 class ModelShape(Frozen):
@@ -88,6 +94,18 @@ class ModelShape(Frozen):
     """Longest prompt and output together, in tokens."""
     attention_bias: bool = False
     """Whether projections of attention have biases."""
+    experts: Experts | None = None
+    """Experts in place of one feed-forward block a layer; None: there are none."""
+    latent: LatentAttention | None = None
+    """What keys and values are made from; None: they are kept themselves."""
+    sliding_window: PositiveInt | None = None
+    """Last tokens that a token attends to, itself included; None: all."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose tokens attend to all tokens, where there is a sliding window."""
+    attention_sinks: bool = False
+    """Whether each head has a score that no token takes up."""
+    quantization: Quantization | None = None
+    """How weights are stored in fewer bits than the dtype's; None: in the dtype."""
 
     @property
     def shape(self) -> ModelShape:
@@ -117,8 +135,18 @@ class ModelSpec(ModelShape):
     """Epsilon of norms."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of rotary embeddings."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearRope | YarnRope | LongRope | None = None
     """Scaling of rotary embeddings."""
+    rotary_dim: PositiveInt | None = None
+    """First dimensions of a head, which alone turn with the position; None: all of them."""
+    sliding_rope_theta: PositiveFloat | None = None
+    """Base of rotary embeddings, which are not scaled, in layers with a sliding window; None: as in all layers."""
+    score_scale: PositiveFloat | None = None
+    """Factor on attention's scores; None: 1 over the square root of head_dim."""
+    score_softcap: PositiveFloat | None = None
+    """Scores stay below this, by tanh; None: they are not limited."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits stay below this, by tanh; None: they are not limited."""
     relative_buckets: int = Field(default=32, ge=4)
     """Buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
@@ -141,6 +169,15 @@ class ModelSpec(ModelShape):
                 f"num_encoder_layers: {self.num_encoder_layers} does not fit family {self.family!r}; "
                 "only encoder-decoder families (t5) have encoder layers"
             )
+        if self.experts is not None and self.is_encoder_decoder:
+            raise ValueError("experts: only decoder-only families have them")
+        layers = set(self.full_attention_layers) | set(self.experts.dense_layers if self.experts else ())
+        if any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ValueError(
+                f"full_attention_layers, experts.dense_layers: {sorted(layers)} must lie in [0, {self.num_layers})"
+            )
+        if self.full_attention_layers and self.sliding_window is None:
+            raise ValueError("full_attention_layers: without a sliding_window, all layers attend to all tokens")
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "
@@ -161,14 +198,56 @@ class ModelSpec(ModelShape):
 
     @property
     def attention_params(self) -> int:
-        """Weights of one attention block: Q, K, V and output projection."""
+        """Weights of one attention block: all projections."""
         q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
         k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-        return q_and_out + k_and_v
+        if (latent := self.latent) is None:
+            return q_and_out + k_and_v
+        heads, hidden = self.num_heads, self.hidden_size
+        made = heads * (self.head_dim - latent.rope_head_dim + latent.value_head_dim)
+        out = hidden * heads * latent.value_head_dim
+        return self.query_params + self.unshared_params + latent.kv_rank * made + out
+
+    @property
+    def query_params(self) -> int:
+        """Weights that make queries of the hidden state, or of the vector in between."""
+        rank = None if self.latent is None else self.latent.q_rank
+        return (rank or self.hidden_size) * self.num_heads * self.head_dim
+
+    @property
+    def unshared_params(self) -> int:
+        """Weights of an attention block that every device of a tensor-parallel group holds as a whole."""
+        if self.latent is None:
+            return 0
+        return self.hidden_size * ((self.latent.q_rank or 0) + self.latent.kept_per_token)
 
     @property
     def ffn_params(self) -> int:
-        return (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
+        """Weights of a feed-forward block without experts."""
+        return self._products_of_ffn * self.hidden_size * self.ffn_size
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return 0 if self.experts is None else self._products_of_ffn * self.hidden_size * self.experts.ffn_size
+
+    @property
+    def shared_expert_params(self) -> int:
+        """Weights that every token passes in a layer with experts: the shared experts and the router."""
+        if self.experts is None:
+            return 0
+        return self.hidden_size * (self._products_of_ffn * self.experts.shared_ffn_size + self.experts.number)
+
+    @property
+    def _products_of_ffn(self) -> int:
+        return 3 if self.gated_ffn else 2
+
+    def num_expert_layers(self, first: int = 0, last: int | None = None) -> int:
+        """Number of layers with experts among [first, last)."""
+        if self.experts is None:
+            return 0
+        last = self.num_layers if last is None else last
+        return last - first - sum(first <= layer < last for layer in self.experts.dense_layers)
 
     @property
     def encoder_layer_params(self) -> int:
@@ -176,9 +255,23 @@ class ModelSpec(ModelShape):
 
     @property
     def decoder_layer_params(self) -> int:
-        """One decoder layer; an encoder-decoder's has cross-attention too."""
+        """One decoder layer, the mean where they differ; an encoder-decoder's has cross-attention too."""
+        return self.decoder_params() // self.num_layers
+
+    def decoder_params(self, first: int = 0, last: int | None = None, *, active: bool = False) -> int:
+        """Weights of decoder layers [first, last), all of them by default.
+
+        Args:
+            active: only those that a token passes.
+        """
+        last = self.num_layers if last is None else last
+        with_experts = self.num_expert_layers(first, last)
         blocks = 2 if self.is_encoder_decoder else 1
-        return blocks * self.attention_params + self.ffn_params
+        total = (last - first) * blocks * self.attention_params + (last - first - with_experts) * self.ffn_params
+        if self.experts is not None:
+            number = self.experts.active if active else self.experts.number
+            total += with_experts * (number * self.expert_params + self.shared_expert_params)
+        return total
 
     @property
     def embedding_params(self) -> int:
@@ -188,15 +281,36 @@ class ModelSpec(ModelShape):
     @property
     def num_params(self) -> int:
         """Matrices only: biases, norms and position tables are under 1%."""
+        return self.embedding_params + self.num_encoder_layers * self.encoder_layer_params + self.decoder_params()
+
+    @property
+    def active_params(self) -> int:
+        """Those of the matrices that a token passes."""
         return (
             self.embedding_params
             + self.num_encoder_layers * self.encoder_layer_params
-            + self.num_layers * self.decoder_layer_params
+            + self.decoder_params(active=True)
         )
+
+    @property
+    def kv_elements_per_layer(self) -> int:
+        """Elements of a token that a decoder layer keeps: keys and values, or what they are made from."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.kept_per_token
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
         """Keys and values of one token over all decoder layers; cross-attention's where an encoder reads it."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT[dtype]
+        return self.num_layers * self.kv_elements_per_layer * BYTES_PER_ELEMENT[dtype]
+
+    def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
+        """Bytes of the weights of decoder layers [first, last), all of them by default."""
+        total, size = self.decoder_params(first, last), BYTES_PER_ELEMENT[dtype]
+        if self.quantization is None:
+            return float(total * size)
+        stored = self.num_expert_layers(first, last) * self.expert_params * (self.experts.number if self.experts else 0)
+        if not self.quantization.experts_only:
+            stored = total
+        return stored * min(size, self.quantization.bytes_per_weight) + (total - stored) * size
 
     def weight_bytes(self, dtype: DType) -> int:
-        return self.num_params * BYTES_PER_ELEMENT[dtype]
+        others = self.embedding_params + self.num_encoder_layers * self.encoder_layer_params
+        return math.ceil(others * BYTES_PER_ELEMENT[dtype] + self.layer_weight_bytes(dtype))

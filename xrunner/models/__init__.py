@@ -27,10 +27,13 @@ def family_of(spec: ModelSpec) -> type[Model]:
     """The class of a model's family.
 
     Raises:
-        InputError: this version does not run that family.
+        InputError: this version does not run that family, or not with quantised weights.
     """
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"families that run: {', '.join(sorted(FAMILIES))}")
+    if spec.quantization is not None:
+        accepted = "xgpt's own engine runs checkpoints in float32, float16 or bfloat16: take one, or --engine vllm"
+        raise InputError("model.quantization", spec.quantization.kind, accepted)
     return FAMILIES[spec.family]
 
 

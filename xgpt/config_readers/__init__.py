@@ -1,0 +1,19 @@
+"""How each family's config.json is read: model_type to a function that returns the fields of `ModelSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xgpt.config_readers.common import common
+from xgpt.config_readers.dense import DENSE
+from xgpt.config_readers.experts import WITH_EXPERTS
+from xgpt.schema.model import Family
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EXPERTS
+"""By model_type."""
+
+OTHER_NAMES: dict[str, Family] = {"mt5": "t5", "gemma3_text": "gemma3"}
+"""Families whose model_type is not their name."""
+
+__all__ = ["FAMILIES", "OTHER_NAMES", "common"]

@@ -1,0 +1,147 @@
+"""Parts that some models have and others do not: experts, latent attention, windows, quantised weights, scaled rotary
+embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.schema.base import Frozen
+
+
+class Experts(Frozen):
+    """Feed-forward blocks of which a router chooses some for each token: a mixture of experts.
+
+    A layer has `number` experts of width `ffn_size`, and every token passes `active` of them, as well as the shared
+    experts, which together are one block of width `shared_ffn_size`.
+    """
+
+    number: PositiveInt
+    """Experts of a layer that tokens are routed to."""
+    active: PositiveInt
+    """Experts that a token is routed to."""
+    ffn_size: PositiveInt
+    """Width between the two products of an expert."""
+    shared_ffn_size: int = Field(default=0, ge=0)
+    """Width of the shared experts together, which every token passes."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have no experts, but one block of the model's `ffn_size`."""
+    skew: float = Field(default=0.0, ge=0)
+    """Exponent of the power law that the experts' shares of tokens are drawn from; 0: all experts are equally busy."""
+    normalised: bool = True
+    """Whether the weights of a token's experts add up to one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Experts:
+        if self.active > self.number:
+            raise ValueError(f"active: {self.active} exceeds the number of experts, {self.number}")
+        return self
+
+
+class LatentAttention(Frozen):
+    """Multi-head latent attention: keys and values of all heads are made from one small vector a token.
+
+    That vector and a rotated key that all heads share are what is kept of a token. Source: DeepSeek-V2
+    (arXiv 2405.04434) sec. 2.1.
+    """
+
+    kv_rank: PositiveInt
+    """Width of the vector that keys and values are made from."""
+    q_rank: PositiveInt | None = None
+    """Width of the vector that queries are made from; None: they are made from the hidden state."""
+    rope_head_dim: PositiveInt
+    """Width of the part of a head's query and key that turns with the position."""
+    value_head_dim: PositiveInt
+    """Width of a head's value."""
+
+    @property
+    def kept_per_token(self) -> int:
+        """Elements of a token that a layer keeps."""
+        return self.kv_rank + self.rope_head_dim
+
+
+class Quantization(Frozen):
+    """How a checkpoint's weights are stored in fewer bits than its dtype has.
+
+    - fp8: products in eight bits, a scale for each matrix or row;
+    - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
+    - mxfp4: four bits, a scale of eight for each 32 weights;
+    - int4: four bits, a scale of 16 for each 128 weights, unpacked for products in the dtype;
+    - int8: products in eight bits, a scale for each output of the weights and for each token.
+
+    Embedding, output head, norms and routers stay in the dtype.
+    """
+
+    kind: Literal["fp8", "fp8_block", "mxfp4", "int4", "int8"]
+    """Format of the weights."""
+    experts_only: bool = False
+    """Whether attention, shared experts and dense blocks stay in the dtype."""
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return {"fp8": 1.0, "fp8_block": 1.0, "mxfp4": 4.25 / 8, "int4": 4.125 / 8, "int8": 1.0}[self.kind]
+
+
+class RopeScaling(Frozen):
+    """Llama 3.1's frequency scaling of rotary embeddings."""
+
+    kind: Literal["llama3"] = "llama3"
+    """Kind of scaling."""
+    factor: float = Field(gt=0)
+    """Factor on long wavelengths."""
+    low_freq_factor: float = Field(gt=0)
+    """Wavelengths above the context over this are scaled fully."""
+    high_freq_factor: float = Field(gt=0)
+    """Wavelengths below the context over this are not scaled."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+
+
+class LinearRope(Frozen):
+    """All wavelengths are longer by a factor."""
+
+    kind: Literal["linear"] = "linear"
+    """Kind of scaling."""
+    factor: PositiveFloat
+    """Factor on wavelengths."""
+
+
+class YarnRope(Frozen):
+    """Long wavelengths are longer by a factor, those that turn often within the context stay, and what is rotated is
+    multiplied. Source: YaRN (arXiv 2309.00071).
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    """Kind of scaling."""
+    factor: PositiveFloat
+    """Factor on long wavelengths."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+    beta_fast: PositiveFloat = 32.0
+    """Waves that turn more often within the context stay as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """Waves that turn less often are scaled fully."""
+    truncate: bool = True
+    """Whether the two limits are rounded to whole dimensions."""
+    attention_factor: PositiveFloat
+    """Factor on rotated queries and keys."""
+
+
+class LongRope(Frozen):
+    """Each wavelength has a factor of its own, one for contexts up to the original one and one for longer ones.
+
+    Source: LongRoPE (arXiv 2402.13753).
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    """Kind of scaling."""
+    short_factor: tuple[PositiveFloat, ...]
+    """Factors up to the original context."""
+    long_factor: tuple[PositiveFloat, ...]
+    """Factors beyond."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+    attention_factor: PositiveFloat
+    """Factor on rotated queries and keys."""
