@@ -94,7 +94,7 @@ def plan(
         ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
         headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
         arrival_rate_per_s: requests a second that the plan must sustain.
-        policy: "auto": the best of all; "exegpt": of rra and waa.
+        policy: "auto": the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
         search: with "saturated"; None: branch-and-bound.
         kv: "reserve" each request's maximum of K/V memory, or admit to a "quantile" of what is used.
         order: which of the waiting requests enters next.

@@ -15,7 +15,7 @@ from typing import Any
 
 from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
 from xsimulator.curves import Grid, Line
-from xsimulator.forecast import FORECASTS
+from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, degrees, lane, lane_of, spread
 
@@ -130,10 +130,10 @@ class Placements:
 
         A replica of n devices stands floor(N/n) times: up to 8 devices, more of them lose no placement.
         """
-        found, num_lanes = [], len(FORECASTS[kind].settings.lanes)
+        found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
             replicas = self.num_devices // size
-            of = self._two_lanes(size, replicas) if num_lanes == 2 else self.one_lane(kind, size, replicas)
+            of = self._two_lanes(kind, size, replicas) if num_lanes == 2 else self.one_lane(kind, size, replicas)
             found += list(of)
         return found
 
@@ -148,14 +148,17 @@ class Placements:
         """Yield placements of `replicas` replicas of `size` devices each, encode and decode on the same ones."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices}
-            for fixed in FORECASTS[kind].microbatches(_microbatches(layout.num_stages)):
+            for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
                 yield Placement(replicas, (layout,), tp | fixed)
 
     def _standing(self, size: int, replicas: int) -> Iterator[Layout]:
         return (layout for layout in self.layouts(size) if self._fits_nodes((layout,), replicas))
 
-    def _two_lanes(self, size: int, replicas: int) -> Iterator[Placement]:
-        for encoders, allocation in self._allocations(size).items():
+    def _two_lanes(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
+        for encoders, allocations in self._allocations(size).items():
+            allocation = next((of for of in allocations if CHOICES[kind].takes({"allocation": of})), None)
+            if allocation is None:
+                continue
             for encode in self.layouts(encoders, decode=False):
                 for decode in self.layouts(size - encoders, encode=False, first_device=encoders):
                     if not self._fits_nodes((encode, decode), replicas):
@@ -240,8 +243,10 @@ class Placements:
             self._seconds[key] = seconds
         return self._seconds[key]
 
-    def _allocations(self, size: int) -> dict[int, str]:
-        """Numbers of encode devices, and whether each is nearer to WAA-C (by computing time) or WAA-M (by memory).
+    def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
+        """Numbers of encode devices, and whether each is nearer to WAA-C's (by computing time) or WAA-M's (by memory).
+
+        One that is as near to both is either's.
 
         Both depend on the batch, which is searched later: so they and the numbers next to them are tried, and every
         number where there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
@@ -250,11 +255,15 @@ class Placements:
             return {}
         encode = self._num_encoder_layers * self._layer_seconds(1, True, False)
         decode = self._model.num_layers * self._layer_seconds(1, False, True)
-        by_compute = ceil(size * encode / (encode + decode))
-        by_memory = self._encoders_by_memory(size)
+        by_compute = min(ceil(size * encode / (encode + decode)), size - 1)
+        by_memory = min(max(self._encoders_by_memory(size), 1), size - 1)
         near = {center + step for center in (by_compute, by_memory) for step in (-1, 0, 1)}
         tried = range(1, size) if size <= FEW_DEVICES else sorted(near & set(range(1, size)))
-        return {n: "compute" if abs(n - by_compute) <= abs(n - by_memory) else "memory" for n in tried}
+        names = ("compute", "memory")
+        away = {n: (abs(n - by_compute), abs(n - by_memory)) for n in tried}
+        return {
+            n: tuple(name for name, of in zip(names, far, strict=True) if of == min(far)) for n, far in away.items()
+        }
 
     @property
     def _num_encoder_layers(self) -> int:

@@ -22,7 +22,7 @@ from xscheduler.problem import Problem
 from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Limits, Models, Space
-from xsimulator.forecast import FORECASTS
+from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.placement import Lane
@@ -348,7 +348,7 @@ class _Predictors:
         self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}
 
     def __call__(self, kind: str, *lanes: Lane) -> Models:
-        make = FORECASTS[kind].model
+        make = CHOICES[kind].model
         found = self._made.get((make, lanes))
         if found is None:
             profile = self._problem.profile

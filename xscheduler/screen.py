@@ -27,7 +27,7 @@ import numpy.typing as npt
 from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
 from xsimulator.curves import Grid, Line
-from xsimulator.forecast import FORECASTS
+from xsimulator.forecast import CHOICES
 from xsimulator.forecast.placements import Iterations, LeastSteps
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape
@@ -112,7 +112,7 @@ class Screen:
             return np.zeros(0)
         m, decodes = self.batches, self._decodes
         steps = self._steps(placements)
-        terms = FORECASTS[kind].placement_terms(steps)
+        terms = CHOICES[kind].placement_terms(steps)
         busy = terms.busy * np.ones_like(m)
 
         micro = steps.microbatches

@@ -21,7 +21,7 @@ from xgpt.schema import (
 )
 from xscheduler.bound import excess_of
 from xscheduler.placement import Placement
-from xsimulator.forecast import FORECASTS, Performance
+from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, Room
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, capacity
@@ -36,7 +36,7 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
     """Return those of some policies that a model can run under: see `UNCUT`."""
-    return tuple(kind for kind in kinds if not (FORECASTS[kind].cuts_prompts and model.is_encoder_decoder))
+    return tuple(kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
 
 
 POINTS_AT_ONCE = 20_000
@@ -114,7 +114,7 @@ class Space:
         wish: Wish | None = None,
     ) -> None:
         self.kind = kind
-        self.forecast = FORECASTS[kind]
+        self.forecast = CHOICES[kind]
         self.placement = placement
         self.lengths = lengths
         self.constraint = constraint

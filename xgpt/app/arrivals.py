@@ -94,6 +94,8 @@ def best_by_arrivals(
     Raises:
         InfeasibleError: no plan keeps the bounds at any rate, or at the rate that is asked for.
     """
+    from xsimulator.forecast import choice_of
+
     started = time.perf_counter()
     candidates = {kind: of.by_arrivals(kind, MOST_TRIED) for kind in kinds}
     ranked = sorted((kind for kind in candidates if candidates[kind]), key=lambda kind: -candidates[kind][0][1])
@@ -114,10 +116,10 @@ def best_by_arrivals(
         seconds[kind] += time.perf_counter() - started
     if best is None:
         raise _never_kept(of, tuple(candidates))
-    started, kind = time.perf_counter(), best.plan.policy.kind
+    started = time.perf_counter()
     near = [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
     best = _best_rival(of, _best_neighbour(of, best, finish), near, finish)
-    kind = best.plan.policy.kind
+    kind = choice_of(best.plan.policy, candidates)
     found[kind] = best
     capacities = {name: search.found(edges=search is best) for name, search in found.items()}
     seconds[kind] += time.perf_counter() - started

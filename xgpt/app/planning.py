@@ -47,11 +47,19 @@ def plan_each(
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     of = scheduler(problem, search)
     if problem.constraint.maximises_arrivals:
-        return best_by_arrivals(of, kinds, finish=partial(_admitting, order=order))
+        return _distinct(best_by_arrivals(of, kinds, finish=partial(_admitting, order=order)))
     plans = best_of_each(of, kinds, progress)
     _check_stable(problem.constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
-    return {kind: _admitting(plan, order) for kind, plan in ordered}
+    return _distinct({kind: _admitting(plan, order) for kind, plan in ordered})
+
+
+def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Plans of which one stands for both ways of waa to divide devices, where these come to the same."""
+    by_compute, by_memory = plans.get("waa-c"), plans.get("waa-m")
+    if by_compute is None or by_memory is None or by_compute.stages != by_memory.stages:
+        return plans
+    return {"waa" if kind == "waa-c" else kind: plan for kind, plan in plans.items() if kind != "waa-m"}
 
 
 def _kinds(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:

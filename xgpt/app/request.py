@@ -23,10 +23,11 @@ from xgpt.schema import (
 )
 from xscheduler.search.base import Method
 
-PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]
+PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]
 POLICY_GROUPS: dict[str, tuple[str, ...]] = {
-    "auto": ("rra", "chunked", "orca", "static", "waa"),
-    "exegpt": ("rra", "waa"),
+    "auto": ("rra", "chunked", "orca", "static", "waa-c", "waa-m"),
+    "exegpt": ("rra", "waa-c", "waa-m"),
+    "waa": ("waa-c", "waa-m"),
 }
 """Choices that stand for several policies."""
 

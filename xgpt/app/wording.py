@@ -111,8 +111,12 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     from xgpt.app.request import POLICY_GROUPS
     from xscheduler.space import UNCUT
 
-    missing = [kind for kind in POLICY_GROUPS.get(policy, (policy,)) if kind not in plans]
+    kinds = POLICY_GROUPS.get(policy, (policy,))
+    either = POLICY_GROUPS["waa"] if "waa" in plans else ()
+    missing = [kind for kind in kinds if kind not in plans and kind not in either]
     lines = []
+    if either and set(either) <= set(kinds):
+        lines.append("waa: waa-c and waa-m divide these devices alike")
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")

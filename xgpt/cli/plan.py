@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 @problem_options
 @click.option(
     "--policy",
-    type=click.Choice(["auto", "exegpt", "rra", "waa", "chunked", "orca", "static"]),
+    type=click.Choice(["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]),
     default="auto",
     show_default=True,
-    help="auto: the best of all policies; exegpt: the better of rra and waa.",
+    help="auto: the best of all policies; exegpt: the better of rra and waa; waa: the better of waa-c, which divides "
+    "the devices between encoding and decoding by computation, and waa-m, which does by memory.",
 )
 @search_options
 @click.option(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Iterable
 from typing import Any
 
 from xgpt.schema import PolicySettings
@@ -23,10 +25,27 @@ FORECASTS: dict[str, Forecast[Any]] = {
 }
 """Every policy that the search knows, in the order of its tables."""
 
+CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compute"), "waa-m": Waa("memory")})
+"""What can be planned for: policies, and some of a policy's placements alone."""
+
+
+def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
+    """Return the first of some choices that these settings may come of."""
+    return next(name for name in among if CHOICES[name].covers(settings))
+
 
 def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
     """Predict one plan's settings on a model of its lanes."""
     return FORECASTS[settings.kind].estimate(model, settings)
 
 
-__all__ = ["FORECASTS", "Forecast", "OneLaneModel", "Performance", "TwoLaneModel", "estimate"]
+__all__ = [
+    "CHOICES",
+    "FORECASTS",
+    "Forecast",
+    "OneLaneModel",
+    "Performance",
+    "TwoLaneModel",
+    "choice_of",
+    "estimate",
+]

@@ -87,6 +87,14 @@ class Forecast(ABC, Generic[M]):
         """Return the settings that make each of these numbers of micro-batches."""
         return [{"microbatches": count} for count in counts]
 
+    def takes(self, fixed: Mapping[str, Any]) -> bool:
+        """Whether it is planned on a placement with these values of its settings."""
+        return True
+
+    def covers(self, settings: PolicySettings) -> bool:
+        """Whether a plan of these settings is one of this forecast's."""
+        return settings.kind == self.settings.model_fields["kind"].default and self.takes(vars(settings))
+
     def values(self, name: str, room: Room) -> Ints:
         """The values of a control variable: requests, unless a policy says otherwise."""
         return np.arange(room.least, max(room.least, int(room.capacity)) + 1)

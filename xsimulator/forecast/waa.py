@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +17,12 @@ from xsimulator.forecast.two_lanes import TwoLaneModel
 
 
 class Waa(Forecast[TwoLaneModel]):
+    """WAA, or one of its two ways to divide devices.
+
+    Args:
+        allocation: what they are divided by: "compute" for WAA-C, "memory" for WAA-M; None: either.
+    """
+
     settings = WaaSettings
     model = TwoLaneModel
     line = "encode_batch"
@@ -21,6 +30,12 @@ class Waa(Forecast[TwoLaneModel]):
     follows = ("encode_batch",)  # under light load an encode batch is what has come since the last one
     num_curves = 8
     stations = Stations(admits_each_step=False, frees_together=False)
+
+    def __init__(self, allocation: str | None = None) -> None:
+        self._allocation = allocation
+
+    def takes(self, fixed: Mapping[str, Any]) -> bool:
+        return self._allocation in (None, fixed["allocation"])
 
     def values(self, name: str, room: Room) -> Ints:
         return super().values(name, room._replace(least=1) if name == "encode_batch" else room)
