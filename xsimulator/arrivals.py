@@ -71,6 +71,7 @@ class Batch:
         decoding: requests in decode.
         held: requests that have ended but decode on (static).
         context, inputs: tokens of prompts and outputs, and of prompts alone, of those in decode and held.
+        ending: requests whose last token is under way, and known to be, in schedules that run ahead.
         iteration: decode steps so far.
         ends: requests that end in each iteration to come.
         steps: under way.
@@ -82,6 +83,7 @@ class Batch:
         "context",
         "decoding",
         "encoding",
+        "ending",
         "ends",
         "held",
         "inputs",
@@ -96,13 +98,14 @@ class Batch:
         self.encoding: dict[int, int] = {}
         self.issued: set[int] = set()
         self.decoding = self.held = self.context = self.inputs = self.iteration = self.steps = self.phase = 0
+        self.ending = 0
         self.since_encode = 0
         self.ends: dict[int, list[int]] = {}
         self.budget: PromptBudget | None = None
 
     @property
     def num_running(self) -> int:
-        return len(self.encoding) + self.decoding + self.held
+        return len(self.encoding) + self.decoding + self.held + self.ending
 
 
 class Step(NamedTuple):

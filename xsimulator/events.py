@@ -36,6 +36,7 @@ class _UnderWay(NamedTuple):
 
     step: Step
     start_ns: int
+    sampled: Sequence[int]
     settled: int
     arrivals: tuple[Arrival, ...]
     cancelled: tuple[int, ...]
@@ -52,7 +53,7 @@ class SimulatedEngine:
         self.schedule = schedule
         self._clock = clock
         self._requests = list(requests)
-        self._output_length = {request.id: request.output_length for request in requests}
+        self._tokens_left = {request.id: request.output_length for request in requests}
         self._num_arrived = 0
         self._journal = _Journal(schedule)
         self._ends: list[tuple[int, int]] = []
@@ -69,8 +70,7 @@ class SimulatedEngine:
             arrival_ns = self._next_arrival_ns()
             if self._ends and (arrival_ns is None or self._ends[0][0] <= arrival_ns):
                 self.now_ns, number = heapq.heappop(self._ends)
-                step = self._journal.step(number)
-                return self._journal.settle(number, self._finished(step), self.now_ns)
+                return self._journal.settle(number, self._finished(self._journal.sampled(number)), self.now_ns)
             if arrival_ns is None:
                 return None
             self.now_ns = arrival_ns
@@ -78,7 +78,7 @@ class SimulatedEngine:
     def submit(self, request: SimulatedRequest) -> None:
         """Submit a further request, no earlier than those before: as a closed loop does whenever one has ended."""
         self._requests.append(request)
-        self._output_length[request.id] = request.output_length
+        self._tokens_left[request.id] = request.output_length
 
     def run(self) -> list[StepRecord]:
         """Run to the end."""
@@ -96,9 +96,14 @@ class SimulatedEngine:
             )
             self._num_arrived += 1
 
-    def _finished(self, step: Step) -> list[int]:
-        lengths, running = self._output_length, self.schedule.pool.running
-        return [id_ for id_ in self.schedule.sampled(step) if running[id_].generated + 1 == lengths[id_]]
+    def _finished(self, sampled: Sequence[int]) -> list[int]:
+        """The requests that have their last token with these; a row of one that has ended already makes none."""
+        left, finished = self._tokens_left, []
+        for id_ in sampled:
+            left[id_] -= 1
+            if not left[id_]:
+                finished.append(id_)
+        return finished
 
 
 class _Journal:
@@ -125,7 +130,12 @@ class _Journal:
         step = self._schedule.next_step(lane)
         if step is not None:
             self._under_way[self.num_begun] = _UnderWay(
-                step, now_ns, self.num_settled, tuple(self._arrivals), tuple(self._cancelled)
+                step,
+                now_ns,
+                self._schedule.sampled(step),
+                self.num_settled,
+                tuple(self._arrivals),
+                tuple(self._cancelled),
             )
             self.num_begun += 1
             self._arrivals.clear()
@@ -135,8 +145,12 @@ class _Journal:
     def step(self, number: int) -> Step:
         return self._under_way[number].step
 
+    def sampled(self, number: int) -> Sequence[int]:
+        """The requests that have one token more once this step is settled."""
+        return self._under_way[number].sampled
+
     def settle(self, number: int, finished: Sequence[int], end_ns: int) -> StepRecord:
-        step, start_ns, settled, arrivals, cancelled = self._under_way.pop(number)
+        step, start_ns, _, settled, arrivals, cancelled = self._under_way.pop(number)
         self._schedule.settle(step, finished)
         self.num_settled += 1
         return StepRecord(

@@ -25,6 +25,8 @@ class OneLaneRun(Run):
         self._clock = Clock(cost)
         self._turn = 0
         self._under_way: deque[tuple[int, Step]] = deque()
+        self._assumed: tuple[Step, list[int]] | None = None
+        """Running ahead: the step under way whose tokens are taken for made, and the requests that end in it."""
 
     def _decode_on(self) -> bool:
         batch, settings, cost = self._batches[0], self._of_batch[0], self._clock.cost
@@ -57,7 +59,7 @@ class OneLaneRun(Run):
         return True
 
     def _waits_for_an_end(self) -> bool:
-        return not self._settings.refill_when_empty and self._batches[self._turn].steps > 0
+        return not self._settings.refill_when_empty and self._batches[self._turn].steps > self._settings.ahead
 
     def _next_end_ns(self) -> int | None:
         return self._under_way[0][0] if self._under_way else None
@@ -78,8 +80,10 @@ class OneLaneRun(Run):
         for i in range(count):
             number = (self._turn + i) % count
             batch = batches[number]
-            if batch.steps and not (refill and self._has_more_to_encode(batch)):
+            if batch.steps > settings.ahead and not (refill and self._has_more_to_encode(batch)):
                 return None
+            if batch.steps and settings.ahead:
+                self._assume(self._under_way[-1][1])
             step = self._step_of(number, batch)
             if step is not None:
                 stays = refill and self._has_more_to_encode(batch)
@@ -175,20 +179,66 @@ class OneLaneRun(Run):
         return len(batch.encoding) > len(batch.issued)
 
     def _settle_next(self) -> None:
-        _, (encode, decodes, batch, _, _) = self._under_way.popleft()
+        _, step = self._under_way.popleft()
+        encode, decodes, batch, _, _ = step
         batch.steps -= 1
+        if self._settings.ahead:
+            self._settle_ahead(step)
+            return
         finished = self.advance(batch) if decodes else []
+        self._join(encode, batch, self.now_ns)
+        if encode:
+            finished += self._finish(batch)  # those of one token have ended with their prompt
+        self._release(finished, batch)
+
+    def _join(self, encode: list[tuple[int, int, int]], batch: Batch, now_ns: int) -> None:
+        """Account for the pieces of prompts that a step has encoded."""
         for request, start, length in encode:
             if start + length < self.inputs[request]:
                 batch.encoding[request] = start + length
                 continue
             del batch.encoding[request]
             batch.issued.discard(request)
-            self.first_ns[request] = self.now_ns
+            self.first_ns[request] = now_ns
             self.join(request, batch, 1)
-        if encode:
-            finished += self._finish(batch)  # those of one token have ended with their prompt
-        self._release(finished, batch)
+
+    def _assume(self, step: Step) -> None:
+        """Take a step's tokens for made: requests go on, but for those that have reached their maximum with it."""
+        if self._assumed is not None:
+            return
+        encode, decodes, batch, _, _ = step
+        if decodes:
+            batch.iteration += 1
+            batch.context += batch.decoding
+        self._join(encode, batch, -1)
+        ended = batch.ends.pop(batch.iteration, [])
+        for request in ended:
+            if self.outputs[request] == self.max_output:
+                self._drop(request, batch)
+                batch.ending += 1
+        self._assumed = step, ended
+
+    def _settle_ahead(self, step: Step) -> None:
+        if self._assumed is None:
+            self._assume(step)
+        assert self._assumed is not None
+        (_, ended), batch, self._assumed = self._assumed, step.batch, None
+        for request, start, length in step.encode:
+            if start + length == self.inputs[request]:
+                self.first_ns[request] = self.now_ns
+        for request in ended:
+            if self.outputs[request] == self.max_output:
+                batch.ending -= 1
+            else:
+                self._drop(request, batch)
+            self.ended(request)
+            self.leave(request)
+
+    def _drop(self, request: int, batch: Batch) -> None:
+        """A request decodes no further."""
+        batch.decoding -= 1
+        batch.context -= self.inputs[request] + self.outputs[request]
+        batch.inputs -= self.inputs[request]
 
     def _release(self, finished: list[int], batch: Batch) -> None:
         """Free the places of requests that have ended; those of a static batch once all of it has."""

@@ -17,6 +17,7 @@ from xgpt import policies
 from xgpt.app.problems import scheduler
 from xgpt.app.simulating import clock_of
 from xgpt.errors import InfeasibleError
+from xgpt.resolve import load_engine
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import sample
 from xscheduler.space import POLICIES
@@ -96,6 +97,38 @@ def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int
         for id_ in record.finished:
             end[id_] = record.end_ns
     return first, end
+
+
+AHEAD = load_engine("vllm-0.15")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    st.builds(
+        Arrivals,
+        case=st.builds(
+            Case,
+            seed=st.integers(0, 2**32 - 1),
+            num_devices=st.integers(1, 2),
+            policy=st.sampled_from(("orca", "chunked")),
+            sla=st.just("length"),
+            monotone=st.booleans(),
+            quantile=st.just(0.99),
+        ),
+        load=st.sampled_from((0.3, 0.9, 1.5)),
+        together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
+        room=st.sampled_from((0, 0, 1, 2, 5)),
+    )
+)
+def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals) -> None:
+    plan = arrivals.plan()
+    assume(plan is not None and len(plan.stages) == 1)
+    assert plan is not None
+    plan = plan.model_copy(update={"engine": AHEAD})
+    requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)

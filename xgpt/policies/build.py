@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from xgpt.errors import InputError
 from xgpt.policies.pool import Pool
@@ -46,7 +47,11 @@ def build(plan: Plan) -> Schedule:
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
     """The rule's settings of a plan, whose policy that is."""
     estimate = plan.estimate
-    return lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
+    settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
+    # What an engine does a step ahead, it does where one step at a time is under way: phases and static batches are
+    # decided by what has ended, and a pipeline is kept busy by its micro-batches.
+    is_ahead = plan.engine is not None and plan.engine.schedules_ahead
+    return replace(settings, ahead=is_ahead and settings.mix and len(plan.stages) == 1 and settings.microbatches == 1)
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:

@@ -193,6 +193,15 @@ class Pool:
         """Whether a step that has begun touches this request."""
         return any(id_ in step.ids for step in self._under_way)
 
+    def is_leaving(self, id_: int) -> bool:
+        """Whether a request was cancelled while a step of it was under way."""
+        return id_ in self._leaving
+
+    def has_room(self, batch: MicroBatch) -> bool:
+        """Whether each decoding request's next token has a block, or a free one, so that none is preempted for it."""
+        missing = sum(r.blocks * self.block_size < r.context for r in batch.decoding.values())
+        return self.reserved_blocks + missing <= self.kv_blocks
+
     def is_silent(self, id_: int) -> bool:
         """Whether a running request's tokens are no longer wanted: it has finished, or was cancelled."""
         return id_ in self._leaving or id_ in self._batch_of(id_).held
@@ -208,6 +217,27 @@ class Pool:
         Returns:
             The requests whose slot and K/V are free again.
         """
+        if batch.assumed is step:
+            batch.assumed = None
+        else:
+            self._advance(step, batch)
+        freed = []
+        for id_ in finished:
+            if self.hold_finished:
+                batch.held[id_] = batch.decoding.pop(id_)
+            else:
+                self._leave(batch.decoding.pop(id_))
+                freed.append(id_)
+        return freed + self.settle_leaving(step) + self._end_batch()
+
+    def assume(self, batch: MicroBatch) -> None:
+        """Take the tokens of the micro-batch's step under way for made, so that the next one can be decided."""
+        if batch.assumed is None:
+            batch.assumed = self._under_way[-1]
+            self._advance(batch.assumed, batch)
+
+    def _advance(self, step: Step, batch: MicroBatch) -> None:
+        """Account for a step's tokens; rows of requests that have ended since it was decided make none."""
         made: list[Request] = []
         for chunk in step.encode:
             request = batch.encoding[chunk.id]
@@ -218,18 +248,11 @@ class Pool:
                     made.append(request)
                 batch.decoding[chunk.id] = batch.encoding.pop(chunk.id)
         for id_ in step.decode:
-            request = batch.decoding.get(id_) or batch.held[id_]
-            request.generated += 1
-            made.append(request)
+            decoding = batch.decoding.get(id_) or batch.held.get(id_)
+            if decoding is not None:
+                decoding.generated += 1
+                made.append(decoding)
         self.waiting.charge(made)
-        freed = []
-        for id_ in finished:
-            if self.hold_finished:
-                batch.held[id_] = batch.decoding.pop(id_)
-            else:
-                self._leave(batch.decoding.pop(id_))
-                freed.append(id_)
-        return freed + self.settle_leaving(step) + self._end_batch()
 
     def settle_leaving(self, step: Step) -> list[int]:
         """Remove the requests that were cancelled while this step was under way."""

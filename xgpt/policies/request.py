@@ -87,7 +87,7 @@ class Step(NamedTuple):
 class MicroBatch:
     """Requests that run together, and how many of their steps are under way."""
 
-    __slots__ = ("decoding", "encoding", "held", "steps_under_way")
+    __slots__ = ("assumed", "decoding", "encoding", "held", "steps_under_way")
 
     def __init__(self) -> None:
         self.encoding: dict[int, Request] = {}
@@ -95,6 +95,8 @@ class MicroBatch:
         self.held: dict[int, Request] = {}
         """Finished, but with a slot until their whole batch has finished."""
         self.steps_under_way = 0
+        self.assumed: Step | None = None
+        """A step under way whose tokens are taken for made: the next one is decided on top of them."""
 
     @property
     def num_running(self) -> int:

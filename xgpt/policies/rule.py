@@ -37,6 +37,8 @@ class LaneSettings:
         refill_when_empty: no request enters before the whole batch has finished.
         microbatches: what the lane's requests are divided into; each runs by a rule of its own.
         encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
+        ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
+            `mix` and one micro-batch).
     """
 
     mix: bool
@@ -49,6 +51,7 @@ class LaneSettings:
     refill_when_empty: bool = False
     microbatches: int = 1
     encode_parts: int = 1
+    ahead: bool = False
 
     def of_microbatch(self, number: int) -> LaneSettings:
         """The settings of one micro-batch: its share of whatever counts requests or tokens."""
@@ -197,7 +200,7 @@ class OneLaneRule:
 
         decode: tuple[int, ...] = ()
         if settings.mix or not (encode or batch.encoding):
-            decode = tuple(batch.decoding)
+            decode = self._decodable(pool, batch)
             if decode and batch.held:
                 decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
         preempted = pool.take_preempted()
@@ -206,14 +209,22 @@ class OneLaneRule:
         self._iterations = 0 if encode else self._iterations + 1
         return Step(encode, decode, preempted)
 
+    def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
+        """The requests that decode: all, but for those whose last token is under way already, or that are to leave."""
+        if not self.settings.ahead:
+            return tuple(batch.decoding)
+        return tuple(r.id for r in batch.decoding.values() if r.generated < r.max_output and not pool.is_leaving(r.id))
+
     def _fill(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Prompts up to the token budget and the largest batch."""
         budget = self.settings.token_budget
-        left = None if budget is None else budget - len(batch.decoding)
+        left = None if budget is None else budget - len(self._decodable(pool, batch))
         chunks: list[Chunk] = []
         for request in batch.encoding.values():
             if left is not None and left <= 0:
                 return tuple(chunks)
+            if self.settings.ahead and pool.is_leaving(request.id):
+                continue
             chunks.append(next_chunk(request, left))
             left = None if left is None else left - chunks[-1].length
         while (left is None or left > 0) and self._has_slot(batch):

@@ -7,7 +7,9 @@ An engine submits requests, asks each lane for steps until it has none, and sett
     freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
 
 Steps of a lane overlap on its stages. A micro-batch's next step is given out only once its previous one has been
-settled, and the micro-batches take strict turns, so a pipeline of P stages needs P of them to be busy throughout.
+settled, and the micro-batches take strict turns, so a pipeline of P stages needs P of them to be busy throughout. A
+schedule that runs ahead gives out one step more on top of the one under way: as some engines do, it takes every request
+of that one to go on, unless its maximum says otherwise, so a request that ends has a row in one more step.
 Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
 
@@ -135,7 +137,7 @@ class OneLane(Schedule):
         count = len(self._batches)
         for number in [(self._turn + i) % count for i in range(count)]:
             batch = self._batches[number]
-            if batch.steps_under_way and not self._has_more_to_encode(batch):
+            if batch.steps_under_way and not (self._has_more_to_encode(batch) or self._can_run_ahead(batch)):
                 return None
             step = self._rules[number].next_step(self.pool, batch, may_encode=self._may_encode(number))
             if step is not None:
@@ -145,6 +147,13 @@ class OneLane(Schedule):
                 self._turn = number if stays else (number + 1) % count
                 return step
         return None
+
+    def _can_run_ahead(self, batch: MicroBatch) -> bool:
+        """Whether the step behind the one under way can be decided now, on top of that one's tokens."""
+        if not self.settings.ahead or batch.steps_under_way > 1:
+            return False
+        self.pool.assume(batch)
+        return self.pool.has_room(batch)
 
     def settle(self, step: Step, finished: Collection[int]) -> list[int]:
         batch = self._batches[step.microbatch]
