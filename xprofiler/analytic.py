@@ -1,18 +1,23 @@
 """A profile from the datasheet: roofline per operator, one set of efficiencies a device kind.
 
     product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff)) + fixed
+    the same of experts                  the sum over those of the busiest device, each read if a token meets it
     attention of prompts of length L     FLOPs (1 + half length / L) / (FLOP/s eff) + fixed
     attention of decode                  K/V bytes / (bandwidth eff) + fixed
     all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + fixed, or 2 (t-1) hops
     from one device to another           b / (link eff) + one hop
 
-A group of t devices shares matrices, heads and vocabulary evenly. Source: ExeGPT sec. 3 names what is profiled.
+A group of t devices shares matrices, heads and vocabulary evenly. Where layers differ (dense ones among those with
+experts, windows in some), a layer's times are their mean. Latent attention decodes on what is kept of each token, which
+every device of a group holds as a whole. Source: ExeGPT sec. 3 names what is profiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TypedDict
+
+import numpy as np
 
 from xgpt.errors import InputError
 from xgpt.schema import (
@@ -24,12 +29,15 @@ from xgpt.schema import (
     Efficiency,
     EncoderLayerTimes,
     EngineSpec,
+    Experts,
     LayerTimes,
     Link,
     ModelSpec,
     Profile,
+    Quantization,
     Surface,
 )
+from xprofiler.experts import Routing
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -60,7 +68,6 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
     Raises:
         InputError: the cluster's device has no rate for this dtype.
     """
-    check_known(spec)
     kernels = Kernels(cluster, dtype, engine)
     degrees = tp_degrees(spec, cluster)
     return Profile(
@@ -71,7 +78,7 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
         devices_per_node=cluster.devices_per_node,
         engine=None if engine is None else engine.framework,
         engine_version=None if engine is None else engine.version,
-        layers=tuple(_layer(spec, kernels, degree) for degree in degrees),
+        layers=tuple(_layer(spec, kernels, tp, ep) for tp, ep in groups(spec, cluster)),
         encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
         if spec.is_encoder_decoder
         else (),
@@ -84,15 +91,16 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
     )
 
 
-def check_known(spec: ModelSpec) -> None:
-    """Refuse a model with parts that no times are known of.
+def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
+    """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
+    degrees = tp_degrees(spec, cluster)
+    if spec.experts is None:
+        return tuple((t, 1) for t in degrees)
+    return tuple((t, ep) for t in degrees for ep in dict.fromkeys((1, t)) if _shares_experts(spec.experts, t // ep, ep))
 
-    Raises:
-        InputError: names the part.
-    """
-    for name in ("experts", "latent", "sliding_window", "quantization"):
-        if getattr(spec, name) is not None:
-            raise InputError(f"model.{name}", getattr(spec, name), f"{spec.name} cannot be planned for yet")
+
+def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
+    return experts.ffn_size % slices == 0 and experts.number % ep == 0
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
@@ -107,7 +115,11 @@ def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
 
 def _shares_evenly(spec: ModelSpec, t: int) -> bool:
     kv_heads = spec.num_kv_heads
-    return spec.num_heads % t == 0 and spec.ffn_size % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+    if spec.experts is not None and not any(_shares_experts(spec.experts, t // ep, ep) for ep in (1, t)):
+        return False
+    if (spec.experts is None or spec.experts.dense_layers) and spec.ffn_size % t:
+        return False
+    return spec.num_heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
 
 
 class Transfers(TypedDict):
@@ -155,14 +167,34 @@ class Kernels:
         own = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
         self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
+        self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
         self.size = BYTES_PER_ELEMENT[dtype]
         self._link = cluster.intra_node
 
-    def matrix(self, tokens: float, params: float, num_products: int = 1) -> float:
-        """Return the seconds of products whose weights have `params` elements together."""
-        compute = 2 * tokens * params / (self._rate * self.efficiency.matrix)
-        read = params * self.size / (self._bandwidth * self.efficiency.weights)
-        return max(compute, read) + num_products * self.efficiency.product_s
+    def matrix(
+        self, tokens: float, params: float, num_products: float = 1, stored: Quantization | None = None
+    ) -> float:
+        """Return the seconds of products whose weights have `params` elements together.
+
+        Args:
+            stored: how these weights are stored; None: in the dtype.
+        """
+        compute_s, read_s = self._per_weight(stored)
+        return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
+
+    def grouped(self, tokens: float, params: float, routing: Routing, stored: Quantization | None = None) -> float:
+        """Return the seconds of two products of experts of `params` weights each, on the busiest device."""
+        compute_s, read_s = self._per_weight(stored)
+        loads, hits = routing.expected(tokens)
+        return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
+
+    def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
+        """Seconds of one weight's product with one token, and of reading it."""
+        rate, size = self._rate, float(self.size)
+        if stored is not None:
+            size = min(size, stored.bytes_per_weight)
+            rate = self._eight_bits if stored.computes_in_eight_bits else rate
+        return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
         """Scores and values; a causal mask leaves half of the products out."""
@@ -172,6 +204,14 @@ class Kernels:
     def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
         read = 2 * batch * context * kv_heads_dim * self.size
         return read / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
+
+    def latent_attention(self, batch: int, context: int, heads: float, spec: ModelSpec) -> float:
+        """Decode on what is kept of each token: every head reads the same."""
+        assert spec.latent is not None
+        kept = spec.latent.kept_per_token
+        read = batch * context * kept * self.size / (self._bandwidth * self.efficiency.kv)
+        flops = 2 * batch * context * heads * (kept + spec.latent.kv_rank)
+        return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def copy(self, elements: float) -> float:
         return elements * self.size / self._bandwidth
@@ -196,32 +236,95 @@ class Kernels:
         )
 
 
-def _layer(spec: ModelSpec, kernels: Kernels, t: int) -> LayerTimes:
-    heads_dim = spec.num_heads * spec.head_dim / t
+def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
     kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
-    # What a copied key/value head costs in weights is left out.
-    params, num_products, num_all_reduces = spec.decoder_layer_params / t, NUM_PRODUCTS, 2
-    cross = None
+    num_all_reduces = 2
+    cross, cross_kv_params = None, 0.0
     if spec.is_encoder_decoder:
         cross_kv_params = 2 * spec.hidden_size * kv_heads_dim
-        params, num_products, num_all_reduces = params - cross_kv_params, NUM_PRODUCTS + 2, 3
+        num_all_reduces = 3
         cross = CrossTimes(
             keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
             attention=surface(lambda b, length: kernels.decode_attention(b, length, kv_heads_dim)),
         )
+    products = _products(spec, kernels, t, ep, cross_kv_params)
 
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
-        return kernels.matrix(tokens, params, num_products) + shared + kernels.efficiency.layer_s
+        return products(tokens) + shared + kernels.efficiency.layer_s
 
+    encode_attention, decode_attention = _attention(spec, kernels, t)
     return LayerTimes(
         tp_degree=t,
+        ep_degree=ep,
         rest=curve(rest, TOKENS),
-        encode_attention=surface(lambda b, length: kernels.prompt_attention(b, length, heads_dim, causal=True)),
-        decode_attention=surface(lambda b, context: kernels.decode_attention(b, context, kv_heads_dim)),
+        encode_attention=encode_attention,
+        decode_attention=decode_attention,
         cross=cross,
         head=None if t == 1 else _head(spec, kernels, t),
     )
+
+
+def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
+    """Seconds of a layer's matrix products against tokens, on the busiest device of a group.
+
+    What a copied key/value head costs in weights is left out.
+
+    Args:
+        left_out: weights that belong to another table.
+    """
+    num_products: float = NUM_PRODUCTS + (2 if spec.is_encoder_decoder else 0)
+    stored = spec.quantization
+    if spec.experts is None:
+        params = spec.decoder_layer_params / t - left_out
+        return lambda tokens: kernels.matrix(tokens, params, num_products, stored)
+    experts, share = spec.experts, spec.num_expert_layers() / spec.num_layers
+    shared: float = spec.attention_params - spec.unshared_params
+    shared += (1 - share) * spec.ffn_params + share * spec.shared_expert_params
+    params = shared / t + spec.unshared_params
+    # Of a layer with experts, the router's product and those of the shared experts.
+    num_products += share * (1 + 2 * (experts.shared_ffn_size > 0) - 2)
+    routing, each = Routing(experts, ep), spec.expert_params / (t // ep)
+    outside = None if stored is not None and stored.experts_only else stored
+
+    def seconds(tokens: int) -> float:
+        return kernels.matrix(tokens, params, num_products, outside) + share * kernels.grouped(
+            tokens, each, routing, stored
+        )
+
+    return seconds
+
+
+def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
+    """Of prompts and of decode: the mean over layers with a window and without."""
+    heads = spec.num_heads / t
+    width = spec.head_dim if spec.latent is None else (spec.head_dim + spec.latent.value_head_dim) / 2
+    kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
+
+    def prompt(batch: int, length: int, window: int | None) -> float:
+        if window is None or length <= window:
+            return kernels.prompt_attention(batch, length, heads * width, causal=True)
+        # Beyond the window each token sees all of it; up to there, half of it in the mean.
+        fixed = kernels.efficiency.attention_s
+        inside = kernels.prompt_attention(batch, window, heads * width, causal=True) - fixed
+        return inside * (1 + 2 * (length - window) / window) + fixed
+
+    def decode(batch: int, context: int, window: int | None) -> float:
+        context = context if window is None else min(context, window)
+        if spec.latent is not None:
+            return kernels.latent_attention(batch, context, heads, spec)
+        return kernels.decode_attention(batch, context, kv_heads_dim)
+
+    window, full = spec.sliding_window, 1.0
+    if window is not None:
+        full = len(spec.full_attention_layers) / spec.num_layers
+
+    def mean(of: Callable[[int, int, int | None], float]) -> Surface:
+        if window is None:
+            return surface(lambda b, length: of(b, length, None))
+        return surface(lambda b, length: full * of(b, length, None) + (1 - full) * of(b, length, window))
+
+    return mean(prompt), mean(decode)
 
 
 def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTimes:

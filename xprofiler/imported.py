@@ -70,7 +70,9 @@ def profile(
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported for decoder-only models")
-    analytic.check_known(spec)
+    for name in ("experts", "latent", "sliding_window", "quantization"):
+        if (part := getattr(spec, name)) is not None:
+            raise InputError(f"model.{name}", part, f"no tables of {spec.name} can be imported yet")
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)

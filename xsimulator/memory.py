@@ -26,7 +26,10 @@ WORKSPACE_BYTES = 256 * 2**20
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
     """Peak of a step's intermediate tensors, in this dtype: the widest layer's inputs and outputs live together."""
-    wide = 2 * spec.hidden_size + max((2 if spec.gated_ffn else 1) * spec.ffn_size, 3 * spec.num_heads * spec.head_dim)
+    ffn = spec.ffn_size
+    if spec.experts is not None:
+        ffn = max(ffn, spec.experts.active * spec.experts.ffn_size + spec.experts.shared_ffn_size)
+    wide = 2 * spec.hidden_size + max((2 if spec.gated_ffn else 1) * ffn, 3 * spec.num_heads * spec.head_dim)
     return wide * BYTES_PER_ELEMENT[dtype]
 
 
@@ -67,11 +70,19 @@ class LaneMemory:
         # A tied matrix stands on both ends of a pipeline, and where they are one stage once, unless heads are packed.
         shared = spec.tie_embeddings and not precision.packs
         tables = [stage.embeds * state + (stage.heads and not (shared and stage.embeds)) * size for stage in lane]
-        params = decoder * spec.decoder_layer_params + encoder * spec.encoder_layer_params
-        self.weight_bytes: Array = (params * size + np.asarray(tables, float) * table) / tp
+        last = np.cumsum(decoder)
+        of_decoder = [
+            spec.layer_weight_bytes(precision.weights, int(end - count), int(end))
+            for end, count in zip(last, decoder, strict=True)
+        ]
+        unshared = decoder * spec.unshared_bytes(precision.weights)
+        shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
+        self.weight_bytes: Array = (shared + np.asarray(tables, float) * table) / tp + unshared
         """Of one device of each stage."""
-        heads = np.maximum(spec.num_kv_heads / tp, 1.0)
-        self._block_bytes: Array = block_size * 2 * decoder * heads * spec.head_dim * state
+        kept = np.maximum(spec.num_kv_heads / tp, 1.0) * 2 * spec.head_dim
+        if spec.latent is not None:
+            kept = np.full_like(tp, spec.latent.kept_per_token)
+        self._block_bytes: Array = block_size * decoder * kept * state
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._activation_bytes = activation_bytes_per_token(spec, precision.state)

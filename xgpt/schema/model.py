@@ -311,6 +311,13 @@ class ModelSpec(ModelShape):
             stored = total
         return stored * min(size, self.quantization.bytes_per_weight) + (total - stored) * size
 
+    def unshared_bytes(self, dtype: DType) -> float:
+        """Bytes of the weights of a decoder layer that every device of a tensor-parallel group holds as a whole."""
+        size: float = BYTES_PER_ELEMENT[dtype]
+        if self.quantization is not None and not self.quantization.experts_only:
+            size = min(size, self.quantization.bytes_per_weight)
+        return self.unshared_params * size
+
     def weight_bytes(self, dtype: DType) -> int:
         others = self.embedding_params + self.num_encoder_layers * self.encoder_layer_params
         return math.ceil(others * BYTES_PER_ELEMENT[dtype] + self.layer_weight_bytes(dtype))

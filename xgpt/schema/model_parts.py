@@ -67,7 +67,7 @@ class Quantization(Frozen):
 
     - fp8: products in eight bits, a scale for each matrix or row;
     - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
-    - mxfp4: four bits, a scale of eight for each 32 weights;
+    - mxfp4: four bits, a scale of eight for each 32 weights, unpacked for products in the dtype;
     - int4: four bits, a scale of 16 for each 128 weights, unpacked for products in the dtype;
     - int8: products in eight bits, a scale for each output of the weights and for each token.
 
@@ -78,6 +78,11 @@ class Quantization(Frozen):
     """Format of the weights."""
     experts_only: bool = False
     """Whether attention, shared experts and dense blocks stay in the dtype."""
+
+    @property
+    def computes_in_eight_bits(self) -> bool:
+        """Whether products run in eight bits too; otherwise weights are unpacked for products in the dtype."""
+        return self.kind in ("fp8", "fp8_block", "int8")
 
     @property
     def bytes_per_weight(self) -> float:

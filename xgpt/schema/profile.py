@@ -111,6 +111,8 @@ class LayerTimes(Frozen):
 
     tp_degree: PositiveInt = 1
     """Devices of the group."""
+    ep_degree: PositiveInt = 1
+    """Parts into which a layer's experts are divided; the devices of each part hold slices of its experts."""
     rest: Curve
     """Everything but attention, against tokens."""
     encode_attention: Surface
@@ -162,7 +164,7 @@ class Profile(Frozen):
     layouts: dict[str, str] = Field(default_factory=dict)
     """Layout in which xgpt's own engine keeps weights of each shape (OUTxIN) on this CPU: the fastest one measured."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
-    """Times of a decoder layer, for each tensor-parallel degree."""
+    """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree within it."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     """For an encoder-decoder only: one entry for each degree of `layers`."""
     embedding: Curve
@@ -189,9 +191,11 @@ class Profile(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
-        degrees = self.tp_degrees
-        if len(set(degrees)) != len(degrees):
-            raise ValueError(f"layers: a tp_degree stands twice in {degrees}")
+        degrees, groups = self.tp_degrees, self.groups
+        if len(set(groups)) != len(groups):
+            raise ValueError(f"layers: a pair of tp_degree and ep_degree stands twice in {groups}")
+        if any(tp % ep for tp, ep in groups):
+            raise ValueError(f"layers: an ep_degree does not divide its tp_degree in {groups}")
         encoder_degrees = tuple(layer.tp_degree for layer in self.encoder_layers)
         if encoder_degrees and encoder_degrees != degrees:
             raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
@@ -202,7 +206,12 @@ class Profile(Frozen):
     @property
     def tp_degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that the profile covers."""
-        return tuple(layer.tp_degree for layer in self.layers)
+        return tuple(dict.fromkeys(layer.tp_degree for layer in self.layers))
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of a tensor-parallel degree and an expert-parallel degree within it that the profile covers."""
+        return tuple((layer.tp_degree, layer.ep_degree) for layer in self.layers)
 
     @property
     def headroom(self) -> float:
@@ -213,13 +222,15 @@ class Profile(Frozen):
         """Return the profile of a machine on which everything takes `factor` times as long."""
         return self if factor == 1 else _slowed(self, factor)
 
-    def layer(self, tp_degree: int) -> LayerTimes:
-        """Return the table of one tensor-parallel degree.
+    def layer(self, tp_degree: int, ep_degree: int = 1) -> LayerTimes:
+        """Return the table of one group of devices.
 
         Raises:
-            KeyError: the profile holds no such degree.
+            KeyError: the profile holds no such group.
         """
-        return self.layers[self._index(tp_degree)]
+        if (tp_degree, ep_degree) not in self.groups:
+            raise KeyError(tp_degree)
+        return self.layers[self.groups.index((tp_degree, ep_degree))]
 
     def encoder_layer(self, tp_degree: int) -> EncoderLayerTimes:
         """Return the encoder's table of one tensor-parallel degree.
@@ -229,7 +240,9 @@ class Profile(Frozen):
         """
         if not self.encoder_layers:
             raise KeyError(tp_degree)
-        return self.encoder_layers[self._index(tp_degree)]
+        if tp_degree not in self.tp_degrees:
+            raise KeyError(tp_degree)
+        return self.encoder_layers[self.tp_degrees.index(tp_degree)]
 
     def head_of(self, tp_degree: int) -> Curve:
         """Return the times of the output head on a group of `tp_degree` devices.
@@ -237,12 +250,10 @@ class Profile(Frozen):
         Raises:
             KeyError: the profile holds no such degree.
         """
-        return self.layer(tp_degree).head or self.head
-
-    def _index(self, tp_degree: int) -> int:
-        if tp_degree not in self.tp_degrees:
+        heads = [layer.head for layer in self.layers if layer.tp_degree == tp_degree]
+        if not heads:
             raise KeyError(tp_degree)
-        return self.tp_degrees.index(tp_degree)
+        return heads[0] or self.head
 
 
 Table = TypeVar("Table", bound=Frozen)
