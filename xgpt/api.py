@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from xgpt.app.request import PolicyChoice
     from xgpt.app.simulating import Simulated
     from xgpt.app.solving import Planned
+    from xgpt.policies.tcb import Batching
     from xscheduler.search import Method
 
 PathLike = str | os.PathLike[str]
@@ -327,6 +328,7 @@ def bench(
     profile: PathLike | Profile | None = None,
     ca_file: PathLike | None = None,
     engine: EngineKind = "native",
+    batching: Batching = "flat",
     seed: int = 0,
 ) -> Benched:
     """Return a plan's predictions with measurements of it on this machine, or what a client sees of an endpoint.
@@ -344,6 +346,7 @@ def bench(
         profile: the one to fit; None: the one kept here.
         ca_file: authorities that may vouch for an https endpoint, in PEM; None: the system's.
         engine: what runs the plan.
+        batching: how a whole batch is laid out; the prediction is of a flat one.
         seed: of the requests.
 
     Raises:
@@ -361,6 +364,8 @@ def bench(
         raise InputError("--calibrate", calibrate, "a URL tells no steps; give a plan")
     if ca_file is not None and not is_url:
         raise InputError("--ca-file", str(ca_file), "it goes with an https URL")
+    if batching != "flat" and is_url:
+        raise InputError("--batching", batching, "it goes with a plan; a URL's server has its own")
     of = str(target) if is_url else _plan(target)
     lengths = workload if workload is None or isinstance(workload, Workload) else os.fspath(workload)
     if isinstance(of, Plan):
@@ -373,6 +378,7 @@ def bench(
         benches.Load(num_requests, lengths, arrival_rate_per_s, stream, concurrency),
         seed,
         engine=engine,
+        batching=batching,
         profile=profile_of(of, _given(profile)) if calibrate and isinstance(of, Plan) else None,
         ca_file=None if ca_file is None else Path(ca_file),
     )

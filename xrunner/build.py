@@ -11,6 +11,7 @@ import torch
 
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, Step
+from xgpt.policies.tcb import Batching
 from xgpt.schema import DType, ModelSpec
 from xrunner.ahead import AheadWorker
 from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
@@ -21,6 +22,7 @@ from xrunner.models import DecoderModel, Model
 from xrunner.packed import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.stage import Pipe, StageModel
+from xrunner.tcb.worker import RowWorker
 from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
 from xrunner.worker import Worker
 
@@ -66,7 +68,7 @@ def build_worker(
         InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
         MachineError: the device is not here, or its memory does not hold weights and cache.
     """
-    place, kind = torch.device(settings.device), state_dtype(settings.dtype, settings.device)
+    place, kind = _place(settings)
     name = settings.backend or default_backend(place, kind)
     if name not in BACKENDS:
         raise InputError("backend", name, f"known backends: {', '.join(sorted(BACKENDS))}")
@@ -74,18 +76,8 @@ def build_worker(
         raise InputError(
             "backend", name, f"on {settings.device} in {settings.dtype}: {', '.join(usable_backends(place, kind))}"
         )
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
-    if place.type == "cpu":
-        keep_freed_memory()
-        if settings.dtype != "float16" and not layouts_of(settings.dtype):
-            raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)
     try:
-        model = load_model(settings.spec, settings.dtype, source, settings.device, part)
-        model.prepack(settings.dtype, settings.layouts)
+        model = _load(settings, part)
         if part is None:
             return whole_worker(model, BACKENDS[name](), settings.num_blocks, settings.block_size, kind, place)
         cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kind, place)
@@ -101,6 +93,47 @@ def build_worker(
     return Worker(
         model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=settings.spec.vocab_size
     )
+
+
+def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
+    """A worker that runs whole batches in rows, on one device; its K/V memory is each batch's own.
+
+    Raises:
+        InputError: weights that do not fit the spec.
+        MachineError: the device is not here, or its memory does not hold the weights.
+    """
+    place, _ = _place(settings)
+    try:
+        return RowWorker(_load(settings, None), batching, row_tokens, place)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(f"{settings.device} cannot hold {settings.spec.name}: {error}") from None
+
+
+def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
+    """The device, and the type of what a step reads and writes there."""
+    return torch.device(settings.device), state_dtype(settings.dtype, settings.device)
+
+
+def _load(settings: WorkerSettings, part: Part | None) -> Model:
+    """The model with its weights.
+
+    Raises:
+        MachineError: the device is not here, or has no products in this type.
+        torch.OutOfMemoryError: the device does not hold the weights.
+    """
+    place, _ = _place(settings)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
+    if place.type == "cpu":
+        keep_freed_memory()
+        if settings.dtype != "float16" and not layouts_of(settings.dtype):
+            raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)
+    model = load_model(settings.spec, settings.dtype, source, settings.device, part)
+    model.prepack(settings.dtype, settings.layouts)
+    return model
 
 
 def whole_worker(
@@ -135,7 +168,7 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None:
+def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
     """Compile and load what the first steps would otherwise wait for: a prompt and a decode, as far as it runs them.
 
     All workers of a pipeline must call this together.
@@ -145,6 +178,7 @@ def warm_up(worker: Worker, *, encode: bool = True, decode: bool = True) -> None
         worker.start(request)
         worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))
     else:
+        assert isinstance(worker, Worker)
         worker.adopt(request, 4)
         if worker.model.decoder_start:
             worker.readings[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)

@@ -133,7 +133,7 @@ def schedule_for(
     order: AdmissionOrder = "fcfs",
     patience_ns: int | None = None,
 ) -> Schedule:
-    row_tokens = 3 * LONGEST_INPUT if order == "das" else None
+    row_tokens = 3 * LONGEST_INPUT if "das" in order else None
     hold = isinstance(lane, LaneSettings) and lane.refill_when_empty
     pool = Pool(
         blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, order=order, row_tokens=row_tokens, patience_ns=patience_ns
@@ -217,7 +217,7 @@ def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int)
 
 
 @CASES
-@pytest.mark.parametrize("order", ["sjf", "lpt", "edf", "das"])
+@pytest.mark.parametrize("order", ["sjf", "lpt", "edf", "das", "slotted-das"])
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays_in_every_order(
@@ -230,7 +230,7 @@ def test_the_log_replays_in_every_order(
 
 
 @CASES
-@pytest.mark.parametrize("order", ["fcfs", "sjf", "edf", "das"])
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "edf", "das", "slotted-das"])
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays_with_shares_priorities_patience_and_promises(

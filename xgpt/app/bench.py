@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from xgpt.client import ClientRequest, ClientResult
+    from xgpt.policies.tcb import Batching
     from xgpt.schema.step_log import StepRecord
     from xsimulator.measure import Measured
 
@@ -84,6 +85,7 @@ def bench(
     seed: int = 0,
     *,
     engine: EngineKind = "native",
+    batching: Batching = "flat",
     profile: Profile | None = None,
     ca_file: Path | None = None,
 ) -> Benched:
@@ -91,6 +93,7 @@ def bench(
 
     Args:
         seed: of the requests.
+        batching: how a whole batch is laid out.
         profile: the plan's, to be fitted to the measured steps; None: nothing is fitted.
         ca_file: the authorities that may vouch for an https endpoint; None: the system's.
 
@@ -110,7 +113,8 @@ def bench(
             raise InputError("--arrival-rate", load.arrival_rate_per_s, accepted)
         workload = load.workload or load_workload("summarization")
         return Benched(bench_url(target, replace(load, workload=workload), rng, ca_file))
-    report, steps = bench_plan(target, load, rng, engine=engine)
+    server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
+    report, steps = bench_plan(target, load, rng, engine=engine, server=server)
     if profile is None:
         return Benched(report, tuple(steps))
     fitted, calibration = fit(target, profile, steps)

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from xgpt.policies import Schedule
+    from xgpt.policies.tcb import Batching
     from xgpt.schema.step_log import StepRecord
+    from xrunner.build import WorkerSettings
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.engine import Engine
     from xrunner.executor import Deploy, Executor
     from xrunner.replicas import Replicas
+    from xrunner.tcb.worker import RowWorker
     from xrunner.worker import Worker
 
 MIN_SECRET = 16
@@ -77,7 +80,10 @@ class Nodes:
 
 
 def build_engine(
-    plan: Plan, on_step: Callable[[StepRecord], None] | None = None, nodes: Nodes | None = None
+    plan: Plan,
+    on_step: Callable[[StepRecord], None] | None = None,
+    nodes: Nodes | None = None,
+    batching: Batching = "flat",
 ) -> Engine | Replicas:
     """The engine of a plan with its weights loaded, warmed up.
 
@@ -85,9 +91,10 @@ def build_engine(
 
     Args:
         nodes: None: this machine is the only one.
+        batching: how whole batches are laid out.
 
     Raises:
-        InputError: the plan is for another engine.
+        InputError: the plan is for another engine, or does not go with `batching`.
         MachineError: the plan is for devices that are not here.
     """
     from xgpt import policies
@@ -98,6 +105,8 @@ def build_engine(
 
     check_engine(plan, "native")
     check_devices(plan, 1 if nodes is None else nodes.count)
+    if batching != "flat":
+        return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
         return Replicas(partial(build_replica, plan), plan.replicas, on_step=on_step)
     if plan.devices_per_replica > 1:
@@ -120,23 +129,37 @@ def build_replica(
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
     """All of a model in this process."""
-    from xrunner.build import WorkerSettings, build_worker, warm_up
+    from xrunner.build import build_worker, warm_up
 
-    worker = build_worker(
-        WorkerSettings(
-            spec=plan.model,
-            dtype=plan.dtype,
-            checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
-            seed=plan.seed,
-            num_blocks=schedule.pool.kv_blocks,
-            block_size=plan.block_size,
-            device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
-            threads=plan.profile.num_threads,
-            layouts=plan.profile.layouts,
-        )
-    )
+    worker = build_worker(_worker_settings(plan, schedule.pool.kv_blocks))
     warm_up(worker)
     return worker
+
+
+def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
+    """All of a model in this process, run in rows."""
+    from xgpt.policies.build import row_tokens
+    from xrunner.build import build_row_worker, warm_up
+
+    worker = build_row_worker(_worker_settings(plan, num_blocks=0), batching, row_tokens(plan))
+    warm_up(worker)
+    return worker
+
+
+def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
+    from xrunner.build import WorkerSettings
+
+    return WorkerSettings(
+        spec=plan.model,
+        dtype=plan.dtype,
+        checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
+        seed=plan.seed,
+        num_blocks=num_blocks,
+        block_size=plan.block_size,
+        device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+        threads=plan.profile.num_threads,
+        layouts=plan.profile.layouts,
+    )
 
 
 def _redeployer(worker: Worker) -> Deploy:

@@ -11,7 +11,7 @@ from xgpt.app.problems import scheduler
 from xgpt.app.request import POLICY_GROUPS, PolicyChoice
 from xgpt.app.verifying import best_of_each
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import AdmissionOrder, Constraint, Plan
+from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan
 from xgpt.workload import mean
 from xscheduler.placement import Placement
 from xscheduler.space import UNCUT, runnable
@@ -113,6 +113,7 @@ def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan 
 def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:
     """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once; lpt is for
     work that is all at hand, where none is overdue."""
-    row_tokens = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input))) if order == "das" else None
+    at_once = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input)))
+    row_tokens = at_once if order in ROW_ORDERS else None
     changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
     return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -18,6 +18,7 @@ from xgpt.app.replanning import BackgroundPlanner
 from xgpt.app.request import Name
 from xgpt.app.serving_vllm import build_vllm_engine, can_change_plan
 from xgpt.errors import InputError
+from xgpt.policies.tcb import Batching
 from xgpt.schema import EngineKind, Frozen, Plan, Profile
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ServeRequest(Frozen):
         max_max_tokens: the most that a request may ask for.
         drain_s: time in which requests may end after SIGTERM; None: 30 s.
         shutdown_delay_s: time after SIGTERM in which only /ready changes.
+        batching: how a whole batch is laid out: without padding, or in rows, which take a plan of whole batches.
         step_log: file that gets every executed step, a JSON line each.
         replan: go over to better plans when lengths change.
         profile: the plan's own; None: the one that is kept here.
@@ -73,6 +75,7 @@ class ServeRequest(Frozen):
     profile: Name | Profile | None = None
     checkpoint: Name | None = None
     engine: EngineKind = "native"
+    batching: Batching = "flat"
     nnodes: PositiveInt = 1
     node_rank: NonNegativeInt = 0
     rendezvous: str | None = None
@@ -120,6 +123,20 @@ class ServeRequest(Frozen):
             max_max_tokens=self.max_max_tokens,
         )
 
+    def check_batching(self, plan: Plan) -> None:
+        """Refuse rows that the engine or the plan cannot run.
+
+        Raises:
+            InputError: vLLM runs the plan, or it does not run whole batches on one device.
+        """
+        from xgpt import policies
+
+        if self.batching == "flat":
+            return
+        if self.engine != "native":
+            raise InputError("--batching", self.batching, f"--engine {self.engine} takes flat")
+        policies.build_rows(plan, self.batching)
+
     def nodes(self) -> Nodes | None:
         """The machines that run the plan together; None: this one is alone.
 
@@ -149,6 +166,7 @@ def serve(
     plan = located(plan, request.checkpoint)
     request.keys()
     request.tls()
+    request.check_batching(plan)
     nodes, limits = request.nodes(), request.limits()
     if request.answer_within_s is not None and not plan.estimate.predicts_rate:
         accepted = "the plan's estimate is 0; plan again, or leave it out"
@@ -176,9 +194,12 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     check_runs(plan, request.nnodes, engine)
     defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
     server.log_json(request.log_level)
-    build = partial(build_engine, nodes=nodes) if engine == "native" else build_vllm_engine
+    build = partial(build_engine, nodes=nodes, batching=request.batching) if engine == "native" else build_vllm_engine
     if engine == "vllm" and replan and not can_change_plan(plan):
         logger.warning("re-planning is off: vLLM keeps a plan for several devices as it is")
+        replan = False
+    if request.batching != "flat" and replan:
+        logger.warning("re-planning is off: a plan in rows is served as it is")
         replan = False
     for line in missing(plan, request.profile, replan=replan):
         logger.warning(line)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, engine_option, json_option
+from xgpt.cli.options import Decimal, Whole, batching_option, engine_option, json_option
 
 
 @click.command("bench")
@@ -34,6 +34,7 @@ from xgpt.cli.options import Decimal, Whole, engine_option, json_option
     "--ca-file", metavar="FILE", help="Certificate authorities for an https URL, in PEM. Default: the system's."
 )
 @engine_option
+@batching_option
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
 def command(target: str, calibrated_path: str | None, as_json: bool, **asked: Any) -> None:

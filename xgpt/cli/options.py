@@ -203,6 +203,16 @@ def search_options(command: F) -> F:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 
+batching_option = click.option(
+    "--batching",
+    type=click.Choice(["flat", "padded", "rows", "slots"]),
+    default="flat",
+    show_default=True,
+    help="Layout of a batch. flat: without padding. padded: a row for each request. rows: requests one behind the "
+    "other in rows. slots: in slots of rows, which leave once they have ended. All but flat take a plan of --policy "
+    "static for one device.",
+)
+
 engine_option = click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--order",
-    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das"]),
+    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das", "slotted-das"]),
     default="fcfs",
     show_default=True,
     help="Which waiting request enters next: fcfs, the earliest arrival; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
-    "(TCB).",
+    "(TCB); slotted-das, the same for rows in slots.",
 )
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option

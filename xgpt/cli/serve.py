@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, engine_option
+from xgpt.cli.options import Decimal, Whole, batching_option, engine_option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -89,6 +89,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
 @click.option("--checkpoint", metavar="DIR", help="Directory of the weights, if not where the plan says.")
 @engine_option
+@batching_option
 @click.option(
     "--nnodes", type=Whole(1), default=1, show_default=True, help="Number of machines that run the plan together."
 )

@@ -4,7 +4,7 @@ Both engines drive these same objects, one on a simulated clock and one on a rea
 global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
 """
 
-from xgpt.policies.build import build
+from xgpt.policies.build import build, build_rows
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.policies.rule import LaneSettings, OneLaneRule, lane_settings
@@ -24,5 +24,6 @@ __all__ = [
     "TwoLane",
     "TwoLaneSettings",
     "build",
+    "build_rows",
     "lane_settings",
 ]

@@ -154,6 +154,8 @@ class Queue:
             account.order.open_row(row_tokens)
         row: list[Request] = []
         while (request := self.head()) is not None and request.input_length <= row_tokens:
+            if not self._account(request).order.fits_row(request):
+                break
             row.append(self.pop())
             row_tokens -= request.input_length
         return row

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from xgpt.errors import InputError
 from xgpt.policies.pool import Pool
+from xgpt.policies.row_pool import RowPool
 from xgpt.policies.rule import LaneSettings, lane_settings
 from xgpt.policies.schedule import OneLane, Schedule
+from xgpt.policies.tcb import Batching
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
 from xgpt.schema import Plan, SingleLaneSettings, Stage, WaaSettings
 from xgpt.workload import decoding_share
@@ -42,6 +44,38 @@ def build(plan: Plan) -> Schedule:
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
     lane = settings_of(plan, plan.policy)
     return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty), plan.stages)
+
+
+def build_rows(plan: Plan, batching: Batching) -> OneLane:
+    """The schedule of whole batches in rows, with nobody in it.
+
+    Raises:
+        InputError: the plan does not run whole batches on one device.
+    """
+    policy = plan.policy
+    settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
+    count = plan.replicas * plan.devices_per_replica
+    if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
+        found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
+        accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
+        raise InputError("--batching", batching, accepted)
+    admission = plan.admission
+    pool = RowPool(
+        _fewest_blocks(plan.stages),
+        plan.block_size,
+        batching=batching,
+        row_tokens=row_tokens(plan),
+        max_running=admission.max_running,
+        order=admission.order,
+        order_tokens=admission.row_tokens,
+        patience_ns=plan.patience_ns,
+    )
+    return OneLane(settings, pool, plan.stages)
+
+
+def row_tokens(plan: Plan) -> int:
+    """Prompt tokens of a row: the longest prompt that was planned for."""
+    return plan.workload.input.lengths[-1]
 
 
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:

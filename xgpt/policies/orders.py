@@ -1,8 +1,8 @@
 """The orders of admission: which of an account's waiting requests enters next.
 
 First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das). All keep requests sorted as they come, so that a step pays for those that
-enter, not for those that wait.
+and TCB's deadline-aware scheduling (das), also for rows in slots (slotted-das). All keep requests sorted as they come,
+so that a step pays for those that enter, not for those that wait.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Order(ABC):
     def open_row(self, row_tokens: int) -> None:
         """Begin a row of that many prompt tokens, whatever room the last one has left."""
         return
+
+    def fits_row(self, request: Request) -> bool:
+        """Whether a request that has never been inside fits what is left of the row that was opened last."""
+        return True
 
     def state(self) -> Any:
         """What the order remembers of requests that have entered."""
@@ -145,7 +149,7 @@ class DasOrder(Order):
         if self._lengths[0] > self._room:
             self.open_row(self.row_tokens)
         request = super().take()
-        self._room = max(0, self._room - request.input_length)
+        self._use(request.input_length)
         if self._dominant:
             self._dominant -= 1
             self.num_dominant += 1
@@ -159,6 +163,13 @@ class DasOrder(Order):
         self._dominant = math.ceil(self._eta * self._num_shortest(row_tokens))
         self.num_dominant, self._worth = 0, 0.0
 
+    def fits_row(self, request: Request) -> bool:
+        return request.input_length <= self._room
+
+    def _use(self, length: int) -> None:
+        """Take a request's tokens off the row's room."""
+        self._room = max(0, self._room - length)
+
     def _num_shortest(self, room: int) -> int:
         """How many of the shortest fit."""
         total = 0
@@ -170,10 +181,10 @@ class DasOrder(Order):
             room -= fitting * length
         return total
 
-    def state(self) -> tuple[int, int, int, float]:
+    def state(self) -> tuple[Any, ...]:
         return self._room, self._dominant, self.num_dominant, self._worth
 
-    def restore(self, state: tuple[int, int, int, float]) -> None:
+    def restore(self, state: tuple[Any, ...]) -> None:
         self._room, self._dominant, self.num_dominant, self._worth = state
 
     def first(self) -> Request:
@@ -214,6 +225,46 @@ class DasOrder(Order):
         self._changed.add(length)
 
 
+class SlottedDasOrder(DasOrder):
+    """Deadline-aware scheduling for rows in slots: TCB Algorithm 2, row by row.
+
+    A slot of a row is as long as the longest request that the row's utility chooses; a request enters where it fits
+    what a slot has left, the first that has room. Longer requests wait for a row with longer slots.
+    """
+
+    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
+        super().__init__(row_tokens, eta)
+        self.slots: tuple[int, ...] = ()
+        """Tokens left in each slot of the row."""
+
+    def open_row(self, row_tokens: int) -> None:
+        super().open_row(row_tokens)
+        length = self._longest_of(self._dominant) if self._dominant else row_tokens
+        self.slots = (length,) * (row_tokens // length)
+        self._room = length
+
+    def _longest_of(self, count: int) -> int:
+        """Length of the longest of the `count` shortest requests."""
+        for length in self._lengths:
+            count -= self._count[length]
+            if count <= 0:
+                return length
+        raise AssertionError("fewer requests wait than were counted")
+
+    def _use(self, length: int) -> None:
+        slot = next((index for index, room in enumerate(self.slots) if room >= length), None)
+        if slot is not None:
+            self.slots = (*self.slots[:slot], self.slots[slot] - length, *self.slots[slot + 1 :])
+        self._room = max(self.slots, default=0) if slot is not None else 0
+
+    def state(self) -> tuple[Any, ...]:
+        return (*super().state(), self.slots)
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        *of_row, self.slots = state
+        super().restore(tuple(of_row))
+
+
 def make_order(order: AdmissionOrder, row_tokens: int | None = None) -> Order:
     """An empty order; `row_tokens`: prompt tokens that das looks at together."""
     match order:
@@ -228,6 +279,9 @@ def make_order(order: AdmissionOrder, row_tokens: int | None = None) -> Order:
         case "das":
             assert row_tokens is not None
             return DasOrder(row_tokens)
+        case "slotted-das":
+            assert row_tokens is not None
+            return SlottedDasOrder(row_tokens)
 
 
 class EarliestUpTo:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies.request import Request
+
+Batching = Literal["flat", "padded", "rows", "slots"]
+"""How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
+
+LEAVING_SHARE = 0.25
+"""Slots leave once that share of those left has ended: each leaving copies what the others hold."""
 
 BatchCost = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float64]]
 """(numbers of requests, tokens to which each is padded) -> seconds of each such batch."""
@@ -56,6 +62,37 @@ class RowBatch:
     def most_a_slot(self) -> int:
         """Requests in the fullest slot."""
         return int(np.bincount([place.slot for place in self.places]).max())
+
+
+def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
+    """Return the layout of a batch, the same for the same requests in the same order.
+
+    Rows hold `row_tokens` prompt tokens, or the longest prompt; a slot holds the longest prompt, so that every request
+    fits one.
+    """
+    if batching == "padded":
+        return padded_rows(requests)
+    longest = max(one.input_length for one in requests)
+    row_tokens = max(row_tokens, longest)
+    if batching == "rows":
+        return concatenated_rows(even_rows(filled_rows(requests, row_tokens), row_tokens))
+    assert batching == "slots", "a flat batch has no layout"
+    slots = even_rows(filled_rows(requests, longest), longest)
+    return RowBatch(len(slots), longest, row_tokens // longest, _places(slots))
+
+
+def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
+    """Return rows of at most `row_tokens` prompt tokens: each request, longest first, in the first that has room."""
+    rows: list[list[Request]] = []
+    room: list[int] = []
+    for one in sorted(requests, key=lambda one: -one.input_length):
+        row = next((row for row, left in enumerate(room) if left >= one.input_length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[row].append(one)
+        room[row] -= one.input_length
+    return rows
 
 
 def padded_rows(requests: Sequence[Request]) -> RowBatch:

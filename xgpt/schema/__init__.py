@@ -14,6 +14,7 @@ from xgpt.schema.model import (
 )
 from xgpt.schema.model_parts import Experts, LatentAttention, LinearRope, LongRope, Quantization, RopeScaling, YarnRope
 from xgpt.schema.plan import (
+    ROW_ORDERS,
     SLICE_TOKENS,
     Admission,
     AdmissionOrder,
@@ -51,6 +52,7 @@ __all__ = [
     "ANYONE",
     "BYTES_PER_ELEMENT",
     "LEAST_HEADROOM",
+    "ROW_ORDERS",
     "SLICE_TOKENS",
     "Account",
     "Admission",

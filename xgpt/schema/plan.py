@@ -23,7 +23,10 @@ SPARED_TAIL = 0.1
 """What a plan leaves unused of the share of requests that may break a bound (sla "request")."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das"]
+AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das", "slotted-das"]
+
+ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
+"""Orders that look at the prompt tokens of a row together."""
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
@@ -88,9 +91,9 @@ class Admission(Frozen):
 
     Waiting requests enter in the order of arrival ("fcfs"), shortest prompt first ("sjf"), largest possible output
     first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by TCB's deadline-aware
-    scheduling over `row_tokens` prompt tokens at a time ("das"). A request that has waited for longer than `patience`
-    times the plan's latency is overdue, and every second request to enter is the one that is overdue the longest, so
-    that none starves; None: no request is ever overdue.
+    scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots). A request that has
+    waited for longer than `patience` times the plan's latency is overdue, and every second request to enter is the one
+    that is overdue the longest, so that none starves; None: no request is ever overdue.
 
     Where a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
     longer output goes on, and is preempted when other requests need the memory that it takes beyond its promise.
@@ -99,7 +102,7 @@ class Admission(Frozen):
     order: AdmissionOrder = "fcfs"
     """Order in which waiting requests enter."""
     row_tokens: PositiveInt | None = None
-    """Prompt tokens of a row, for "das" only."""
+    """Prompt tokens of a row, for "das" and "slotted-das" only."""
     kv: KvPromise = "reserve"
     """How K/V memory is promised."""
     max_running: PositiveInt | None = None
@@ -111,9 +114,10 @@ class Admission(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
-        if (self.order == "das") != (self.row_tokens is not None):
+        if (self.order in ROW_ORDERS) != (self.row_tokens is not None):
+            accepted = " and ".join(map(repr, ROW_ORDERS))
             raise ValueError(
-                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to 'das'"
+                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to {accepted}"
             )
         return self
 

@@ -9,20 +9,18 @@ fullest, until the longest answer of the batch has ended. Keys and values lie sl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies.tcb import RowBatch
+from xgpt.policies.tcb import LEAVING_SHARE, RowBatch
+from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import Batch
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 from xrunner.tcb.attention import PADDING, attend_slots, same_owner
-
-LEAVING_SHARE = 0.25
-"""Slots leave once that share of those left has ended: each leaving copies what the others hold."""
 
 
 def run_rows(
@@ -40,7 +38,7 @@ def run_rows(
         output_lengths: how many tokens to generate for each, at least one.
         free_slots: let slots leave, and their memory with them, when their requests have ended (TCB sec. 4.2.2).
     """
-    layout = _Layout(batch, prompts)
+    layout = Layout(batch, prompts)
     lengths = np.array([output_lengths[id_] for id_ in layout.ids])
     ends = np.zeros(batch.num_slots, dtype=np.int64)
     np.maximum.at(ends, layout.slot, lengths)
@@ -49,18 +47,18 @@ def run_rows(
     steps: list[tuple[np.ndarray, np.ndarray]] = []
     """The requests of each step, and their tokens."""
     with torch.inference_mode():
-        rows = _rows_of(model, layout, most_steps=int(ends.max()))
-        tokens = rows.first()
+        rows = rows_of(model, layout, most_steps=int(ends.max()))
+        tokens = rows.first().argmax(dim=-1)
         while True:
             steps.append((present, tokens.cpu().numpy()))
             running = ends > len(steps)
             if not running.any():
                 break
             if free_slots and running.sum() <= (1 - LEAVING_SHARE) * num_slots:
-                stay = running[layout.slot[present]]
-                tokens = rows.keep(tokens, stay)
-                present, num_slots = present[stay], int(running.sum())
-            tokens = rows.next(tokens)
+                stay = np.flatnonzero(running[layout.slot[present]])
+                rows.keep(stay)
+                tokens, present, num_slots = tokens[torch.from_numpy(stay)], present[stay], int(running.sum())
+            tokens = rows.next(tokens).argmax(dim=-1)
     outputs: dict[int, list[int]] = {id_: [] for id_ in layout.ids}
     for count, (requests, values) in enumerate(steps):
         for request in np.flatnonzero(lengths[requests] > count):
@@ -68,7 +66,7 @@ def run_rows(
     return outputs
 
 
-class _Layout:
+class Layout:
     """A batch as arrays: its slots of tokens, and its requests in the order of their places.
 
     Attributes:
@@ -97,10 +95,10 @@ class _Layout:
             self.owner[slot, tokens] = number
 
 
-class _Rows(ABC):
+class Rows(ABC):
     """A batch on the device. Attention sees slots of `most` tokens, padding included; the layers see requests."""
 
-    def __init__(self, model: Model, layout: _Layout, most_steps: int) -> None:
+    def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
         self._most = layout.most
         self._device = next(model.parameters()).device
         self._num_steps = 0
@@ -116,29 +114,32 @@ class _Rows(ABC):
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Read the prompts; the first token of each request. # int64 [requests]"""
+        """Read the prompts; return the logits of each request's first token. # [requests, vocab]"""
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """One decode step. # int64 [requests] -> same"""
+        """Decode each request's last token; return the logits of the next. # int64 [requests] -> [requests, vocab]"""
 
     @property
     @abstractmethod
     def _caches(self) -> Iterable[SlotCache]:
         """All that it keeps."""
 
-    def keep(self, tokens: Tensor, stay: np.ndarray) -> Tensor:
-        """Let all slots leave but those of the requests that stay; these requests' share of `tokens`.
-
-        # int64 [requests], bool [requests] -> int64 [requests that stay]
-        """
-        chosen = self._tensor(np.flatnonzero(stay))
+    def keep(self, stay: np.ndarray) -> None:
+        """Let all slots leave but those of the requests that stay, given by their indices. # int64 [staying]"""
+        chosen = self._tensor(stay)
         slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
         self._number = self._number[chosen]
         self._owner, self._sees_prompt = self._owner[slots], self._sees_prompt[slots]
         for cache in self._caches:
             cache.keep(slots)
-        return tokens[chosen]
+
+    def _groups(self) -> Iterator[slice]:
+        """Yield the slots whose prompts are read at once, so that activations keep to their memory."""
+        num_slots, num_tokens = self._owner.shape
+        at_once = max(1, SLICE_TOKENS // num_tokens)
+        for start in range(0, num_slots, at_once):
+            yield slice(start, min(start + at_once, num_slots))
 
     def _attend_requests(
         self, q: Tensor, k: Tensor, v: Tensor, *, cache: SlotCache, allowed: Tensor, bias: Tensor | None, scale: float
@@ -170,6 +171,14 @@ class SlotCache:
         self._used = 0
         self._kv: Tensor | None = None
 
+    def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> None:
+        """Set the first tokens of some slots, from `start` on, of so many. # each [slots, kv_heads, tokens, dim]"""
+        slots, heads, tokens, dim = k.shape
+        if self._kv is None:
+            self._kv = k.new_empty(2, num_slots, heads, self._most, dim)
+            self._used = tokens
+        self._kv[0, start : start + slots, :, :tokens], self._kv[1, start : start + slots, :, :tokens] = k, v
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add tokens, perhaps none; returns all so far. # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
         if self._kv is None:
@@ -195,13 +204,13 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class _CausalRows(_Rows):
+class _CausalRows(Rows):
     """Of decoder-only models: prompts and answers in one cache."""
 
-    def __init__(self, model: DecoderModel, layout: _Layout, most_steps: int) -> None:
+    def __init__(self, model: DecoderModel, layout: Layout, most_steps: int) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
-        self._batch = _batch(self._tensor(layout.token_ids), self._tensor(layout.positions))
+        self._token_ids, self._positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
         self._length, self._end = self._tensor(layout.length), self._tensor(layout.end)
         most = self._owner.shape[1] + (most_steps - 1) * layout.most
         self._kept = [SlotCache(most) for _ in model.layers]
@@ -211,19 +220,26 @@ class _CausalRows(_Rows):
         return self._kept
 
     def first(self) -> Tensor:
-        slots, num_tokens = self._owner.shape
+        num_tokens = self._owner.shape[1]
         place = torch.arange(num_tokens, device=self._device)
-        allowed = same_owner(self._owner, self._owner) & (place <= place[:, None])
+        ends = []
+        for slots in self._groups():
+            owner = self._owner[slots]
+            allowed = same_owner(owner, owner) & (place <= place[:, None])
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
-            q, k, v = (_by_slot(x, slots) for x in (q, k, v))
-            return _by_token(attend_slots(q, *cache.append(k, v), allowed, None, q.shape[-1] ** -0.5))
+            def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, slots=slots, allowed=allowed) -> Tensor:
+                q, k, v = (_by_slot(x, len(allowed)) for x in (q, k, v))
+                cache.fill(k, v, slots.start, len(self._owner))
+                return _by_token(attend_slots(q, k, v, allowed, None, q.shape[-1] ** -0.5))
 
-        hidden = self._forward(self._batch, attend)
-        return self._model.head(hidden[self._slot * num_tokens + self._end]).argmax(dim=-1)
+            hidden = self._forward(_batch(self._token_ids[slots], self._positions[slots]), attend)
+            here = (self._slot >= slots.start) & (self._slot < slots.stop)
+            ends.append(hidden[(self._slot[here] - slots.start) * num_tokens + self._end[here]])
+        return self._model.head(torch.cat(ends))
 
     def next(self, tokens: Tensor) -> Tensor:
-        batch = _batch(tokens, self._length + self._num_steps)
+        # A request that has ended is computed with its slot, even beyond the model's context.
+        batch = _batch(tokens, (self._length + self._num_steps).clamp(max=self._model.spec.max_context - 1))
         self._num_steps += 1
         own = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
         allowed = torch.cat((self._sees_prompt, own), dim=2)
@@ -231,11 +247,11 @@ class _CausalRows(_Rows):
         def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
             return self._attend_requests(q, k, v, cache=cache, allowed=allowed, bias=None, scale=q.shape[-1] ** -0.5)
 
-        return self._model.head(self._forward(batch, attend)).argmax(dim=-1)
+        return self._model.head(self._forward(batch, attend))
 
-    def keep(self, tokens: Tensor, stay: np.ndarray) -> Tensor:
-        self._length = self._length[self._tensor(np.flatnonzero(stay))]
-        return super().keep(tokens, stay)
+    def keep(self, stay: np.ndarray) -> None:
+        self._length = self._length[self._tensor(stay)]
+        super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor]) -> Tensor:
         """# [tokens, hidden]"""
@@ -245,10 +261,10 @@ class _CausalRows(_Rows):
         return hidden
 
 
-class _EncoderDecoderRows(_Rows):
+class _EncoderDecoderRows(Rows):
     """Of encoder-decoders: cross-attention to the slot's prompts, and the answers in a cache of their own."""
 
-    def __init__(self, model: EncoderDecoderModel, layout: _Layout, most_steps: int) -> None:
+    def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
         self._token_ids = self._tensor(layout.token_ids)
@@ -268,24 +284,27 @@ class _EncoderDecoderRows(_Rows):
 
     def _encode(self) -> Tensor:
         """# [slots * tokens, hidden]"""
-        slots, num_tokens = self._owner.shape
-        place = torch.arange(num_tokens, device=self._device)
+        place = torch.arange(self._owner.shape[1], device=self._device)
         # A request's tokens lie side by side: their distance in the slot is that in the request.
         bias = self._model.encoder.position_bias(place - place[:, None]).permute(2, 0, 1)
-        allowed = same_owner(self._owner, self._owner)
+        return torch.cat([self._read(self._token_ids[slots], self._owner[slots], bias) for slots in self._groups()])
+
+    def _read(self, token_ids: Tensor, owner: Tensor, bias: Tensor) -> Tensor:
+        """Run some slots through the encoder. # int64 [slots, tokens], same, [heads, tokens, tokens] -> [.., hidden]"""
+        allowed = same_owner(owner, owner)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (_by_slot(x, slots) for x in (q, k, v))
+            q, k, v = (_by_slot(x, len(owner)) for x in (q, k, v))
             return _by_token(attend_slots(q, k, v, allowed, bias, scale=1.0))
 
-        batch = _batch(self._token_ids)
+        batch = _batch(token_ids)
         hidden = self._model.token_embedding(batch.token_ids)
         for layer in self._model.encoder.layers:
             hidden = layer(hidden, batch, attend)
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """One step; with what the encoder has read, if it is the first. # int64 [requests] -> same"""
+        """Run one step; with what the encoder has read, if it is the first. # int64 [requests] -> [requests, vocab]"""
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
@@ -302,10 +321,11 @@ class _EncoderDecoderRows(_Rows):
         for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
             attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias, scale=1.0)
             hidden = layer(hidden, memory, batch, attend, partial(recall, cache=prompts))
-        return self._model.head(hidden).argmax(dim=-1)
+        return self._model.head(hidden)
 
 
-def _rows_of(model: Model, layout: _Layout, most_steps: int) -> _Rows:
+def rows_of(model: Model, layout: Layout, most_steps: int) -> Rows:
+    """Return the batch as this model runs it, for at most so many steps."""
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps)
     assert isinstance(model, EncoderDecoderModel)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.orders import DasOrder, EarliestUpTo, SortedOrder, utility
+from xgpt.policies.orders import DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
 from xgpt.policies.request import Request
 from xgpt.schema import Account, AdmissionOrder
 
@@ -134,6 +134,47 @@ def test_das_is_algorithm_1(lengths, row_tokens, eta):
     queue = filled(Queue(partial(DasOrder, row_tokens, eta)), requests)
     while row := [one.id for one in queue.fill_row(row_tokens)]:
         assert row == algorithm_1(requests, row_tokens, eta)
+        requests = [one for one in requests if one.id not in row]
+    assert all(one.input_length > row_tokens for one in queue)
+
+
+def algorithm_2(requests: list[Request], row_tokens: int, eta: float) -> list[int]:
+    """One row of slots as the paper writes it: slots as long as the longest chosen by utility, filled greedily."""
+    ordered = sorted(requests, key=lambda one: (one.input_length, one.deadline_ns, one.id))
+    fitting = np.cumsum([one.input_length for one in ordered]) <= row_tokens
+    dominant = ordered[: math.ceil(eta * fitting.sum())]
+    if not dominant:
+        return []
+    slots = [dominant[-1].input_length] * (row_tokens // dominant[-1].input_length)
+    row: list[int] = []
+    while dominant and (length := dominant[0].input_length) <= max(slots):
+        row.append(dominant.pop(0).id)
+        slots[next(i for i, room in enumerate(slots) if room >= length)] -= length
+    if dominant:
+        return row  # what follows begins the next row
+    mean = np.mean([utility(one) for one in ordered[: len(row)]])
+    rest = ordered[len(row) :]
+    aware = sorted(
+        (one for one in rest if utility(one) >= (1 - eta) * mean - 1e-12), key=lambda one: (one.deadline_ns, one.id)
+    )
+    for one in [*aware, *(one for one in rest if one not in aware)]:
+        if one.input_length <= max(slots):
+            row.append(one.id)
+            slots[next(i for i, room in enumerate(slots) if room >= one.input_length)] -= one.input_length
+    return row
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
+    row_tokens=st.integers(1, 80),
+    eta=st.sampled_from([0.25, 0.5, 0.8]),
+)
+def test_slotted_das_is_algorithm_2(lengths, row_tokens, eta):
+    requests = [request(i, length, due) for i, (length, due) in enumerate(lengths)]
+    queue = filled(Queue(partial(SlottedDasOrder, row_tokens, eta)), requests)
+    while row := [one.id for one in queue.fill_row(row_tokens)]:
+        assert row == algorithm_2(requests, row_tokens, eta)
         requests = [one for one in requests if one.id not in row]
     assert all(one.input_length > row_tokens for one in queue)
 

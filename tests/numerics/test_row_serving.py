@@ -1,0 +1,152 @@
+"""Plans of whole batches, served in rows: the tokens of `transformers`, K/V memory as rows take it, and refusals."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.fakes import fake_app, running
+from tests.numerics.test_planned import MAX_OUTPUT, PROMPTS, greedy, run
+from tests.planned import planned, problem_of
+from xgpt.app.engines import build_engine
+from xgpt.app.serving import ServeRequest
+from xgpt.errors import InputError
+from xgpt.policies import Pool, Request, build, build_rows
+from xgpt.policies.tcb import lay_out
+from xgpt.schema import Plan
+from xrunner.generation import Generation, SamplingParams
+
+LAYOUTS = ("padded", "rows", "slots")
+
+
+def static_plan(directory, **changes) -> Plan:
+    plan = planned(problem_of(directory, 1), "static")
+    policy = plan.policy.model_copy(update={"batch": 8})
+    return plan.model_copy(update={"policy": policy, **changes})
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "t5-tied", "llama-grouped"])
+@pytest.mark.parametrize("batching", LAYOUTS)
+def test_tokens_are_those_of_transformers(checkpoint, name, batching):
+    directory, model = checkpoint(name)
+    assert run(build_engine(static_plan(directory), batching=batching)) == greedy(model)
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "t5-tied"])
+def test_drawn_tokens_and_log_probabilities_are_those_of_the_flat_batch(checkpoint, name):
+    found = {}
+    for batching in ("flat", *LAYOUTS):
+        engine = build_engine(static_plan(checkpoint(name)[0]), batching=batching)
+        for id_, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(temperature=0.7, seed=id_, logprobs=1, repetition_penalty=1.2)
+            engine.submit(Generation(id_, prompt, MAX_OUTPUT, sampling=sampling if id_ % 2 else SamplingParams()))
+        tokens = []
+        while (step := engine.step()) is not None:
+            tokens += [(t.id, t.token, t.logprobs and round(t.logprobs.chosen, 2)) for t in step]
+        found[batching] = sorted(tokens)
+    assert len(found["flat"]) == len(PROMPTS) * MAX_OUTPUT
+    assert all(tokens == found["flat"] for tokens in found.values())
+
+
+def memory_of(directory, batching):
+    """K/V blocks set aside after each step of one batch, of whose requests most end early; and its tokens."""
+    engine = build_engine(static_plan(directory), batching=batching)
+    for id_, prompt in enumerate(PROMPTS[:8]):
+        engine.submit(Generation(id_, prompt, 16, output_length=16 if id_ == 5 else 2 + id_))
+    used, tokens = [], []
+    while (step := engine.step()) is not None:
+        used.append(engine.pool.reserved_blocks)
+        tokens += step
+    return used, sorted(tokens, key=lambda t: t.id)
+
+
+def test_slots_free_their_memory_early_and_rows_at_the_end(checkpoint):
+    directory = checkpoint("opt-tied")[0]
+    of = {batching: memory_of(directory, batching) for batching in LAYOUTS}
+    for batching in ("padded", "rows"):
+        used = of[batching][0]
+        assert set(used[:-1]) == {used[0]} and used[-1] == 0
+    slots = of["slots"][0]
+    assert slots == sorted(slots, reverse=True) and len(set(slots)) > 3 and slots[-2] < slots[0] / 2
+    assert of["slots"][1] == of["rows"][1] == of["padded"][1]
+
+
+def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
+    """Rows take more than their requests, so fewer enter; one that fits alone always does."""
+    plan = static_plan(checkpoint("opt-tied")[0])
+    stages = tuple(stage.model_copy(update={"kv_blocks": 20}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": stages})
+    rng = np.random.default_rng(2)
+    for batching in LAYOUTS:
+        schedule = build_rows(plan, batching)
+        requests = [Request(i, int(n), int(m)) for i, (n, m) in enumerate(rng.integers(1, 60, (60, 2)))]
+        for one in requests:
+            schedule.submit(one)
+        seen = []
+        while (step := schedule.next_step("both")) is not None:
+            ids = list(step.ids)
+            if step.encode:
+                batch = [requests[id_] for id_ in ids]
+                layout = lay_out(batching, batch, 60)
+                tokens = layout.slot_tokens + layout.most_a_slot * max(one.max_output for one in batch)
+                assert layout.num_slots * -(-tokens // plan.block_size) == schedule.pool.reserved_blocks <= 20
+                seen += ids
+            done = [i for i in ids if requests[i].generated + 1 == requests[i].max_output and not is_held(schedule, i)]
+            schedule.settle(step, done)
+        assert sorted(seen) == list(range(60)) and schedule.pool.reserved_blocks == 0
+
+
+def is_held(schedule, id_) -> bool:
+    return any(id_ in batch.held for batch in schedule.pool.batches)
+
+
+@pytest.mark.parametrize("batching", LAYOUTS)
+def test_a_cancelled_request_leaves_the_others_their_tokens(checkpoint, batching):
+    directory, model = checkpoint("opt-tied")
+    engine = build_engine(static_plan(directory), batching=batching)
+    for id_, prompt in enumerate(PROMPTS):
+        engine.submit(Generation(id_, prompt, MAX_OUTPUT))
+    outputs = {id_: [] for id_ in range(len(PROMPTS))}
+    while (step := engine.step()) is not None:
+        for token in step:
+            outputs[token.id].append(token.token)
+        if len(outputs[3]) == 4:
+            engine.cancel(3)
+    expected = greedy(model)
+    assert len(outputs.pop(3)) < MAX_OUTPUT
+    assert outputs == {id_: expected[id_] for id_ in outputs}
+    assert engine.pool.is_idle and engine.pool.reserved_blocks == 0
+
+
+@pytest.mark.parametrize("batching", LAYOUTS)
+def test_the_endpoint_answers_from_rows(checkpoint, batching):
+    directory, model = checkpoint("opt-tied")
+    engine = build_engine(static_plan(directory), batching=batching)
+    with running(fake_app(engine, spec=engine_spec(directory))) as url:
+        body = {
+            "model": "fake",
+            "prompt": [list(prompt) for prompt in PROMPTS],
+            "max_tokens": MAX_OUTPUT,
+            "temperature": 0,
+        }
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        answer.raise_for_status()
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == greedy(model)
+    assert "xgpt_kv_blocks_used 0.0" in lines
+
+
+def engine_spec(directory):
+    return problem_of(directory, 1).model
+
+
+def test_what_cannot_run_in_rows_is_refused(checkpoint):
+    directory = checkpoint("opt-tied")[0]
+    orca = planned(problem_of(directory, 1), "orca")
+    with pytest.raises(InputError, match="the plan is orca on 1 device; rows take a plan of whole batches"):
+        ServeRequest(batching="rows").check_batching(orca)
+    with pytest.raises(InputError, match="--engine vllm takes flat"):
+        ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))
+    ServeRequest(batching="slots").check_batching(static_plan(directory))
+    assert type(build(static_plan(directory)).pool) is Pool
