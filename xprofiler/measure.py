@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from xgpt.machine import num_cores
-from xgpt.schema import ClusterSpec, DType, EncoderLayerTimes, LayerTimes, ModelSpec, Profile, Surface
+from xgpt.schema import (
+    BYTES_PER_ELEMENT,
+    ClusterSpec,
+    DType,
+    EncoderLayerTimes,
+    LayerTimes,
+    ModelSpec,
+    Precision,
+    Profile,
+    Surface,
+)
 from xprofiler import NATIVE_VERSION
 from xprofiler.bench import (
     BATCHES,
@@ -34,7 +45,11 @@ from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.packed import fastest
 from xrunner.parallel import Part, build
+from xrunner.weights import Checkpoint, load_model
 from xrunner.worker import Worker
+
+LOADED_LAYERS, LOADS = 4, 3
+"""Layers that are loaded to see how fast weights are set up, and how often."""
 
 
 def profile(
@@ -72,7 +87,36 @@ def profile(
             torch.set_num_threads(_fastest_num_threads(bench))
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
-    return assembled(spec, cluster, dtype, threads, layouts, {1: measured})
+    found = assembled(spec, cluster, dtype, threads, layouts, {1: measured})
+    return _with_loading(found, spec, dtype, checkpoint, device)
+
+
+def _with_loading(profile: Profile, spec: ModelSpec, dtype: DType, checkpoint: Path | None, device: str) -> Profile:
+    if checkpoint is None:
+        return profile  # weights are drawn, and what that takes says nothing
+    rate = loading_rate(spec, dtype, checkpoint, device, profile.layouts)
+    return profile.model_copy(update={"load_bytes_per_s": rate})
+
+
+def loading_rate(
+    spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
+) -> float:
+    """Return the bytes of weights that a worker sets up a second: read from memory, converted, laid out.
+
+    A few layers are loaded several times, so that the files are in the page cache; the fastest of them counts.
+    """
+    last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
+    part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
+    size = BYTES_PER_ELEMENT[Precision.of(dtype, "gpu" if device == "cuda" else "cpu", "native").weights]
+    num_bytes = size * (last * spec.decoder_layer_params + last_encoder * spec.encoder_layer_params)
+    seconds = []
+    for _ in range(LOADS):
+        start = time.perf_counter()
+        load_model(spec, dtype, Checkpoint(checkpoint), device, part).prepack(dtype, layouts)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return num_bytes / min(seconds)
 
 
 def bench_of(worker: Worker) -> type[Bench]:
@@ -113,7 +157,8 @@ def _together(
         progress=progress,
     )
     profile = assembled(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_degree)
-    return profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
+    profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
+    return _with_loading(profile, spec, dtype, checkpoint, device)
 
 
 def assembled(

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from xgpt.checkpoint import read_spec, sampling_defaults
 from xgpt.errors import InputError
+from xprofiler import measure
 from xrunner.weights import load_checkpoint, seeded
 
 
@@ -355,3 +356,16 @@ def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
     model = seeded(read_spec(checkpoint(name)[0]), dtype, 0)
     hidden = torch.randn(50, model.spec.hidden_size, dtype=model.final_norm.weight.dtype)
     assert 0.8 < model.head(hidden).float().std() < 1.3
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_rate_of_loading_is_measured(checkpoint, name, dtype, monkeypatch):
+    """Bytes of the layers that were loaded, as the device keeps them, over the fastest load's seconds."""
+    directory = checkpoint(name)[0]
+    spec = read_spec(directory)
+    clock = iter(range(0, 100))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
+    size = {"float32": 4, "int8": 1}[dtype]
+    layers = spec.num_layers * spec.decoder_layer_params + spec.num_encoder_layers * spec.encoder_layer_params
+    assert measure.loading_rate(spec, dtype, directory, "cpu") == pytest.approx(size * layers, rel=0.05)

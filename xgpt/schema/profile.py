@@ -182,6 +182,8 @@ class Profile(Frozen):
 
     A device that holds a share of the layers or heads moves that share of the tokens.
     """
+    load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
+    """Bytes of weights that a device sets up a second, from a checkpoint in host memory; None: not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow stretches of the measurement exceed the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)

@@ -6,10 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, Outcome, Plan
+from xgpt.schema import Constraint, Outcome, Plan, Profile
+from xscheduler.placement import Placement
 from xscheduler.replanning.candidates import SWAPPABLE, find_candidates
 from xscheduler.replanning.judge import Judge, Terms
 from xscheduler.space import runnable
+from xsimulator.memory import LaneMemory
+
+LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
+"""Bytes of weights that a device sets up a second, where its profile does not say: the slowest measured on a CPU
+(docs/results/devices.md), and the slowest of ExeGPT's Table 4."""
 
 SAME = 0.02
 """Planned prompt tokens of a phase that differ by no more than this share are the same."""
@@ -65,7 +71,7 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     InfeasibleError: no plan keeps the bounds.
     """
     anywhere, swap = find_candidates(judge)
-    pause_s = judge.running.latency_s + max(judge.plan.estimate.memory_bytes) / terms.load_bytes_per_s
+    pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile)
     in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap))
     if _repays(judge.rate(anywhere), in_place_rps, pause_s, terms):
         verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
@@ -80,6 +86,21 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     if verdict.switch and verdict.is_swap and verdict.plan is not None and _is_same(judge.plan, verdict.plan):
         return replace(verdict, switch=False, reason="the best plan is the running one")
     return verdict
+
+
+def loading_s(plan: Plan, profile: Profile) -> float:
+    """Return how long the devices take to set up a plan's weights, from a checkpoint in host memory.
+
+    One device that runs a whole model keeps it. Source: ExeGPT sec. 7.7, Table 4.
+    """
+    if plan.devices_per_replica == 1:
+        return 0.0
+    rate = profile.load_bytes_per_s or LOAD_BYTES_PER_S[plan.cluster.device.type]
+    lanes = [layout.lane for layout in Placement.of(plan).layouts]
+    memories = [
+        LaneMemory(plan.model, plan.cluster, plan.dtype, lane, plan.block_size, plan.profile.engine) for lane in lanes
+    ]
+    return max(float(memory.weight_bytes.max()) for memory in memories) / rate
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:

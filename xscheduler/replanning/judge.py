@@ -28,7 +28,6 @@ class Terms:
         near: where no plan keeps the bound, the running plan stays up to this factor of the nearest bound that can be
             kept.
         horizon_s: time in which a change of placement must repay its pause.
-        load_bytes_per_s: rate at which weights and K/V memory are set up again, from host memory.
     """
 
     least_gain: float = 0.05
@@ -36,7 +35,6 @@ class Terms:
     caution: tuple[tuple[float, float], ...] = ((2.0, 0.05), (1.0, 0.15))
     near: float = 1.1
     horizon_s: float = 600.0
-    load_bytes_per_s: float = 2e9
 
 
 class Judge(ABC):

@@ -18,6 +18,7 @@ from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Pla
 from xgpt.workload import histogram, sample
 from xscheduler.placement import Placement
 from xscheduler.replanning import SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, within_context
+from xscheduler.replanning.decide import loading_s
 from xscheduler.schedule import Scheduler
 
 Kind = Literal["rra", "chunked", "orca", "static"]
@@ -206,6 +207,15 @@ def test_other_stages_on_the_same_two_devices() -> None:
     assert verdict.plan.stages != plan.stages
     assert (verdict.plan.replicas, verdict.plan.devices_per_replica) == (1, 2)
     assert not build(plan).apply(build(verdict.plan))
+
+
+def test_the_pause_is_what_the_devices_take_to_load() -> None:
+    """Half of the weights each, at the profile's rate or, where it says none, at a CPU's or GPU's usual one."""
+    plan = plan_on_two("static", "PP 2")
+    weights = 2 * plan.model.num_params / 2
+    usual, slow = (loading_s(plan, TWO.profile.model_copy(update={"load_bytes_per_s": r})) for r in (None, 1e9))
+    assert slow == pytest.approx(weights / 1e9, rel=0.1) and usual == pytest.approx(slow / 4)
+    assert loading_s(plan_of("static", None), PROFILE) == 0  # the weights stay where they are
 
 
 @functools.cache
