@@ -1,11 +1,13 @@
 """Deploying a plan and going over to another: seconds until its workers hold their weights, from disk and from memory.
 
-    python -m benchmarks.loading [--layers 24] [--hidden 2048] [--json loading.json]
+    python -m benchmarks.loading [--sizes 125m,1.3b,2.7b] [--json results/loading.json] [--markdown FILE]
 
-A random checkpoint of OPT's shape is written, 1.3 billion parameters in bfloat16 by default; two cores as two devices
-load it for each placement in turn, each first with the file dropped from the page cache (from disk), then with the
-file in it (from memory). Each worker reads its own part, memory-mapped, converts it to float32 and repacks it for the
-CPU's products; K/V memory, groups and a first step are included. Source of the table: ExeGPT sec. 7.7, Table 4.
+Random checkpoints of OPT's shapes in bfloat16 are written, and loaded on one device (a core) and on two in each
+placement: first with the file dropped from the page cache (from disk), then with the file in it (from memory). Each
+worker reads its own part, memory-mapped, converts it and lays it out for the CPU's products; K/V memory, groups and a
+first step are included. `predicted` is the planner's: the fullest device's weights, at the rate that a profile of this
+machine measures (`xprofiler.measure.loading_rate`); from disk, and reading the file at the rate of a plain read of it.
+Source of the table: ExeGPT sec. 7.7, Table 4.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import argparse
 import json
 import os
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,31 +26,44 @@ from safetensors.torch import save_file
 
 from benchmarks.lib.served_plans import one_lane, two_lanes
 from xgpt.checkpoint import read_spec
-from xgpt.schema import Stage
+from xgpt.io import write_atomic
+from xgpt.resolve import load_cluster
+from xgpt.schema import DType, ModelSpec, Stage
+from xprofiler.measure import fastest_layouts, loading_rate
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
+from xsimulator.memory import LaneMemory
+from xsimulator.placement import Lane, lane_of
 
+SIZES: dict[str, tuple[int, int, DType]] = {
+    "125m": (12, 768, "float32"),
+    "1.3b": (24, 2048, "float32"),
+    "2.7b": (32, 2560, "int8"),
+}
+"""Layers, width, and the type that fits the memory of a small machine."""
+MOST_BYTES = 8 << 30
+"""Of weights in all workers: placements that take more are left out."""
 SHARD_BYTES = 1 << 30
 
 
 @dataclass
 class Row:
-    """One placement's deployment. Bytes as stored; the slowest worker's seconds."""
+    """One placement's deployment; seconds of the slowest worker."""
 
+    model: str
+    dtype: str
     placement: str
     source: str
-    checkpoint_bytes: int
-    read_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.read_bytes / self.seconds
+    weight_bytes: float
+    """Of the fullest device."""
+    predicted_s: float
+    measured_s: float
 
 
 def placements(layers: int) -> dict[str, tuple[Stage, ...]]:
     return {
+        "one device": one_lane([1], layers),
         "TP 2": one_lane([2], layers),
         "PP 2": one_lane([1, 1], layers),
         "WAA 1+1": two_lanes([1], [1], layers),
@@ -95,37 +112,99 @@ def drop_from_memory(directory: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(directory: Path) -> list[Row]:
+def lanes(stages: Sequence[Stage]) -> Iterator[Lane]:
+    for name in dict.fromkeys(stage.lane for stage in stages):
+        yield lane_of([stage for stage in stages if stage.lane == name], load_cluster("local"))
+
+
+def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list[float]:
+    """Of each device."""
+    memories = [(LaneMemory(spec, load_cluster("local"), dtype, lane, 16, "native"), lane) for lane in lanes(stages)]
+    return [
+        float(held)
+        for memory, lane in memories
+        for held, stage in zip(memory.weight_bytes, lane, strict=True)
+        for _ in range(stage.tp)
+    ]
+
+
+def disk_rate(directory: Path) -> float:
+    """Bytes a second of a plain read that nothing has cached."""
+    drop_from_memory(directory)
+    start, total = time.perf_counter(), 0
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb", buffering=0) as opened:
+            while read := len(opened.read(16 << 20)):
+                total += read
+    return total / (time.perf_counter() - start)
+
+
+def measure(name: str, directory: Path) -> Iterator[Row]:
+    dtype = SIZES[name][2]
     spec = read_spec(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    rows = []
-    with Fleet(2) as fleet:
-        for name, stages in placements(spec.num_layers).items():
-            deployment = Deployment(model=spec, dtype="float32", checkpoint=str(directory), stages=stages)
-            for source in ("disk", "memory"):
+    threads, disk = torch.get_num_threads(), disk_rate(directory)
+    for place, stages in placements(spec.num_layers).items():
+        held = weight_bytes(spec, dtype, stages)
+        if sum(held) > MOST_BYTES:
+            continue
+        torch.set_num_threads(threads if len(held) == 1 else 1)
+        layouts = fastest_layouts(spec, dtype, (1, 2) if len(held) > 1 else (1,))
+        rate = loading_rate(spec, dtype, directory, "cpu", layouts)
+        from_memory_s = max(held) / rate
+        from_disk_s = from_memory_s + size / disk  # lanes read the same file
+        deployment = Deployment(
+            model=spec,
+            dtype=dtype,
+            checkpoint=str(directory),
+            stages=stages,
+            layouts=layouts,
+            threads=torch.get_num_threads(),
+        )
+        with Fleet(len(held)) as fleet:
+            for source, predicted_s in (("disk", from_disk_s), ("memory", from_memory_s)):
                 if source == "disk":
                     drop_from_memory(directory)
                 executor = RemoteExecutor(fleet, deployment)
                 seconds = max(executor.deploy().values())
                 executor.disconnect()
-                copies = 2 if name.startswith("WAA") else 1  # each lane of a decoder-only model holds all of it
-                rows.append(Row(name, source, size, copies * size, round(seconds, 2)))
-                row = rows[-1]
-                print(f"{name:8} from {source:7} {row.seconds:6.2f} s, {row.bytes_per_s / 1e9:.2f} GB/s", flush=True)
-    return rows
+                row = Row(name, dtype, place, source, max(held), round(predicted_s, 2), round(seconds, 2))
+                print("  ".join(str(value) for value in asdict(row).values()), flush=True)
+                yield row
+    torch.set_num_threads(threads)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        "| model | type | placement | GB on the fullest device | from | predicted s | measured s | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row.model, row.dtype, row.placement, f"{row.weight_bytes / 1e9:.2f}", row.source]
+        cells += [f"{row.predicted_s:.2f}", f"{row.measured_s:.2f}", f"{row.measured_s / row.predicted_s:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def run(sizes: Sequence[str]) -> Iterator[Row]:
+    for name in sizes:
+        layers, hidden, _ = SIZES[name]
+        with tempfile.TemporaryDirectory() as directory:
+            write_checkpoint(Path(directory), layers, hidden)
+            yield from measure(name, Path(directory))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="125m,1.3b,2.7b")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), options.layers, options.hidden)
-        rows = measure(Path(directory))
+    rows = list(run(options.sizes.split(",")))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_atomic(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if options.markdown:
+        write_atomic(options.markdown, markdown(rows))
 
 
 if __name__ == "__main__":
