@@ -190,6 +190,10 @@ class RelativeBias(nn.Module):
         self._buckets: dict[int, Tensor] = {}
         """Of all distances in sequences up to a power of two, by that."""
 
+    def forward(self, distance: Tensor) -> Tensor:
+        """Return the bias of each distance: the key's place less the query's. # int64 [...] -> [..., heads]"""
+        return F.embedding(self.bucket(distance), self.weight)
+
     def of_places(self, longest: int) -> PositionBias:
         """The bias for sequences of up to `longest` tokens."""
         size = 1 << (longest - 1).bit_length()

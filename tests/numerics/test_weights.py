@@ -364,7 +364,7 @@ def test_the_rate_of_loading_is_measured(checkpoint, name, dtype, monkeypatch):
     """Bytes of the layers that were loaded, as the device keeps them, over the fastest load's seconds."""
     directory = checkpoint(name)[0]
     spec = read_spec(directory)
-    clock = iter(range(0, 100))
+    clock = iter(range(100))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
     size = {"float32": 4, "int8": 1}[dtype]
     layers = spec.num_layers * spec.decoder_layer_params + spec.num_encoder_layers * spec.encoder_layer_params

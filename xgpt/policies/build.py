@@ -47,7 +47,7 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
-    """The schedule of whole batches in rows, with nobody in it.
+    """Return the schedule of whole batches in rows, without a request in it.
 
     Raises:
         InputError: the plan does not run whole batches on one device.

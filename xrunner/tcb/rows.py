@@ -172,7 +172,7 @@ class SlotCache:
         self._kv: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> None:
-        """Set the first tokens of some slots, from `start` on, of so many. # each [slots, kv_heads, tokens, dim]"""
+        """Set the first tokens of the slots from `start` on, of `num_slots`. # each [slots, kv_heads, tokens, dim]"""
         slots, heads, tokens, dim = k.shape
         if self._kv is None:
             self._kv = k.new_empty(2, num_slots, heads, self._most, dim)
@@ -325,7 +325,7 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int) -> Rows:
-    """Return the batch as this model runs it, for at most so many steps."""
+    """Return the batch as this model runs it, for at most `most_steps` steps."""
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps)
     assert isinstance(model, EncoderDecoderModel)
