@@ -13,7 +13,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xgpt.api import bench, compare, doctor, export, plan, profile, replan, report, serve, served, simulate, solve
+    from xgpt.api import (
+        bench,
+        compare,
+        doctor,
+        export,
+        plan,
+        profile,
+        replan,
+        report,
+        serve,
+        served,
+        simulate,
+        solve,
+        ui,
+    )
     from xgpt.errors import InfeasibleError, InputError, MachineError, XgptError
 
 __version__ = "0.1.0"
@@ -35,6 +49,7 @@ __all__ = [
     "served",
     "simulate",
     "solve",
+    "ui",
 ]
 
 

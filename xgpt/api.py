@@ -425,6 +425,21 @@ def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, 
     return report(plan, profile_of(plan, _given(profile)), np.random.default_rng(seed))
 
 
+def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve a page on this machine alone, on which one plans, until SIGTERM or SIGINT; in the main thread.
+
+    Args:
+        port: 0: any free one.
+        on_ready: is told the page's address.
+
+    Raises:
+        MachineError: the port cannot be had.
+    """
+    from xgpt.app.ui import serve
+
+    serve(port, on_ready)
+
+
 def doctor() -> list[Finding]:
     """Look at this machine, at what is installed and at what is kept on it; takes a few seconds."""
     from xgpt.app.doctor import examine

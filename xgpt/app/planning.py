@@ -42,7 +42,7 @@ def plan_each(
         InputError: the model cannot be run under the policy that is asked for.
         InfeasibleError: no policy has one.
     """
-    kinds = _kinds(problem, policy)
+    kinds = kinds_of(problem, policy)
     if problem.constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     of = scheduler(problem, search)
@@ -62,7 +62,7 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
     return {"waa" if kind == "waa-c" else kind: plan for kind, plan in plans.items() if kind != "waa-m"}
 
 
-def _kinds(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
+def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     """The policies that are planned for.
 
     Raises:

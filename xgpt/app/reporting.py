@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xgpt.app import figures
 from xgpt.app.arrivals import predicted_rate, with_capacity
 from xgpt.app.problems import scheduler
 from xgpt.app.simulating import simulate
@@ -15,7 +16,7 @@ from xgpt.app.wording import (
     schedule_in_words,
     settings_text,
 )
-from xgpt.schema import Constraint, Histogram, Plan, Precision, Profile
+from xgpt.schema import Constraint, Histogram, Plan, Profile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS = 400
 """Requests of the simulated run whose figures stand next to the prediction."""
-TIMELINE_CYCLES = 4
-MIN_STEPS, MAX_STEPS = 20, 120
 HISTOGRAM_BINS = 40
 
 
@@ -153,40 +152,14 @@ def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, C
 
 
 def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
-    """Some encode phases of the simulated run, from the middle, where it has settled: a row a stage."""
     from xgpt.pages import charts
 
-    spans = sorted(spans, key=lambda span: span.start_ns)
-    encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
-    middle = len(encodes) // 2
-    origin = encodes[middle]
-    end = encodes[min(middle + TIMELINE_CYCLES * getattr(plan.policy, "microbatches", 1), len(encodes) - 1)]
-    seen = [span for span in spans if span.start_ns >= origin]
-    least = MIN_STEPS * len(plan.stages)
-    shown = [span for i, span in enumerate(seen) if span.start_ns < end or i < least][: MAX_STEPS * len(plan.stages)]
-
-    rows: dict[tuple[str, int], int] = {}
-    for stage in plan.stages:
-        rows[stage.lane, sum(lane == stage.lane for lane, _ in rows)] = len(rows)
-    bars = [
-        charts.Span(
-            rows[span.lane, span.stage],
-            (span.start_ns - origin) / 1e9,
-            (span.end_ns - origin) / 1e9,
-            " and ".join(name for name, part in (("encode", span.step.encode), ("decode", span.step.decode)) if part),
-        )
-        for span in shown
-    ]
-    decodes = [span for span in shown if span.step.decode and span.stage == 0]
-    decoding = charts.Series(
-        "in decode",
-        [(span.start_ns - origin) / 1e9 for span in decodes],
-        [float(len(span.step.decode)) for span in decodes],
-    )
+    shown = figures.timeline(plan, spans)
+    times, sizes = zip(*shown.decoding, strict=True) if shown.decoding else ((), ())
     return charts.timeline(
-        bars,
-        [("stage" if lane == "both" else lane) + f" {number + 1}" for lane, number in rows],
-        decoding,
+        [charts.Span(*bar) for bar in shown.bars],
+        shown.rows,
+        charts.Series("in decode", times, [float(size) for size in sizes]),
         alt=f"timeline of {len(plan.stages)} stages",
         caption=(
             "What each stage of a replica does, from the middle of the simulated run; below, how many requests a step "
@@ -226,23 +199,13 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
 def _memory(plan: Plan) -> Chart:
     from xgpt.pages import charts
 
-    gib = 2.0**30
-    precision = Precision.of(plan.dtype, plan.cluster.device.type, plan.profile.engine)
-    kv: list[float] = []
-    for stage in plan.stages:
-        layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
-        share = layers * max(1 / stage.tp, 1 / plan.model.num_kv_heads)
-        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(precision.state) * share
-        kv += [bytes_ / gib] * stage.tp
-    devices = range(len(kv))
-    rest = [total / gib - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True)]
-    usable = plan.cluster.device.memory_bytes * plan.cluster.device.usable_memory / gib
+    of = figures.memory(plan)
     return charts.memory(
-        [f"device {device}" for device in devices],
-        {"weights, activations, workspace": rest, "keys and values": kv},
-        usable,
+        [f"device {device}" for device in range(len(of.kv))],
+        {"weights, activations, workspace": of.rest, "keys and values": of.kv},
+        of.usable,
         alt="memory of each device",
-        caption=f"Memory of each device of one replica; {usable:.1f} GiB of it may be used.",
+        caption=f"Memory of each device of one replica; {of.usable:.1f} GiB of it may be used.",
     )
 
 

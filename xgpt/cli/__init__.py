@@ -24,6 +24,7 @@ COMMANDS = (
     "replan",
     "report",
     "export",
+    "ui",
     "doctor",
     "completion",
 )

@@ -41,11 +41,21 @@ def render_live(heading: str, warning: str | None = None) -> str:
     Args:
         warning: what stands above everything else.
     """
+    return _render_alive("live", heading=heading, warning=warning)
+
+
+def render_ui() -> str:
+    """The page on which one plans: asks its own server, and runs no other script than its own."""
+    return _render_alive("ui")
+
+
+def _render_alive(name: str, **values: object) -> str:
+    """A page with the script of its name, behind what all scripts draw with."""
     import base64
     import hashlib
 
     from markupsafe import Markup
 
-    script = files(__name__).joinpath("live.js").read_text(encoding="utf-8")
+    script = "".join(files(__name__).joinpath(f"{part}.js").read_text(encoding="utf-8") for part in ("draw", name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return render("live.html", heading=heading, warning=warning, script=Markup(script), script_hash=f"sha256-{digest}")
+    return render(f"{name}.html", script=Markup(script), script_hash=f"sha256-{digest}", **values)

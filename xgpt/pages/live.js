@@ -1,30 +1,13 @@
-"use strict";
-// What comes from a server is set as text, never as HTML.
-const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 480, HEIGHT = 150, LEFT = 44, BOTTOM = 18;
-const byId = (id) => document.getElementById(id);
-const number = (value, digits = 3) => value === null || value === undefined ? "-" : Number(value).toPrecision(digits).replace(/\.?0+$/, "");
-
-function shape(parent, name, attributes, text) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== undefined) element.textContent = text;
-  parent.appendChild(element);
-  return element;
-}
 
 function axes(id, label, low, high, top) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", label);
+  const svg = picture(id, label, WIDTH, HEIGHT);
   const x = (value) => LEFT + (WIDTH - LEFT - 4) * (value - low) / (high - low || 1);
   const y = (value) => 6 + (HEIGHT - BOTTOM - 6) * (1 - value / (top || 1));
   for (const share of [0, 0.5, 1]) {
-    shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(share * top), y2: y(share * top), stroke: "#d9dfe6"});
-    shape(svg, "text", {x: LEFT - 5, y: y(share * top) + 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, number(share * top));
+    shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(share * top), y2: y(share * top), class: "grid"});
+    shape(svg, "text", {x: LEFT - 5, y: y(share * top) + 4, "text-anchor": "end"}, number(share * top));
   }
-  byId(id).replaceChildren(svg);
   return {svg, x, y};
 }
 
@@ -39,7 +22,7 @@ function lines(id, label, samples, key, marks, scale = 1) {
     shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(mark.value), y2: y(mark.value), stroke: mark.colour, "stroke-dasharray": "5 4"});
   const points = known.map((sample, i) => `${x(sample.at_s)},${y(values[i])}`).join(" ");
   shape(svg, "polyline", {points, fill: "none", stroke: "#0b5fa5", "stroke-width": 1.8});
-  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, `${Math.round((last - first) / 60)} min`);
+  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end"}, `${Math.round((last - first) / 60)} min`);
 }
 
 function histogram(id, label, bins) {
@@ -51,7 +34,7 @@ function histogram(id, label, bins) {
     const points = bins.observed.flatMap((share, i) => [`${x(bins.edges[i])},${y(share)}`, `${x(bins.edges[i + 1])},${y(share)}`]);
     shape(svg, "polyline", {points: points.join(" "), fill: "none", stroke: "#d1731a", "stroke-width": 1.8});
   }
-  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end", "font-size": 11, fill: "#5b6775"}, `${Math.round(bins.edges[bins.edges.length - 1])} tokens`);
+  shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end"}, `${Math.round(bins.edges[bins.edges.length - 1])} tokens`);
 }
 
 const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_")).map(([key, value]) => `${key} ${value}`).join(", ");
