@@ -360,7 +360,8 @@ class _Predictors:
 
     def _model(self, make: Callable[..., Any], lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> Any:
         constraint = self._problem.constraint
-        costs = [LaneCost(self._problem.model, profile, lane, degrees) for lane in lanes]
+        of, engine = self._problem.model, self._problem.engine
+        costs = [LaneCost(of, profile, lane, degrees, engine) for lane in lanes]
         of_all = constraint.sla == "request"
         return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
 

@@ -9,6 +9,7 @@ times: tests/contract/test_counts.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +28,14 @@ class Stream(NamedTuple):
         inputs, outputs: tokens.
         max_output: what is set aside for each.
         arrivals_ns: when each arrives.
+        cached: tokens of each prompt whose K/V is there already, under orca and chunked; empty: none of any.
     """
 
     inputs: list[int]
     outputs: list[int]
     max_output: int
     arrivals_ns: list[int]
+    cached: Sequence[int] = ()
 
 
 class Limits(NamedTuple):
@@ -150,7 +153,7 @@ class Run(ABC):
     """
 
     def __init__(self, stream: Stream, kv: Kv) -> None:
-        self.inputs, self.outputs, self.max_output, self._arrivals_ns = stream
+        self.inputs, self.outputs, self.max_output, self._arrivals_ns, self._cached = stream
         self._kv = kv
         self.head = self.tail = 0
         """Requests [head, tail) wait."""

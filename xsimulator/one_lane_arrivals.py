@@ -104,7 +104,8 @@ class OneLaneRun(Run):
         elif may_encode and self._is_phase_over(number):
             batch.phase += 1
             encode = self._phase(settings, batch)
-        decodes = bool(batch.decoding and (settings.mix or not (encode or batch.encoding)))
+        mixes = settings.mix and not (encode and settings.prompts_first)
+        decodes = bool(batch.decoding and (mixes or not (encode or batch.encoding)))
         if not encode and not decodes:
             return None
         batch.since_encode = 0 if encode else batch.since_encode + 1
@@ -122,7 +123,8 @@ class OneLaneRun(Run):
         return not batch.num_running or batch.since_encode >= self._of_batch[number].encode_every
 
     def _fill(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
-        left = np.inf if settings.token_budget is None else settings.token_budget - batch.decoding
+        decodes = 0 if settings.prompts_first else batch.decoding
+        left = np.inf if settings.token_budget is None else settings.token_budget - decodes
         most = np.inf if settings.max_batch is None else settings.max_batch
         chunks: list[tuple[int, int, int]] = []
         for request, encoded in batch.encoding.items():
@@ -135,9 +137,9 @@ class OneLaneRun(Run):
             admitted = self.admit()
             if admitted is None:
                 break
-            batch.encoding[admitted] = 0
-            length = int(min(self.inputs[admitted], left))
-            chunks.append((admitted, 0, length))
+            start = batch.encoding[admitted] = self._cached[admitted] if self._cached else 0
+            length = int(min(self.inputs[admitted] - start, left))
+            chunks.append((admitted, start, length))
             left -= length
         return chunks
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from xgpt.errors import InputError
-from xgpt.schema import ModelSpec, Plan, Profile, StageLane
+from xgpt.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
 from xsimulator.curves import MOST_KNOWN, Array, Grid, Line, Table
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, StageShape, lane_of
@@ -82,8 +82,11 @@ class LaneCost:
 
     Args:
         degrees: the profile's, where several lanes share them.
+        engine: what runs the steps; None: any, of which nothing is known but the profile's times.
 
     Attributes:
+        mixing: share by which a step that both encodes and decodes takes longer than the sum of its parts.
+        ahead: whether the engine decides a step while the one before it runs.
         kinds: distinct stages.
         counts: how many stages are of each kind.
 
@@ -91,13 +94,22 @@ class LaneCost:
         InputError: the profile lacks a degree, or the hop between stages.
     """
 
-    def __init__(self, spec: ModelSpec, profile: Profile, stages: Lane, degrees: Degrees | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: Profile,
+        stages: Lane,
+        degrees: Degrees | None = None,
+        engine: EngineSpec | None = None,
+    ) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
             says = "it holds no times between devices: stages cannot be predicted"
             raise InputError("profile", profile.model.name, says)
         self.spec = spec
         self.profile = profile
         self.stages = stages
+        self.mixing = 0.0 if engine is None else engine.mixing
+        self.ahead = engine is not None and engine.schedules_ahead and len(stages) == 1
         self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
             dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))
         )
@@ -274,9 +286,12 @@ class LaneCost:
         for stage, _ in self.kinds:
             (rest_s, encode_s, decode_s, head_s), number = layers[stage.tp], stage.decoder_layers
             tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
-            found.append(
-                StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
+            parts = StepParts(
+                tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s
             )
+            if self.mixing and step.encode and decodes:
+                parts = StepParts(*((1 + self.mixing) * seconds for seconds in parts))
+            found.append(parts)
         return found
 
     @property
@@ -345,7 +360,7 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
     for name in dict.fromkeys(stage.lane for stage in plan.stages):
         stages = [stage for stage in plan.stages if stage.lane == name]
         heads = name != "encode" or not plan.model.is_encoder_decoder
-        found[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads))
+        found[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads), engine=plan.engine)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from xgpt.schema import (
     ChunkedSettings,
     Constraint,
     Curve,
+    EngineSpec,
     LayerTimes,
     ModelShape,
     OrcaSettings,
@@ -58,10 +60,9 @@ def problem(model: str, cluster: str, workload: str, latency_bound_s: float | No
     return Problem(spec, None, devices, load_workload(workload, spec), profile, constraint)
 
 
-@functools.cache
-def one_lane(model: str, cluster: str, workload: str) -> OneLaneModel:
+def one_lane(model: str, cluster: str, workload: str, engine: EngineSpec | None = None) -> OneLaneModel:
     of = problem(model, cluster, workload)
-    return OneLaneModel(LaneCost(of.model, of.profile, whole(of.model)), Lengths(of.workload))
+    return OneLaneModel(LaneCost(of.model, of.profile, whole(of.model), engine=engine), Lengths(of.workload))
 
 
 def simulate(
@@ -76,7 +77,8 @@ def simulate(
     static = settings.kind == "static"
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
     share = decoding_share(workload)
-    schedule = OneLane(lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"], share), pool)
+    rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"], share)
+    schedule = OneLane(replace(rule, ahead=rule.mix and model.lane.ahead), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
     log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     return measure(

@@ -17,7 +17,7 @@ from xgpt.schema import ModelSpec
 from xgpt.workload import mean, quantile
 
 # The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
-UNNAMED = {"tcb-seq2seq": 0.9e9}
+UNNAMED = {"tcb-seq2seq": 0.9e9, "qwen3-14b": 14.8e9}
 # (All, those that a token passes), as published; gpt-oss counts the active ones without the embedding.
 WITH_EXPERTS = {
     "qwen3-30b-a3b": (30.5e9, 3.3e9),

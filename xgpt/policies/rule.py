@@ -39,6 +39,7 @@ class LaneSettings:
         encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
         ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
             `mix` and one micro-batch).
+        prompts_first: steps that encode decode none, and go before those that decode (only with `mix`).
     """
 
     mix: bool
@@ -52,6 +53,7 @@ class LaneSettings:
     microbatches: int = 1
     encode_parts: int = 1
     ahead: bool = False
+    prompts_first: bool = False
 
     def of_microbatch(self, number: int) -> LaneSettings:
         """The settings of one micro-batch: its share of whatever counts requests or tokens."""
@@ -199,7 +201,8 @@ class OneLaneRule:
             encode = self._phase(pool, batch)
 
         decode: tuple[int, ...] = ()
-        if settings.mix or not (encode or batch.encoding):
+        mixes = settings.mix and not (encode and settings.prompts_first)
+        if mixes or not (encode or batch.encoding):
             decode = self._decodable(pool, batch)
             if decode and batch.held:
                 decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
@@ -218,7 +221,8 @@ class OneLaneRule:
     def _fill(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Prompts up to the token budget and the largest batch."""
         budget = self.settings.token_budget
-        left = None if budget is None else budget - len(self._decodable(pool, batch))
+        decodes = 0 if self.settings.prompts_first else len(self._decodable(pool, batch))
+        left = None if budget is None else budget - decodes
         chunks: list[Chunk] = []
         for request in batch.encoding.values():
             if left is not None and left <= 0:

@@ -77,8 +77,12 @@ class _Mix(NamedTuple):
 class Mixes:
     """The mixes of one workload. They depend on no device: a profile's tables and those below them share the last."""
 
-    def __init__(self, lengths: Lengths) -> None:
+    def __init__(self, lengths: Lengths, *, ahead: bool) -> None:
         self._lengths = lengths
+        # Decided a step ahead, a slot is taken again one step later, and its request has a row in that step unless its
+        # maximum told that it would end.
+        self._held = lengths.mean_decodes + ahead
+        self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
         self.prompt: Array = _means_of(lengths.inputs, lengths.input_probabilities, PROMPTS)[:, None]
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
@@ -96,12 +100,12 @@ class Mixes:
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
         if budget is None:
-            rate = max_batch / (lengths.mean_decodes + 1)
+            rate = max_batch / (self._held + 1)
             room = load = None
         else:
             budget = np.maximum(np.floor(budget / m), 1.0)
             rate, room, load, _ = self._steady(max_batch, budget, others)
-        decode_batch = rate * lengths.mean_decodes
+        decode_batch = rate * self._rows
 
         # A busy step encodes what the slots freed, up to its room. Any request still in encode makes a step busy, so in
         # a step that only decodes every slot does.
@@ -187,9 +191,7 @@ class Mixes:
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
         """Return the steady state in which slots (`max_batch`) and tokens a step (`budget`) balance."""
         lengths = self._lengths
-        highest = np.minimum(
-            max_batch / (lengths.mean_decodes + 1), budget / (lengths.mean_input + lengths.mean_decodes)
-        )
+        highest = np.minimum(max_batch / (self._held + 1), budget / (lengths.mean_input + self._rows))
         low, width = np.zeros_like(highest), highest
         rows = np.arange(len(highest))
         for level in range(ROOT_LEVELS):
@@ -218,20 +220,20 @@ class Mixes:
 
     def _at(self, rate: Array, budget: Array, others: Array) -> _Slots:
         lengths = self._lengths
-        room = budget - rate * lengths.mean_decodes
+        room = budget - rate * self._rows
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
         # A request that arrives meets what the other slots leave there, in service and waiting: where few of them
         # decode, the station never runs dry.
         met = others * load
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
-        slots = rate * (lengths.mean_decodes - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
+        slots = rate * (self._held - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
         return _Slots(rate, room, load, slots)
 
 
 @lru_cache(maxsize=8)
-def mixes_of(lengths: Lengths) -> Mixes:
-    return Mixes(lengths)
+def mixes_of(lengths: Lengths, *, ahead: bool = False) -> Mixes:
+    return Mixes(lengths, ahead=ahead)
 
 
 class MixedSteps:
@@ -239,7 +241,8 @@ class MixedSteps:
 
     def __init__(self, model: OneLaneModel) -> None:
         lane, lengths = model.lane, model.lengths
-        self._lane, self._pipeline, self._mixes, self._of_all = lane, model.pipeline, mixes_of(lengths), model.of_all
+        self._lane, self._pipeline, self._of_all = lane, model.pipeline, model.of_all
+        self._mixes = mixes_of(lengths, ahead=lane.ahead)
         self._quantile_decodes = model.quantile_decodes
         context = model.self_context + lengths.mean_decode_context - lengths.mean_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
@@ -256,6 +259,8 @@ class MixedSteps:
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
+        if self._lane.mixing:  # where requests decode
+            cost[:, 1:] *= 1 + self._lane.mixing * np.minimum(mix.decode_batch, 1.0)
         through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
         slowest = cost[0]
         if len(cost) > 1:
@@ -278,10 +283,13 @@ class MixedSteps:
             first = ttft * _spans(self._mixes.prompt[:, 0], mix.room, mix.load).T
             met = np.repeat(PROMPTS[:, None], size, axis=1)
             ttft = ttft * mix.spans
+        # Decided a step ahead, a prompt that is admitted waits for the step under way.
+        ahead_s = step_s if self._lane.ahead else 0.0
+        ttft = ttft + ahead_s
         if self._of_all is None:
             latency = ttft + self._quantile_decodes * decode_s
         else:
-            latency = self._of_all.latency(first, met, decode_s, np.sqrt(m * rounds.variance[1]))
+            latency = ahead_s + self._of_all.latency(first, met, decode_s, np.sqrt(m * rounds.variance[1]))
         return Performance(
             throughput=m * mix.rate / step_s,
             latency=latency,

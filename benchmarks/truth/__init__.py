@@ -1,0 +1,1 @@
+"""Predictions held against measurements: what others published, and this machine's own."""

@@ -1,0 +1,67 @@
+"""Predicted against measured, a row for each source: what others published, held against imported tables.
+
+    python -m benchmarks.truth [--measured DIR] [--source NAME …] [--quick] [--json FILE] [--plot FILE]
+
+Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfigurator-core 0.12 (`pip install
+'xgpt[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
+(experiment, model, device, tp, max_num_batched_tokens, max_num_seqs, input_tokens, output_tokens, rate_per_s, and mean
+and p99 of e2e and ttft in ms) and `trtllm_max_throughput.csv` (version, model, device, dtype, tp, input_tokens,
+output_tokens, output_tokens_per_s). None of them is part of this repository.
+
+Figures of engines (configs/engines) were fitted to the rows that are marked so, and to no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.truth.score import plot, table
+from benchmarks.truth.sources import SOURCES, Row
+
+QUICK = 60
+"""Rows of each source, with --quick."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, metavar="DIR", help="where the user keeps others' measurements")
+    parser.add_argument("--source", action="append", choices=[source.name for source in SOURCES])
+    parser.add_argument("--quick", action="store_true", help=f"at most {QUICK} rows of each source")
+    parser.add_argument("--groups", action="store_true", help="a line for each model, device and engine, too")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="predicted against measured, an SVG")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for source in SOURCES:
+        if options.source and source.name not in options.source:
+            continue
+        path = source.path(options.measured)
+        if path is None:
+            print(f"{source.name}: not here")
+            continue
+        started = time.perf_counter()
+        found = list(source.rows(path, QUICK if options.quick else None))
+        predicted = [row for row in found if row.predicted]
+        print(
+            f"{source.name}: {len(predicted)} of {len(found)} rows predicted in {time.perf_counter() - started:.0f} s"
+        )
+        for why, count in Counter(row.why_not for row in found if row.why_not).most_common():
+            print(f"  {count:4d} not: {why}")
+        if source.peers:
+            print(f"  published of peers: {source.peers}")
+        rows += predicted
+    print(table(rows, by_group=options.groups))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        options.plot.write_text(plot(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

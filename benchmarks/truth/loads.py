@@ -1,0 +1,177 @@
+"""Loads on one replica of an engine: clients in a closed loop, arrivals at a rate, requests at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.policies import LaneSettings, lane_settings
+from xgpt.resolve import load_cluster, load_engine, load_model
+from xgpt.schema import ChunkedSettings, DType, EngineSpec, Profile
+from xprofiler import analytic, imported
+from xsimulator.arrivals import Kv, Stream
+from xsimulator.memory import LaneMemory
+from xsimulator.one_lane_arrivals import OneLaneRun
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost
+
+Floats = npt.NDArray[np.float64]
+NEVER_NS = 2**62
+
+
+@dataclass(frozen=True)
+class Served:
+    """One replica as it was started.
+
+    Attributes:
+        imported: step times from others' tables; otherwise from the datasheet.
+        engine: its name; `changes` are what was set otherwise than the engine does by itself.
+    """
+
+    model: str
+    cluster: str
+    dtype: DType
+    tp: int
+    engine: str
+    max_batch: int
+    token_budget: int
+    imported: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def spec(self) -> EngineSpec:
+        return load_engine(self.engine).model_copy(update=dict(self.changes))
+
+    @property
+    def cost(self) -> LaneCost:
+        """Of a step.
+
+        Raises:
+            InputError: there are no step times of this model on this device.
+        """
+        return _cost(self.model, self.cluster, self.dtype, self.engine, self.tp, self.imported)
+
+    @property
+    def lane(self) -> LaneSettings:
+        """The rule's settings."""
+        of = self.spec
+        rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
+        return replace(rule, ahead=of.schedules_ahead, prompts_first=not of.mixes)
+
+    @property
+    def kv(self) -> Kv:
+        """Blocks of K/V memory.
+
+        Raises:
+            InfeasibleError: the weights do not fit.
+        """
+        spec, _ = load_model(self.model)
+        cluster, of = load_cluster(self.cluster), self.spec
+        if of.memory_share is not None:
+            device = cluster.device.model_copy(update={"usable_memory": of.memory_share})
+            cluster = cluster.model_copy(update={"device": device})
+        memory = LaneMemory(spec, cluster, self.dtype, whole(spec, self.tp), of.block_size, of.framework, of)
+        return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
+
+
+@cache
+def _profile(model: str, cluster: str, dtype: DType, engine: str, is_imported: bool) -> Profile:
+    spec, _ = load_model(model)
+    make = imported.profile if is_imported else analytic.profile
+    return make(spec, load_cluster(cluster), dtype, load_engine(engine))
+
+
+@cache
+def _cost(model: str, cluster: str, dtype: DType, engine: str, tp: int, is_imported: bool) -> LaneCost:
+    spec, _ = load_model(model)
+    return LaneCost(
+        spec, _profile(model, cluster, dtype, engine, is_imported), whole(spec, tp), engine=load_engine(engine)
+    )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each request from its arrival at the server, and between its tokens. # [requests]"""
+
+    first_s: Floats
+    whole_s: Floats
+    outputs: Floats
+
+    @property
+    def gap_s(self) -> Floats:
+        return (self.whole_s - self.first_s) / np.maximum(self.outputs - 1, 1)
+
+
+class _ClosedLoop(OneLaneRun):
+    """Clients that each send their next request when their last one has ended.
+
+    Args:
+        path_s: that a request takes outside of the engine's loop.
+    """
+
+    def __init__(self, served: Served, stream: Stream, clients: int, path_s: float) -> None:
+        super().__init__(served.lane, served.cost, served.kv, stream)
+        self._num_sent, self._path_ns = clients, round(1e9 * path_s)
+
+    def ended(self, request: int) -> None:
+        super().ended(request)
+        if self._num_sent < len(self.inputs):
+            self._arrivals_ns[self._num_sent] = self.now_ns + self._path_ns
+            self._num_sent += 1
+
+
+def closed_loop(served: Served, clients: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
+    """What the requests of a number of clients take, all of which start at once."""
+    path_s = served.spec.request_path_s
+    arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
+    run = _ClosedLoop(served, Stream(list(inputs), list(outputs), max(outputs), arrivals), clients, path_s)
+    run.run()
+    return _times(run, arrivals, outputs, path_s)
+
+
+def open_loop(
+    served: Served, rate_per_s: float, lengths: tuple[int, int], cached: int, num_requests: int, seed: int
+) -> Times:
+    """What requests of equal lengths take that arrive at a rate in a Poisson process.
+
+    Args:
+        cached: tokens of each prompt whose K/V is there already.
+    """
+    rng, path_s = np.random.default_rng(seed), served.spec.request_path_s
+    arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, num_requests))).astype(int).tolist()
+    inputs, outputs = ([length] * num_requests for length in lengths)
+    stream = Stream(inputs, outputs, lengths[1], arrivals, [cached] * num_requests)
+    run = OneLaneRun(served.lane, served.cost, served.kv, stream)
+    run.run()
+    return _times(run, arrivals, outputs, path_s)
+
+
+def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -> float:
+    """Output tokens a second where all requests are there from the start."""
+    run = OneLaneRun(
+        served.lane, served.cost, served.kv, Stream(list(inputs), list(outputs), max(outputs), [0] * len(inputs))
+    )
+    run.run()
+    return sum(outputs) / max(run.end_ns) * 1e9
+
+
+def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], path_s: float) -> Times:
+    arrived, first, end = (np.asarray(of, float) / 1e9 for of in (arrivals, run.first_ns, run.end_ns))
+    return Times(first - arrived + path_s, end - arrived + path_s, np.asarray(outputs, float))
+
+
+def needs(served: Served, longest: int) -> None:
+    """Refuse a load whose longest request does not fit.
+
+    Raises:
+        InputError: it does not.
+    """
+    blocks = served.kv
+    if blocks.of(longest) > blocks.blocks:
+        raise InputError("tp", served.tp, "its memory does not hold the longest request")

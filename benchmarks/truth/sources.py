@@ -1,0 +1,269 @@
+"""Sources of measurements: each yields rows with what was measured and what is predicted.
+
+Predictions run the scheduling rule on a simulated clock, as the engine of the row does by itself and with the settings
+that its source names. What a source leaves open is assumed once for all of its rows, and said at its function.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.truth.loads import Served, all_at_once, closed_loop, needs, open_loop
+from xgpt.errors import XgptError
+from xgpt.schema import DType
+from xprofiler import imported
+
+Figures = dict[str, float]
+"""Seconds, or tokens a second, by quantity."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration.
+
+    Attributes:
+        source, group: what it is reported with.
+        is_fitted: figures were fitted to rows of this kind; all others verify.
+        why_not: why nothing is predicted for it.
+    """
+
+    source: str
+    group: str
+    is_fitted: bool
+    measured: Figures
+    predicted: Figures = field(default_factory=dict)
+    note: str = ""
+    why_not: str = ""
+
+    def errors(self) -> Figures:
+        """Relative, by quantity."""
+        return {name: self.predicted[name] / self.measured[name] - 1 for name in self.predicted}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one kind.
+
+    Attributes:
+        path: finds the file; None where it is not here.
+        peers: what others published on these rows, or such.
+    """
+
+    name: str
+    path: Callable[[Path | None], Path | None]
+    rows: Callable[[Path, int | None], Iterator[Row]]
+    peers: str = ""
+
+
+def _thinned(rows: list[dict[str, str]], most: int | None) -> list[dict[str, str]]:
+    return rows if most is None or len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _predicted(predict: Callable[[], Figures]) -> tuple[Figures, str]:
+    try:
+        return predict(), ""
+    except XgptError as error:
+        return {}, str(error)
+
+
+# vLLM under open arrivals -------------------------------------------------------------------------------------------
+
+OPEN_FITTED = ("llama-3.1-8b", "qwen3-14b", "codellama-34b")
+OPEN_CLUSTERS = {"H100": "h100x8", "A100": "a100x16"}
+BLOCK = 16
+OPEN_REQUESTS = 3000
+
+
+def open_rows(path: Path, most: int | None) -> Iterator[Row]:
+    """vLLM 0.15.1, Poisson arrivals. Prompts were repeated with prefix caching on: all but the last block is cached."""
+    for raw in _thinned(_read(path), most):
+        numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
+        lengths = int(numbers["input_tokens"]), int(numbers["output_tokens"])
+        served = Served(
+            raw["model"],
+            OPEN_CLUSTERS[raw["device"]],
+            "bfloat16",
+            int(raw["tp"]),
+            "vllm-0.15",
+            int(raw["max_num_seqs"]),
+            int(raw["max_num_batched_tokens"]),
+        )
+
+        def predict(served: Served = served, numbers: Figures = numbers, lengths: tuple[int, int] = lengths) -> Figures:
+            cached = (lengths[0] - 1) // BLOCK * BLOCK
+            count = OPEN_REQUESTS if most is None else OPEN_REQUESTS // 3
+            times = open_loop(served, numbers["rate_per_s"], lengths, cached, count, seed=0)
+            kept = slice(count // 10, count - count // 10)
+            first, whole = times.first_s[kept], times.whole_s[kept]
+            return {
+                "e2e mean": float(np.mean(whole)),
+                "e2e p99": float(np.quantile(whole, 0.99)),
+                "TTFT mean": float(np.mean(first)),
+                "TTFT p99": float(np.quantile(first, 0.99)),
+            }
+
+        names = {"e2e": "e2e", "TTFT": "ttft"}
+        measured = {
+            f"{name} {of}": float(raw[f"{column}_{of}_ms"]) / 1e3
+            for name, column in names.items()
+            for of in ("mean", "p99")
+        }
+        found, why_not = _predicted(predict)
+        is_fitted = raw["model"] in OPEN_FITTED
+        group = f"{raw['model']} {raw['device']}"
+        note = f"{raw['experiment']} {raw['rate_per_s']}/s"
+        yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not)
+
+
+# TensorRT-LLM offline -----------------------------------------------------------------------------------------------
+
+OFFLINE_CLUSTERS = {"h100": "h100x8", "h200": "h200x8"}
+MOST_OFFLINE = 3000
+"""Requests simulated, where the source took more: enough of them for a steady state."""
+
+
+def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
+    """TensorRT-LLM 1.0's own maximum throughput: lengths all equal, all requests at hand."""
+    for raw in _thinned(_read(path), most):
+        lengths = int(raw["input_tokens"]), int(raw["output_tokens"])
+        served = Served(
+            raw["model"],
+            OFFLINE_CLUSTERS[raw["device"]],
+            "float8",
+            int(raw["tp"]),
+            "tensorrt-llm-1.0",
+            max_batch=2048,
+            token_budget=8192,
+            imported=is_imported,
+        )
+
+        def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:
+            needs(served, sum(lengths))
+            inside = min(served.max_batch, served.kv.blocks // served.kv.of(sum(lengths)))
+            count = min(MOST_OFFLINE, max(4 * inside, 200))
+            inputs, outputs = ([length] * count for length in lengths)
+            return {"throughput": all_at_once(served, inputs, outputs)}
+
+        found, why_not = _predicted(predict)
+        kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
+        source = "TensorRT-LLM, offline" + ("" if is_imported else ", datasheet")
+        measured = {"throughput": float(raw["output_tokens_per_s"])}
+        note = f"{raw['model']} {raw['device']} TP {raw['tp']} {lengths[0]}/{lengths[1]}"
+        yield Row(source, kind, is_imported, measured, found, note, why_not)
+
+
+# Served models, as published with AIConfigurator's tables -----------------------------------------------------------
+
+MODELS = {
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "nvidia/Qwen3-32B-NVFP4": "qwen3-32b",
+}
+CLUSTERS = {"h100_sxm": "h100x8", "h200_sxm": "h200x8", "b200_sxm": "b200x8", "gb200": "gb200x4"}
+DTYPES: dict[str, DType] = {"": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8", "fp8_block": "float8"}
+ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
+INFERENCEX = "meta-llama/Llama-3.1-70B"
+"""Its rows are InferenceX's of 2025-10-29, whose settings are published; the others' are not."""
+BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
+REQUESTS_A_CLIENT = 10
+SHORTEST = 0.8
+
+
+def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """The engine of a row, and what was set otherwise than by itself."""
+    name = ENGINES[raw["backend"]]
+    if raw["model_path"] == INFERENCEX:
+        ahead = {"vllm": (("schedules_ahead", True),), "trtllm": (("stream_interval", 10),)}
+        return name, ahead.get(raw["backend"], ())
+    return name, ()
+
+
+def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
+    """Clients in a closed loop, ten requests each, all of them starting at once.
+
+    Lengths of InferenceX are uniform from 80% to 100% of what is stated, as its generator draws them; the others' are
+    taken to be as stated, as generators of fixed lengths do.
+    """
+    raws = [raw for raw in _read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
+    for raw in _thinned(raws, most):
+        isl, osl = int(float(raw["isl"])), int(float(raw["osl"]))
+        clients, tp = int(float(raw["batch_size"])), int(float(raw["tp_size"]))
+        measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
+        of_inferencex = raw["model_path"] == INFERENCEX
+        model, backend = MODELS[raw["model_path"]], raw["backend"]
+        group = f"{model} {raw['gemm_quant_mode'] or 'bfloat16'} {raw['system']} {backend}"
+        is_fitted = of_inferencex and backend == "vllm" and raw["system"] in ("h100_sxm", "h200_sxm")
+        dtype, cluster = DTYPES.get(raw["gemm_quant_mode"]), CLUSTERS[raw["system"]]
+        note = f"{raw['id']}"
+        if dtype is None:
+            why_not = f"{raw['gemm_quant_mode']} is no type that is planned for"
+            yield Row("silicon", group, is_fitted, measured, {}, note, why_not)
+            continue
+        engine, changes = _engine(raw)
+        served = Served(model, cluster, dtype, tp, engine, clients, BUDGETS[backend], changes=changes)
+
+        def predict(
+            served: Served = served,
+            clients: int = clients,
+            lengths: tuple[int, int] = (isl, osl),
+            shortest: float = SHORTEST,
+        ) -> Figures:
+            needs(served, sum(lengths))
+            rng = np.random.default_rng(0)
+            num = REQUESTS_A_CLIENT * clients
+            inputs, outputs = (rng.integers(round(shortest * n), n + 1, num).tolist() for n in lengths)
+            times = closed_loop(served, clients, inputs, outputs)
+            return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
+
+        found, why_not = _predicted(predict)
+        yield Row("silicon", group, is_fitted, measured, found, note, why_not)
+
+
+# Where they are -----------------------------------------------------------------------------------------------------
+
+
+def _in_folder(name: str) -> Callable[[Path | None], Path | None]:
+    def find(folder: Path | None) -> Path | None:
+        path = None if folder is None else folder / name
+        return path if path is not None and path.is_file() else None
+
+    return find
+
+
+@cache
+def _in_wheel(folder: Path | None) -> Path | None:
+    try:
+        path = imported.wheel_folder() / "silicon_sample.csv"
+    except XgptError:
+        return None
+    return path if path.is_file() else None
+
+
+SOURCES = (
+    Source(
+        "vLLM, open loop",
+        _in_folder("vllm_open_loop.csv"),
+        open_rows,
+        "BLIS: e2e mean 5.5 to 6.5, TTFT mean 9.5 to 12.2; AIConfigurator: e2e mean 7.9, TTFT mean 740 (medians)",
+    ),
+    Source("TensorRT-LLM, offline", _in_folder("trtllm_max_throughput.csv"), offline_rows),
+    Source(
+        "TensorRT-LLM, offline, datasheet",
+        _in_folder("trtllm_max_throughput.csv"),
+        lambda path, most: offline_rows(path, most, is_imported=False),
+    ),
+    Source("silicon", _in_wheel, silicon_rows, "AIConfigurator 0.12 on 21 such rows: TPOT 6.3, TTFT 53.6 (means)"),
+)

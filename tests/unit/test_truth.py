@@ -1,0 +1,62 @@
+"""The loads that benchmarks.truth predicts, and its table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
+from benchmarks.truth.score import plot, table
+from benchmarks.truth.sources import Row
+from xsimulator.step_cost import StepCounts
+
+INPUT, OUTPUT = 512, 64
+SERVED = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "xgpt", 64, 8192, imported=False)
+AHEAD = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "vllm-0.15", 64, 8192, imported=False)
+
+
+def prompts_s(count: int) -> float:
+    return sum(SERVED.cost.step(StepCounts.of([(0, INPUT, 1)] * count, [])))
+
+
+def test_one_client_waits_for_its_own_prompt_alone() -> None:
+    times = closed_loop(SERVED, 1, [INPUT] * 5, [OUTPUT] * 5)
+    assert times.first_s == pytest.approx(prompts_s(1))
+    steps = [sum(SERVED.cost.step(StepCounts.of([], [INPUT + i]))) for i in range(1, OUTPUT)]
+    assert times.gap_s == pytest.approx(np.mean(steps), rel=1e-3)
+
+
+def test_clients_that_start_together_share_steps() -> None:
+    """Thirty-two prompts of 512 tokens are two steps of 8,192; equal requests then stay in step for good."""
+    times = closed_loop(SERVED, 32, [INPUT] * 320, [OUTPUT] * 320)
+    assert 0.9 * prompts_s(16) < np.mean(times.first_s) < 1.5 * prompts_s(16)
+
+
+def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
+    """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
+    plain, ahead = (open_loop(of, 4.0, (INPUT, 256), INPUT - 16, 400, seed=0) for of in (SERVED, AHEAD))
+    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s
+    more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
+    assert more_s == pytest.approx(path_s + step_s, rel=0.3)
+
+
+def test_cached_tokens_are_not_encoded_again() -> None:
+    cold, warm = (open_loop(SERVED, 4.0, (4096, 16), cached, 100, seed=0) for cached in (0, 4080))
+    assert np.mean(warm.first_s) < 0.5 * np.mean(cold.first_s)
+    assert np.mean(warm.gap_s) < np.mean(cold.gap_s)
+
+
+def test_requests_at_hand_keep_the_engine_busy() -> None:
+    few, many = (all_at_once(SERVED, [INPUT] * count, [OUTPUT] * count) for count in (8, 256))
+    assert many > 3 * few
+
+
+def test_the_table_counts_fitted_rows_apart() -> None:
+    rows = [
+        Row("a", "x", True, {"TPOT": 1.0}, {"TPOT": 1.1}),
+        Row("a", "y", False, {"TPOT": 2.0}, {"TPOT": 1.0}),
+    ]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| a | 2 | TPOT | 30.0 | 30.0 | 46.0 | -20.0 |"
+    assert lines[3].startswith("| a: fitted to | 1 | TPOT | 10.0") and lines[4].startswith("| a: verified on | 1 |")
+    assert plot(rows).count("<circle") == 2 + 1
