@@ -83,8 +83,6 @@ class Case:
             each = settings.encode_batch / settings.microbatches
             if each < 1.5 and predicted["decode_batch"] < 3 * settings.microbatches:
                 return "one ragged prompt a phase, and phases that start early because no request is in decode"
-        if isinstance(settings, WaaSettings) and 2 * settings.encode_batch > settings.max_decode_batch:
-            return "a batch that waits for over half of all requests inside to end: static batching, no steady state"
         return None
 
 
@@ -225,7 +223,6 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
         encode_stages=len(groups[0]),
         encode_blocks=PLENTY,
         max_decode_batch=settings.max_decode_batch,
-        decode_batch=predicted["decode_batch"],
         decode_microbatches=settings.decode_microbatches,
         encoder_only=spec.is_encoder_decoder,
     )

@@ -29,7 +29,7 @@ class TwoLaneRun(Run):
         self._is_moving = False
         self._arrived: deque[int] = deque()
         self._encode_turn = self._decode_turn = self._encode_blocks = 0
-        self._budget = PromptBudget(settings.encode_tokens, settings.decode_batch)
+        self._budget = PromptBudget(settings.encode_tokens)
         self._emits = not settings.encoder_only
         self._under_way: list[tuple[int, int, Step]] = []
         self._num_begun = 0
@@ -128,7 +128,7 @@ class TwoLaneRun(Run):
         ahead = sum(kv.of(self.inputs[request]) for request in range(self.head, self.head + due))
         if self._encode_blocks + ahead > settings.encode_blocks:
             return None
-        budget.open(self._num_decoding() - settings.decode_batch)
+        budget.open()
         entered: list[int] = []
         while len(entered) < due and (request := self.admit()) is not None:
             budget.spend(self.inputs[request])
@@ -141,7 +141,7 @@ class TwoLaneRun(Run):
 
     def _due(self) -> int:
         settings, budget = self._settings, copy(self._budget)
-        budget.open(self._num_decoding() - settings.decode_batch)
+        budget.open()
         count = blocks = 0
         for request in range(self.head, min(self.tail, self.head + settings.max_decode_batch + 1)):
             blocks += self._kv.of(self.inputs[request])

@@ -33,7 +33,7 @@ def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
         )
         settings = WaaSettings(encode_batch=4, max_decode_batch=INSIDE)
         predicted = estimate(TwoLaneModel(encode, decode, lengths), settings)
-        rule = TwoLaneSettings(predicted["encode_tokens"], 1, PLENTY, INSIDE, predicted["decode_batch"])
+        rule = TwoLaneSettings(predicted["encode_tokens"], 1, PLENTY, INSIDE)
         schedule: Schedule = TwoLane(rule, pool)
         return schedule, TwoLaneClock(encode, decode, schedule), lengths
     cost = LaneCost(of.model, of.profile, whole(of.model, 4))

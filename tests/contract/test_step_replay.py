@@ -40,7 +40,6 @@ LANES = {
         encode_stages=2,
         encode_blocks=15,
         max_decode_batch=9,
-        decode_batch=4.0,
         decode_microbatches=2,
     ),
 }

@@ -37,7 +37,6 @@ def build(plan: Plan) -> Schedule:
             encode_stages=len(encode),
             encode_blocks=_fewest_blocks(encode),
             max_decode_batch=plan.policy.max_decode_batch,
-            decode_batch=plan.estimate.decode_batch,
             decode_microbatches=plan.policy.decode_microbatches,
             encoder_only=plan.model.is_encoder_decoder,
         )

@@ -134,13 +134,13 @@ class PromptBudget:
     Source: ExeGPT sec. 5.2.
     """
 
-    def __init__(self, target: float, decode_batch: float) -> None:
+    def __init__(self, target: float, decode_batch: float = 0.0) -> None:
         self._target = target
         self._decode_batch = decode_batch
         self._credit = 0.0
         """Tokens that earlier times took too few (or, below zero, too many)."""
 
-    def open(self, excess: float) -> None:
+    def open(self, excess: float = 0.0) -> None:
         """Begin the next time; `excess`: requests in decode beyond their expected number."""
         target = self._target
         if abs(excess) > ADJUSTMENT * self._decode_batch:

@@ -31,7 +31,6 @@ class TwoLaneSettings:
         encode_stages: stages of the encode lane: as many batches are under way there at once.
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
         max_decode_batch: requests in encode, in transfer and in decode at most.
-        decode_batch: requests in decode on average.
         decode_microbatches: what the decode lane's requests are divided into.
         encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
     """
@@ -40,7 +39,6 @@ class TwoLaneSettings:
     encode_stages: int
     encode_blocks: int
     max_decode_batch: int
-    decode_batch: float
     decode_microbatches: int = 1
     encoder_only: bool = False
 
@@ -62,7 +60,7 @@ class TwoLane(Schedule):
         """In the decode lane, and in none of its micro-batches yet."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
-        self._budget = PromptBudget(settings.encode_tokens, settings.decode_batch)
+        self._budget = PromptBudget(settings.encode_tokens)
 
     def apply(self, other: Schedule) -> bool:
         if not isinstance(other, TwoLane) or not self._is_placed_like(other):
@@ -72,7 +70,7 @@ class TwoLane(Schedule):
             return False
         self.settings = then
         self.pool.follow(other.pool)
-        self._budget = PromptBudget(then.encode_tokens, then.decode_batch)
+        self._budget = PromptBudget(then.encode_tokens)
         return True
 
     def fresh(self) -> TwoLane:
@@ -120,7 +118,7 @@ class TwoLane(Schedule):
             return None
         if self._encode_blocks_with(due) > settings.encode_blocks:
             return None
-        self._budget.open(self._num_decoding() - settings.decode_batch)
+        self._budget.open()
         entered: list[Request] = []
         while len(entered) < due:
             request = pool.admit(batch)
@@ -146,7 +144,7 @@ class TwoLane(Schedule):
         """Prompts that wait and that the next encode batch takes: at least one."""
         settings = self.settings
         budget = copy(self._budget)
-        budget.open(self._num_decoding() - settings.decode_batch)
+        budget.open()
         count = blocks = 0
         for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
             blocks += self.pool.blocks_for(request.context)

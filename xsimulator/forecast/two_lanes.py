@@ -4,11 +4,15 @@ With B requests in decode, an iteration of all micro-batches takes T(B), and the
 a second. That number is the rate at which requests enter; what limits it is the encode lane, which takes B_E requests
 every t_E, the K/V transfers, or the cap on requests inside:
 
-    B + X (wait + encode + transfer + joining) + (B_E - 1) / 2 <= B_max,   X = B / (E[S] T(B))
+    B_E sum_{j>=0} G(j B_E / X) + X wait <= B_max,   X = B / (E[S] T(B))
 
-as a batch waits until all of it fits, and then until the encode lane is free (as in a queue whose arrivals are
-batches). A request that has been transferred joins after half an iteration in the mean. Where a device is a CPU core,
-moving K/V is that core's work: both lanes then do nothing else for as long (Transfer.occupies).
+as a batch waits until all of it fits, finding there what is left of those that entered j periods of B_E / X before, and
+then until the encode lane is free (as in a queue whose arrivals are batches). G(a) is the share of requests that are
+inside at the age a: all until they are encoded, then those whose output goes on until they have been transferred, have
+joined (after half an iteration in the mean) and run their iterations. Outputs that end together, with the encode lane's
+token or after the same number of iterations, so keep whole batches inside; of others half a batch's slots are free in
+the mean. Where a device is a CPU core, moving K/V is that core's work: both lanes then do nothing else for as long
+(Transfer.occupies).
 Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
 """
 
@@ -33,6 +37,10 @@ GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 
 
 FINER = np.linspace(0, 1, 17)
 """Points within a stretch of the grid."""
+LEVELS = 3
+"""Times that such a stretch is divided by these."""
+PERIODS = 4
+"""Batches before the last whose remaining requests are counted one by one; those of earlier ones are integrated."""
 
 
 class TwoLaneModel:
@@ -67,6 +75,7 @@ class TwoLaneModel:
         first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
+        self._stays = _Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
         self._joined: dict[tuple[float, float, float], Array] = {}
         """Of `_rounds`, by least and largest encode batch and micro-batches."""
 
@@ -77,13 +86,10 @@ class TwoLaneModel:
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
         rounds = self._rounds(encode_batch, encode_batch, microbatches, _size_for(cap / microbatches))
-        batch, step = self._balance(
-            self._decoding(encode_batch, through + moving, microbatches, rounds),
-            _Waiting(1 / encode_batch, sd * sd, interval, limit),
-            cap,
-        )
+        lanes = _Lanes(encode_batch, encode_batch, through, moving, microbatches, rounds)
+        batch, step = self._balance(lanes, _Waiting(1 / encode_batch, sd * sd, interval, limit), cap)
         mean_decodes = max(self.mean_decodes, 1e-9)
-        throughput = np.minimum(batch / (mean_decodes * step), limit) if self.mean_decodes else limit
+        throughput = np.minimum(batch / (mean_decodes * step), limit)
 
         met = sd**2
         encoding = through * (1 + met)
@@ -129,17 +135,16 @@ class TwoLaneModel:
         # Beyond the profile's points a batch may cost more by the prompt than a smaller one.
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
         rounds = self._rounds(encode_batch, largest_batch, microbatches, _size_for(cap / microbatches))
-        grid = self._decoding(encode_batch, through + moving, microbatches, rounds)
-        batch, step = self._balance(grid, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap, levels=2)
+        lanes = _Lanes(encode_batch, largest_batch, through, moving, microbatches, rounds)
+        batch, step = self._balance(lanes, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap)
         # Where steps take longer by the request in larger batches, fewer requests in decode serve more.
-        up_to = np.where(grid[0] <= batch[:, None], grid[0] / grid[1], 0.0).max(axis=1)
+        up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
         if latency_s is None or not self.quantile_decodes:
             return most
         # Steps as long as the latency allows, to within rounding, and what they serve.
         longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
-        size = grid.shape[-1]
-        inside = microbatches[:, None] * GRID[:size]
+        size, inside = rounds.shape[1], lanes.decoding
         allowed = rounds <= longest[:, None]
         served = np.where(allowed, inside / rounds, 0.0).max(axis=1)
         last = size - 1 - allowed[:, ::-1].argmax(axis=1)  # the last that is allowed, if any is
@@ -151,22 +156,44 @@ class TwoLaneModel:
             served = np.maximum(served, np.where(share < 1, at_end / np.maximum(longest, 1e-300), served))
         return np.where(allowed.any(axis=1), np.minimum(most, served / mean_decodes), 0.0)
 
-    def _balance(self, grid: Array, waiting: _Waiting, cap: Array, levels: int = 1) -> tuple[Array, Array]:
+    def _balance(self, lanes: _Lanes, waiting: _Waiting, cap: Array) -> tuple[Array, Array]:
         """Requests in decode, and seconds of an iteration, at which as many are inside as the cap allows.
 
-        Slots are free while the encode lane is busy. As its load comes near 1 that bends up within one stretch of the
-        grid: a finer grid for that. What is found lies on the bend's chord, so a little low: the less, the more levels.
+        What is found lies on the chord of a stretch of the last division, so a little low.
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
-        rows = np.arange(len(cap))
-        for _ in range(levels):
-            index, _ = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
-            low, high = grid[:, rows, index], grid[:, rows, index + 1]
-            grid = low[..., None] + (high - low)[..., None] * FINER
-        index, share = _locate(grid[2] + waiting(grid[0] / (mean_decodes * grid[1])), cap)
-        low, high = grid[:2, rows, index], grid[:2, rows, index + 1]
-        batch, step = low + share * (high - low)
-        return np.maximum(batch, 1e-9), step
+        rate = lanes.decoding / (mean_decodes * lanes.rounds)
+        stays = rate * self._stays.mean(lanes, lanes.rounds)
+        # No fewer are inside than the rate's share of the stays, and more than that by one batch at most.
+        first, _ = _locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
+        last, _ = _locate(stays, cap + 1)
+        low, high = lanes.at(first), np.minimum(lanes.at(last + 1), lanes.serving(waiting.limit, mean_decodes))
+        for _ in range(LEVELS):
+            points = low[:, None] + np.maximum(high - low, 0.0)[:, None] * FINER
+            step = lanes.step(points)
+            index, share = _locate(self._inside(lanes, points / (mean_decodes * step), step, waiting), cap)
+            rows = np.arange(len(cap))
+            low, high = points[rows, index], points[rows, index + 1]
+        batch = low + share * (high - low)
+        return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
+
+    def _inside(self, lanes: _Lanes, rate: Array, step: Array, waiting: _Waiting) -> Array:
+        """Requests inside once a batch has entered, and slots that are free then, at least. # [n, points]"""
+        batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
+        rate = np.maximum(rate, 1e-300)
+        left = self._stays.left(lanes, largest / rate, step)
+        inside = np.maximum(batch * (1 + left), rate * self._stays.mean(lanes, step))
+        # A batch that meets nothing enters whatever the cap, and finds the lane free.
+        return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
+
+    def _forming(self, lanes: _Lanes) -> Array:
+        """Slots more than the mean batch's that are free as a batch enters. # [n, 1]
+
+        Slots come free one at a time, and a batch's prompts vary in number where they are packed by tokens.
+        """
+        batch = lanes.encode_batch[:, None]
+        forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5
+        return forming
 
     def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
         """Of both lanes' devices.
@@ -210,37 +237,26 @@ class TwoLaneModel:
         pace = through * (1 + self._longest * sd) / self._encode_pipeline.num_stages
         return through, np.maximum(np.maximum.reduce(te), pace) + self.transfer.occupies * moving, moving, sd
 
-    def _decoding(self, encode_batch: Array, before: Array, microbatches: Array, rounds: Array) -> Array:
-        """Requests in decode, seconds of an iteration of all micro-batches, and requests inside in all. # [3, n, grid]
-
-        Args:
-            before: seconds from admission to the decode lane.
-            rounds: seconds of an iteration. # [n, grid]
-        """
-        found = np.empty((3, *rounds.shape))
-        inside, seconds = np.multiply(microbatches[:, None], GRID[: rounds.shape[1]], out=found[0]), found[1]
-        seconds[:] = rounds
-        # A batch's prompts vary in number where they are packed by tokens.
-        forming = (encode_batch - 1) / 2 * (1 + self._prompt_variance / encode_batch)
-        each = (before[:, None] / seconds + 0.5) / max(self.mean_decodes, 1e-9)
-        found[2] = inside * (1 + each) + forming[:, None]
-        return found
-
     def _rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         """Seconds of an iteration that encode batches between these do not fall below. # [n, grid]
 
         Args:
             size: the number of the grid's points to evaluate, from the first on.
         """
+        own = encode_batch * self._stays.together / microbatches
+        reach = max(size, _size_for(own))
         _, slowest, through = self._decode_grid
         if self.decode.has_encoder:
-            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, size)
+            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
         else:
-            rounds = np.maximum(microbatches[:, None] * slowest[:size], through[:size])
+            rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
         if self.transfer.occupies:  # as often as a batch's worth of requests has ended; least each in the largest
             each = self._encode_table(largest_batch)[-1] / largest_batch / max(self.mean_decodes, 1e-9)
-            rounds = rounds + (microbatches * each)[:, None] * GRID[:size]
-        return rounds
+            rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
+        # A batch joins as one: its requests share their steps with each other, however few decode in the mean.
+        with_own = _at(rounds, own[:, None])
+        rounds = rounds[:, :size]
+        return np.where(GRID[:size] < own[:, None], with_own, rounds)
 
     def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
         columns = encode_batch.tolist(), largest_batch.tolist(), microbatches.tolist()
@@ -277,9 +293,8 @@ class TwoLaneModel:
         """An encode step on each kind of stage, through all with its hops, and its transfer, against its prompts."""
         alone, hop, tokens = self.encode.encode(self.lengths), self.encode.hop, self.lengths.mean_input
         moving = self.transfer.line
-        # Requests that end with the first token, which the encode lane makes, are not transferred.
-        sent = tokens if self.decode.has_encoder else tokens * (float(self.lengths.survival[0]) or 1.0)
-        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / sent]))
+        sent = tokens * self._stays.transferred
+        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / (sent or tokens)]))
         cost = alone(points)
         through = self._encode_pipeline.through(cost, hop(points * tokens))
         return Table(points, np.concatenate([cost, through[None], moving(points * sent)[None]]))
@@ -298,6 +313,15 @@ class TwoLaneModel:
         some = np.maximum(GRID, 1.0)
         through = self._decode_pipeline.through(table(some)[:, 0], decode.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
+
+
+def _at(rounds: Array, each: Array) -> Array:
+    """What is given at the grid's first points, at others. # [n, grid], [n, points]"""
+    index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)
+    rows = np.arange(len(each))[:, None]
+    low, high = rounds[rows, index], rounds[rows, index + 1]
+    found: Array = low + (high - low) * (each - GRID[index]) / (GRID[index + 1] - GRID[index])
+    return found
 
 
 def _size_for(each: Array) -> int:
@@ -319,6 +343,103 @@ def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
     return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
 
 
+class _Lanes:
+    """What both lanes take, of candidates or of boxes of them.
+
+    Args:
+        encode_batch, largest_batch: the least and the most requests encoded at once. # [n]
+        through, moving: seconds in the encode lane, and of the transfer, at least. # [n]
+        rounds: seconds of an iteration of all micro-batches, at least, at the grid's first points. # [n, grid]
+    """
+
+    def __init__(
+        self,
+        encode_batch: Array,
+        largest_batch: Array,
+        through: Array,
+        moving: Array,
+        microbatches: Array,
+        rounds: Array,
+    ) -> None:
+        self.encode_batch, self.largest_batch = encode_batch, largest_batch
+        self.through, self.before = through[:, None], (through + moving)[:, None]
+        self.microbatches, self.rounds = microbatches, rounds
+        self.decoding: Array = microbatches[:, None] * GRID[: rounds.shape[1]]
+        """Requests in decode at the grid's points. # [n, grid]"""
+
+    def at(self, index: npt.NDArray[np.intp]) -> Array:
+        """Requests in decode at a point of the grid. # [n]"""
+        return self.microbatches * GRID[index]
+
+    def step(self, decoding: Array) -> Array:
+        """Seconds of an iteration with so many requests in decode. # [n, points]"""
+        return _at(self.rounds, decoding / self.microbatches[:, None])
+
+    def serving(self, rate: Array, mean_decodes: float) -> Array:
+        """Requests in decode from which on the lane serves more than a rate. # [n]"""
+        index, _ = _locate(self.decoding / (mean_decodes * self.rounds), rate)
+        rows = np.arange(len(rate))
+        start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
+        first, last = self.rounds[rows, index], self.rounds[rows, index + 1]
+        slope = (last - first) / (end - start)
+        # B = r E[S] T(B), with T linear between two points of the grid.
+        work = rate * mean_decodes
+        found = work * (first - slope * start) / np.where(work * slope < 1, 1 - work * slope, 1.0)
+        return np.where((found >= start) & (found <= end), found, end)
+
+
+class _Stays:
+    """How long requests are inside.
+
+    Args:
+        survival: P(D >= t) of the iterations in the decode lane, t = 1 .. max D.
+    """
+
+    def __init__(self, survival: Array) -> None:
+        self.transferred = float(survival[0])
+        """Share of requests that the decode lane sees: others end with the token that the encode lane makes."""
+        self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
+        """Of requests that are inside so many iterations after their transfer, joining included."""
+        tail = (self._share[1:] + self._share[:-1]) / 2
+        self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
+        """Iterations that a request has left then, in the mean over all requests."""
+        self.together = float(survival @ survival / (survival.sum() or 1.0))
+        """Share of its own batch that a request decodes with."""
+
+    def mean(self, lanes: _Lanes, step: Array) -> Array:
+        """Seconds. # [n, points]"""
+        return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
+
+    def left(self, lanes: _Lanes, period: Array, step: Array) -> Array:
+        """Requests of earlier batches that a batch finds, beside its own number. # [n, points]
+
+        Args:
+            period: seconds from one batch to the next.
+        """
+        found = np.zeros_like(step)
+        for k in range(1, PERIODS + 1):
+            found += self._inside(lanes, k * period, step)
+        return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
+
+    def _inside(self, lanes: _Lanes, age: Array, step: Array) -> Array:
+        """G(age)."""
+        return np.where(age < lanes.through, 1.0, _between(self._share, (age - lanes.before) / step))
+
+    def _after(self, lanes: _Lanes, age: Array, step: Array) -> Array:
+        """The integral of G from an age on."""
+        encoding = np.maximum(lanes.through - age, 0.0)
+        moving = np.clip(lanes.before - age, 0.0, lanes.before - lanes.through)
+        return encoding + self.transferred * moving + step * _between(self._rest, (age - lanes.before) / step)
+
+
+def _between(values: Array, at: Array) -> Array:
+    """Values given at 0, 1, .., and linear in between."""
+    at = np.clip(at, 0.0, len(values) - 1)
+    index = np.minimum(at.astype(int), len(values) - 2)
+    low = values[index]
+    return low + (at - index) * (values[index + 1] - low)
+
+
 class _Waiting:
     """Requests whose slots are free while the encode lane is busy, against requests a second.
 
@@ -336,9 +457,9 @@ class _Waiting:
         both = arrivals + service
         self._calm = (-2 / 3 * (1 - arrivals) ** 2 / both)[:, None]
         self._seconds = (interval * both / 2)[:, None]
-        self._limit = limit[:, None]
+        self.limit = limit
 
     def __call__(self, rate: Array) -> Array:
         """# [n, grid] -> [n, grid]"""
-        free = np.maximum(self._limit / np.maximum(rate, 1e-9) - 1, 1e-9)
+        free = np.maximum(self.limit[:, None] / np.maximum(rate, 1e-9) - 1, 1e-9)
         return rate * self._seconds * np.exp(self._calm * free) / free

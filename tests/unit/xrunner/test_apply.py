@@ -18,7 +18,7 @@ ORCA = LaneSettings(mix=True, max_batch=4)
 CHUNKED = LaneSettings(mix=True, token_budget=6, max_batch=5)
 RRA = LaneSettings(mix=False, encode_every=3, encode_tokens=12, carried_batch=2, decode_batch=4)
 STATIC = LaneSettings(mix=False, max_batch=3, refill_when_empty=True)
-WAA = TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=20, max_decode_batch=5, decode_batch=3.0)
+WAA = TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=20, max_decode_batch=5)
 
 
 def schedule(settings: LaneSettings, blocks: int = 60) -> OneLane:

@@ -24,9 +24,7 @@ def one_lane(kv: str = "reserve", **settings: object) -> Schedule:
 
 
 def two_lanes() -> Schedule:
-    settings = TwoLaneSettings(
-        encode_tokens=12.0, encode_stages=1, encode_blocks=8, max_decode_batch=6, decode_batch=4.0
-    )
+    settings = TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=8, max_decode_batch=6)
     return TwoLane(settings, Pool(BLOCKS, BLOCK_SIZE))
 
 
@@ -233,7 +231,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_alone() -> None:
 
 def two_lane_plans(*encode_blocks: int) -> list[Schedule]:
     settings = [
-        TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=blocks, max_decode_batch=6, decode_batch=4.0)
+        TwoLaneSettings(encode_tokens=12.0, encode_stages=1, encode_blocks=blocks, max_decode_batch=6)
         for blocks in encode_blocks
     ]
     return [TwoLane(of_plan, Pool(BLOCKS, BLOCK_SIZE)) for of_plan in settings]

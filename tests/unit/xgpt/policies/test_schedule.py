@@ -7,7 +7,7 @@ import pytest
 from xgpt.policies import LaneSettings, OneLane, Pool, Request, Schedule, Step, TwoLane, TwoLaneSettings
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
-WAA = TwoLaneSettings(encode_tokens=18.0, encode_stages=2, encode_blocks=100, max_decode_batch=6, decode_batch=9.0)
+WAA = TwoLaneSettings(encode_tokens=20.0, encode_stages=2, encode_blocks=100, max_decode_batch=6)
 
 
 def submit(schedule: Schedule, *input_lengths: int, max_output: int = 100) -> None:
@@ -143,7 +143,6 @@ def test_waa_spreads_arrivals_over_the_micro_batches() -> None:
         encode_stages=1,
         encode_blocks=100,
         max_decode_batch=6,
-        decode_batch=6.0,
         decode_microbatches=2,
     )
     schedule = TwoLane(settings, Pool(1000, 16))
@@ -156,9 +155,7 @@ def test_waa_spreads_arrivals_over_the_micro_batches() -> None:
 
 
 def test_waa_encodes_no_more_prompts_than_its_memory_holds() -> None:
-    settings = TwoLaneSettings(
-        encode_tokens=64.0, encode_stages=2, encode_blocks=4, max_decode_batch=100, decode_batch=50.0
-    )
+    settings = TwoLaneSettings(encode_tokens=64.0, encode_stages=2, encode_blocks=4, max_decode_batch=100)
     schedule = TwoLane(settings, Pool(1000, 16))
     submit(schedule, *[16] * 8)
     (first,) = begin(schedule, "encode")
@@ -179,7 +176,6 @@ def test_all_requests_end_whichever_lane_makes_the_first_token(encoder_only: boo
         encode_stages=2,
         encode_blocks=100,
         max_decode_batch=10,
-        decode_batch=5.0,
         decode_microbatches=3,
         encoder_only=encoder_only,
     )
