@@ -39,17 +39,41 @@ function histogram(id, label, bins) {
 
 const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_")).map(([key, value]) => `${key} ${value}`).join(", ");
 
-function decisions(list) {
-  const rows = list.slice().reverse().map((decision) => {
-    const row = document.createElement("tr");
-    const best = decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none";
-    const cells = [decision.at, decision.action, `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, best,
-      `x${number(decision.slowdown)}`, `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason];
-    for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
-    return row;
-  });
-  byId("decisions").replaceChildren(...rows);
+const inWords = (decision) => `${decision.action}: ${decision.reason}`;
+
+// Decisions that keep the plan one after the other share a row: the latest one's, with their number.
+function folded(list) {
+  const groups = [];
+  for (const decision of list) {
+    const last = groups[groups.length - 1];
+    if (last && last.action === "keep" && decision.action === "keep") groups[groups.length - 1] = {...decision, times: last.times + 1};
+    else groups.push({...decision, times: 1});
+  }
+  return groups;
 }
+
+function decisions(list) {
+  byId("last").textContent = list.length ? `Last, at ${list[list.length - 1].at}: ${inWords(list[list.length - 1])}` : "";
+  rows("decisions", folded(list).reverse().map((decision) => [
+    decision.at, decision.times > 1 ? `${decision.action} (${decision.times} times)` : decision.action,
+    `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none",
+    `x${number(decision.slowdown)}`, `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason]));
+}
+
+async function wouldDecide() {
+  byId("would").disabled = true;
+  byId("decision").textContent = "Planning.";
+  try {
+    const answer = await fetch("plan/decision", {cache: "no-store"});
+    if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+    const decision = await answer.json();
+    byId("decision").textContent = decision === null ? "Nothing has been observed yet." : inWords(decision);
+  } catch (error) {
+    byId("decision").textContent = `No answer: ${error.message}.`;
+  }
+  byId("would").disabled = false;
+}
+byId("would").onclick = wouldDecide;
 
 function show(live) {
   const {plan, now, samples, lengths, observation} = live;
@@ -57,6 +81,7 @@ function show(live) {
   byId("throughput").textContent = number(now.throughput_rps);
   byId("tokens").textContent = number(now.output_tokens_per_s);
   byId("latency").textContent = now.latency_p99_s === null ? "-" : `${number(now.latency_p99_s)} s`;
+  byId("latency-label").textContent = "latency p99, admission to last token" + (plan.latency_bound_s === null ? "" : `; the bound: ${number(plan.latency_bound_s)} s for ${number(100 * plan.quantile)}% of requests`);
   byId("latency").className = plan.latency_bound_s !== null && now.latency_p99_s > plan.latency_bound_s ? "value bad" : "value";
   byId("batch").textContent = `${now.running} (${now.waiting})`;
   byId("kv").textContent = `${(100 * now.kv_share).toFixed(1)}%`;
@@ -70,6 +95,7 @@ function show(live) {
   if (observation)
     byId("distance").textContent = `${observation.num_requests} requests observed, ${observation.num_finished} of them ended; distance to the plan: inputs ${number(observation.input_distance)}, outputs ${number(observation.output_distance)} tokens; ${number(observation.arrival_rate_per_s)} arrive a second.`;
   byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.") : "Re-planning is off.";
+  byId("asking").hidden = !live.replans;
   decisions(live.decisions);
 }
 

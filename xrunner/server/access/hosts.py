@@ -14,7 +14,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask for; it says nothing about any request."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/metrics"})
+ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"})
 """What tells of all clients' requests."""
 
 

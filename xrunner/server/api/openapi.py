@@ -58,6 +58,7 @@ def describe(model_name: str) -> dict[str, Any]:
             "/metrics": {"get": _reading("Prometheus metrics.", text)},
             "/plan": {"get": _reading("The plan that is run, and the lengths that were observed.", _JSON)},
             "/plan/history": {"get": _reading("Every decision on another plan.", _LIST)},
+            "/plan/decision": {"get": _reading("What re-planning would decide now; nothing is done.", _JSON, failed)},
             "/live": {"get": _reading("What the page at / shows.", _JSON)},
         },
         "components": {"schemas": components},

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from xgpt.errors import MachineError
 from xgpt.pages import render_live
 from xrunner.server.access.hosts import AllowedHosts
 from xrunner.server.access.keys import ApiKeys
@@ -149,8 +150,16 @@ def _plan_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[Ro
     live, watch = engine_thread.live, engine_thread.watch
     if live is None or watch is None:
         return
+
+    async def decision() -> dict[str, Any] | None:
+        try:
+            return await live.decision()
+        except MachineError as error:
+            raise ApiError(503, str(error), code="planning_failed") from None
+
     page = render_live(f"{model.name}: {watch.plan.policy.kind}", _warning(engine_thread)).encode()
     yield _route("/plan", lambda _: live.plan())
     yield _route("/plan/history", lambda _: live.history())
+    yield _route("/plan/decision", lambda _: decision())
     yield _route("/live", lambda _: live.now())
     yield _route("/", lambda _: page, "text/html; charset=utf-8")

@@ -50,6 +50,15 @@ class Live:
         """The decisions, the latest last."""
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
+    async def decision(self) -> dict[str, Any] | None:
+        """What re-planning would decide now; None: it is off, or nothing was observed.
+
+        Raises:
+            MachineError: planning failed.
+        """
+        decision = await self._watch.would_decide()
+        return None if decision is None else decision.model_dump(mode="json")
+
     async def now(self) -> dict[str, Any]:
         watch = self._watch
         plan = watch.plan
@@ -63,6 +72,7 @@ class Live:
                 "throughput_rps": plan.estimate.throughput_rps,
                 "latency_s": plan.estimate.latency_s,
                 "latency_bound_s": plan.constraint.latency_bound_s,
+                "quantile": plan.constraint.quantile,
                 "decode_batch": plan.estimate.decode_batch,
             },
             "replans": watch.can_replan,

@@ -48,6 +48,9 @@ class Watch:
         self._refused: list[tuple[object, object]] = []
         """Settings and stages of plans that could not be."""
         self._judging: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
+        """The planner answers one question at a time."""
+        self._would: asyncio.Task[Decision | None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None]) -> None:
@@ -108,6 +111,27 @@ class Watch:
         now = self._observer.snapshot()
         return None if now is None else await asyncio.to_thread(now.observation)
 
+    async def would_decide(self) -> Decision | None:
+        """What re-planning would decide now, which is not carried out; None: it is off, or nothing was observed.
+
+        Questions at the same time get one answer.
+
+        Raises:
+            MachineError: planning failed.
+        """
+        if self._planner is None:
+            return None
+        if self._would is None or self._would.done():
+            self._would = asyncio.create_task(self._decision(self._planner))
+        return await asyncio.shield(self._would)
+
+    async def _decision(self, planner: Planner) -> Decision | None:
+        observation = await self.observation()
+        if observation is None:
+            return None
+        async with self._asking:
+            return (await planner.propose(self.plan, observation)).decision
+
     def go_over_to(self, plan: Plan) -> None:
         """The running plan is another one from now on."""
         self._observer.go_over_to(plan)
@@ -146,7 +170,8 @@ class Watch:
             observation = await asyncio.to_thread(self._observer.look, now)
             if observation is None:
                 return
-            decision, plan = await planner.propose(self.plan, observation)
+            async with self._asking:
+                decision, plan = await planner.propose(self.plan, observation)
             if plan is not None and (plan.policy, plan.stages) in self._refused:
                 logger.warning("a plan that could not be deployed before is not tried again")
                 return

@@ -69,7 +69,7 @@ def url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("path", ["/", "/live", "/plan", "/plan/history", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"])
 def test_clients_keys_do_not_read_what_tells_of_all(url: str, path: str) -> None:
     for key, status in ((OPS, 200), (BOB, 403), ("unknown-unknown-unknown", 401)):
         assert httpx.get(url + path, headers=bearer(key), trust_env=False).status_code == status

@@ -1,17 +1,18 @@
 """The page of a running server, in a real browser where there is one."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.browser import CHROMIUM, browser
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
+from tests.unit.xrunner.server.test_watch import FakePlanner, ask
+from xgpt.schema import Decision
 from xrunner.server import Watch
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -39,3 +40,26 @@ def test_the_page_comes_to_life_in_a_browser(tmp_path: Path) -> None:
     assert "Re-planning is off." in dom
     assert 'id="taken"' not in dom and "&lt;img src=x" in dom
     assert json.dumps(live["lengths"]["input"]["observed"]) != "null"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
+    planner = FakePlanner([None] * 20)
+    plan = fake_plan()
+    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"latency_bound_s": 9.8})})
+    watch = Watch(plan, planner)
+    with running(fake_app(fake_engine(FakeExecutor()), watch)) as url, browser(tmp_path / "profile") as page:
+        ask(url, 3, 4)
+        decided = httpx.get(f"{url}/plan/decision", trust_env=False).json()
+        watch.history.extend([Decision.model_validate(decided)] * 3)
+        page.open(f"{url}/")
+        page.wait("document.body?.dataset.state === 'live'")
+        assert page.run("document.getElementById('latency-label').textContent").endswith(
+            "bound: 9.8 s for 99% of requests"
+        )
+        assert page.run("document.getElementById('last').textContent") == "Last, at now: keep: <b>because</b>"
+        cells = "[...document.querySelectorAll('#decisions tr')].map((row) => row.children[1].textContent)"
+        assert page.run(cells) == ["keep (3 times)"]
+        page.run("document.getElementById('would').click()")
+        page.wait("document.getElementById('decision').textContent === 'keep: <b>because</b>'")
+        assert page.complaints == []

@@ -116,6 +116,18 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     assert sum(live["lengths"]["output"]["observed"]) == pytest.approx(1)
 
 
+def test_what_would_be_decided_is_told_and_not_done() -> None:
+    other = fake_plan(policy=OrcaSettings(max_batch=32))
+    planner = FakePlanner([other, MachineError("planning failed: it has ended")])
+    with running(fake_app(fake_engine(FakeExecutor()), Watch(fake_plan(), planner))) as url:
+        assert get(url, "/plan/decision").json() is None
+        ask(url, 3, 4)
+        told = get(url, "/plan/decision")
+        assert told.json()["action"] == "swap" and get(url, "/plan/history").json() == []
+        assert get(url, "/plan").json()["plan"]["policy"]["max_batch"] == fake_plan().policy.max_batch
+        assert get(url, "/plan/decision").status_code == 503
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/plan", "/live"])
 def test_lengths_are_not_told_in_the_loops_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_loop = []
