@@ -8,26 +8,14 @@ clusters and workloads are shipped names, paths of files, or objects of `xgpt.sc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from xgpt.app.arguments import BenchArguments, LoadArguments, PathLike, PlanArguments, ProblemArguments, check
 from xgpt.errors import InputError
-from xgpt.schema import (
-    AdmissionOrder,
-    ClusterSpec,
-    DType,
-    EngineKind,
-    EngineSpec,
-    KvPromise,
-    ModelSpec,
-    Objective,
-    Plan,
-    Profile,
-    Workload,
-)
-from xgpt.schema.plan import Sla
+from xgpt.schema import DType, EngineKind, Plan, Profile
 
 if TYPE_CHECKING:
     from xgpt.app.bench import Benched
@@ -36,40 +24,14 @@ if TYPE_CHECKING:
     from xgpt.app.exporting import Target
     from xgpt.app.profiles import Progress
     from xgpt.app.replanning import Replanned
-    from xgpt.app.request import PolicyChoice
     from xgpt.app.simulating import Simulated
     from xgpt.app.solving import Planned
     from xgpt.policies.tcb import Batching
-    from xscheduler.search import Method
 
-PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 
 
-def plan(
-    *,
-    latency_bound_s: float | None,
-    model: PathLike | ModelSpec = "opt-125m",
-    cluster: PathLike | ClusterSpec | None = None,
-    dtype: DType | None = None,
-    workload: PathLike | Workload = "summarization",
-    profile: PathLike | Profile | None = None,
-    engine: PathLike | EngineSpec | None = None,
-    price: float | None = None,
-    objective: Objective | None = None,
-    quantile: float = 0.99,
-    sla: Sla | None = None,
-    ttft_s: float | None = None,
-    tpot_s: float | None = None,
-    headroom: float | None = None,
-    arrival_rate_per_s: float | None = None,
-    policy: PolicyChoice = "auto",
-    search: Method | None = None,
-    kv: KvPromise = "reserve",
-    order: AdmissionOrder = "fcfs",
-    devices: int | Literal["auto"] | None = None,
-    among: Mapping[str, float] | None = None,
-    progress: Progress | None = None,
-) -> Plan:
+def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]) -> Plan:
     """Return the plan that serves most under a latency bound, with its proof.
 
     >>> import xgpt
@@ -81,37 +43,39 @@ def plan(
     Args:
         latency_bound_s: time to the last token that the quantile of requests keeps: from arrival under objective
             "arrivals", from admission under "saturated". None: no bound.
-        model: a name, a YAML file, a checkpoint's directory, or a shape.
+        progress: is told what is done, of how much, and what that is.
+        model: a name, a YAML file, a checkpoint's directory, or a shape. By default opt-125m.
         cluster: a name, a YAML file, or devices; None: this machine.
         dtype: what the model runs in; None: its own, on a CPU float32.
-        workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths.
+        workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths. By default summarization.
         profile: step times, or their file; None: those kept here, a measurement of this machine, or a datasheet's.
         engine: the engine that is to run the plan, by name or file; None: the profile's.
         price: None: what the cluster says.
         objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting counted;
             "saturated": throughput while requests always wait. None: arrivals; saturated with `sla` or `search`.
-        quantile: share of requests that keep the bounds.
+        quantile: share of requests that keep the bounds, by default 0.99.
         sla: with "saturated": bound a request of the quantile's "length", or the quantile of each "request".
         ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
         headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
         arrival_rate_per_s: requests a second that the plan must sustain.
-        policy: "auto": the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
+        policy: one of them; "auto", the default: the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
         search: with "saturated"; None: branch-and-bound.
-        kv: "reserve" each request's maximum of K/V memory, or admit to a "quantile" of what is used.
-        order: which of the waiting requests enters next.
+        kv: "reserve", the default, each request's maximum of K/V memory, or admit to a "quantile" of what is used.
+        order: which of the waiting requests enters next, by default fcfs.
         devices: take at most this number; "auto": the fewest that sustain the arrival rate.
         among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate.
-        progress: is told what is done, of how much, and what that is.
 
     Raises:
         InputError: an argument is not accepted, or does not go with another one.
         InfeasibleError: no schedule keeps the bounds; it carries the nearest bound that one keeps.
         MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
     """
-    return solve(**locals()).best
+    return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
 
 
-def solve(*, progress: Progress | None = None, **asked: Any) -> Planned:
+def solve(
+    *, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]
+) -> Planned:
     """Return all that `plan` comes to: each policy's best plan, and the clusters that were compared.
 
     >>> import xgpt
@@ -120,41 +84,28 @@ def solve(*, progress: Progress | None = None, **asked: Any) -> Planned:
     >>> sorted(planned.plans), planned.best == next(iter(planned.plans.values()))
     (['chunked', 'orca', 'rra', 'static'], True)
 
-    Args:
-        asked: as `plan` takes it.
+    Arguments and errors are those of `plan`.
 
-    Raises: as `plan`.
+    Raises:
+        XgptError: as `plan` does.
     """
     from xgpt.app import solving
     from xgpt.app.request import plan_request
 
-    return solving.solve(plan_request(**asked), progress)
+    check(asked, PlanArguments)
+    return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
 
 
 def compare(
     *,
     latency_bound_s: float | None,
-    model: PathLike | ModelSpec = "opt-125m",
-    cluster: PathLike | ClusterSpec | None = None,
-    dtype: DType | None = None,
-    workload: PathLike | Workload = "summarization",
-    profile: PathLike | Profile | None = None,
-    engine: PathLike | EngineSpec | None = None,
-    price: float | None = None,
-    objective: Objective | None = None,
-    quantile: float = 0.99,
-    sla: Sla | None = None,
-    ttft_s: float | None = None,
-    tpot_s: float | None = None,
-    headroom: float | None = None,
-    search: Method | None = None,
-    kv: KvPromise = "reserve",
     current: str | None = None,
     measure: bool = False,
     num_requests: int = 300,
     seed: int = 0,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
+    **asked: Unpack[ProblemArguments],
 ) -> Compared:
     """Return every policy at its own best under one bound, and what looser bounds buy.
 
@@ -170,20 +121,19 @@ def compare(
         num_requests, seed: of what each plan is measured with.
         on_start: is given each plan before it is measured.
 
-    The other arguments are those of `plan`.
+    The other arguments are those of `plan`, which also says what they are by default.
 
     Raises:
         InputError: an argument is not accepted, or what runs now does not compare with plans for the same work.
         InfeasibleError: nothing keeps the bounds.
         MachineError: this machine cannot be measured, or a server does not start.
     """
-    asked = dict(locals())
     from xgpt.app import comparing
     from xgpt.app.bench import Load
     from xgpt.app.request import plan_request
 
-    own = ("current", "measure", "num_requests", "seed", "progress", "on_start")
-    request = plan_request(**{name: value for name, value in asked.items() if name not in own})
+    check(asked, ProblemArguments)
+    request = plan_request(latency_bound_s=latency_bound_s, **asked)
     load = Load(num_requests) if measure else None
     return comparing.compare(request, current, load, seed, progress, on_start)
 
@@ -215,32 +165,18 @@ def profile(
         InputError: there is no such model, cluster or table, or the model does not run in that dtype there.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.app import profiles
-    from xgpt.resolve import load_cluster, load_model
+    from xgpt.app.profiles import new_profile
 
-    spec, checkpoint = load_model(os.fspath(model))
-    devices = load_cluster(os.fspath(cluster))
-    if framework is not None and import_from is None:
-        raise InputError("framework", framework, "it goes with --import-from")
-    if engine == "vllm":
-        if import_from is not None:
-            raise InputError("import-from", import_from, "it does not go with --engine vllm, which measures")
-        return profiles.profile_vllm(spec, checkpoint, devices, dtype, progress)
-    if import_from is not None:
-        return profiles.import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
-    return profiles.obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
+    return new_profile(os.fspath(model), os.fspath(cluster), dtype, engine, import_from, framework, progress)
 
 
 def simulate(
     plan: Plan | PathLike,
     *,
-    workload: PathLike | Workload | None = None,
-    num_requests: int = 2000,
-    arrival_rate_per_s: float | None = None,
     burstiness: float | None = None,
     own_times: bool = False,
     profile: PathLike | Profile | None = None,
-    seed: int = 0,
+    **load: Unpack[LoadArguments],
 ) -> Simulated:
     """Return what a plan does request by request on the simulated engine.
 
@@ -252,13 +188,13 @@ def simulate(
     (True, True)
 
     Args:
-        workload: None: the plan's own.
-        num_requests: requests that are measured; some more run before and after them.
-        arrival_rate_per_s: of Poisson arrivals; None: requests always wait.
         burstiness: coefficient of variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.
         own_times: replay the workload, a trace, as it was: each input with its own output, at its own time.
         profile: the plan's own; None: the one kept here.
-        seed: of the requests.
+        workload: None: the plan's own.
+        num_requests: requests that are measured, by default 2000; some more run before and after them.
+        arrival_rate_per_s: of Poisson arrivals; None: requests always wait.
+        seed: of the requests, by default 0.
 
     Raises:
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
@@ -266,13 +202,19 @@ def simulate(
     from xgpt.app.profiles import profile_of
     from xgpt.app.simulating import ArrivalProcess, run_simulation
 
-    plan = _plan(plan)
-    if burstiness is not None and arrival_rate_per_s is None:
-        raise InputError("burstiness", burstiness, "it goes with --arrival-rate")
-    arrivals = None if arrival_rate_per_s is None else ArrivalProcess(arrival_rate_per_s, burstiness or 1.0)
-    given = workload if workload is None or isinstance(workload, Workload) else os.fspath(workload)
-    step_times = profile_of(plan, _given(profile))
-    return run_simulation(plan, step_times, given, num_requests, arrivals, seed, own_times=own_times)
+    check(load, LoadArguments)
+    plan, rate = _plan(plan), load.get("arrival_rate_per_s")
+    if burstiness is not None and rate is None:
+        raise InputError("burstiness", burstiness, "it goes with `arrival_rate_per_s`")
+    return run_simulation(
+        plan,
+        profile_of(plan, _given(profile)),
+        _given(load.get("workload")),
+        load.get("num_requests", 2000),
+        None if rate is None else ArrivalProcess(rate, burstiness or 1.0),
+        load.get("seed", 0),
+        own_times=own_times,
+    )
 
 
 def replan(
@@ -319,17 +261,12 @@ def replan(
 def bench(
     target: Plan | PathLike,
     *,
-    workload: PathLike | Workload | None = None,
-    num_requests: int = 300,
-    arrival_rate_per_s: float | None = None,
-    concurrency: int = 32,
-    stream: bool = False,
     calibrate: bool = False,
     profile: PathLike | Profile | None = None,
     ca_file: PathLike | None = None,
     engine: EngineKind = "native",
     batching: Batching = "flat",
-    seed: int = 0,
+    **load: Unpack[BenchArguments],
 ) -> Benched:
     """Return a plan's predictions with measurements of it on this machine, or what a client sees of an endpoint.
 
@@ -337,17 +274,17 @@ def bench(
 
     Args:
         target: a plan, which is served by a process of its own while it is measured, or the URL of any endpoint.
-        workload: None: the plan's own, of an endpoint summarisation's.
-        num_requests: requests that are measured.
-        arrival_rate_per_s: of Poisson arrivals; None: the engine is kept saturated.
-        concurrency: outstanding requests at an endpoint.
-        stream: have answers streamed; those of an endpoint always are.
         calibrate: fit the plan's profile to the measured steps.
         profile: the one to fit; None: the one kept here.
         ca_file: authorities that may vouch for an https endpoint, in PEM; None: the system's.
         engine: what runs the plan.
         batching: how a whole batch is laid out; the prediction is of a flat one.
-        seed: of the requests.
+        workload: None: the plan's own, of an endpoint summarisation's.
+        num_requests: requests that are measured, by default 300.
+        arrival_rate_per_s: of Poisson arrivals; None: the engine is kept saturated.
+        concurrency: outstanding requests at an endpoint, by default 32.
+        stream: have answers streamed; those of an endpoint always are.
+        seed: of the requests, by default 0.
 
     Raises:
         InputError: the plan cannot hold the requests, or arguments do not go together.
@@ -355,28 +292,28 @@ def bench(
     """
     from xgpt.app import bench as benches
     from xgpt.app.profiles import profile_of
-    from xgpt.resolve import load_workload, workload_of
+    from xgpt.resolve import workload_of
 
+    check(load, BenchArguments)
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and not calibrate:
-        raise InputError("--profile", str(profile), "it goes with --calibrate")
+        raise InputError("profile", str(profile), "it goes with `calibrate`")
     if is_url and calibrate:
-        raise InputError("--calibrate", calibrate, "a URL tells no steps; give a plan")
+        raise InputError("calibrate", calibrate, "a URL tells no steps; give a plan")
     if ca_file is not None and not is_url:
-        raise InputError("--ca-file", str(ca_file), "it goes with an https URL")
+        raise InputError("ca_file", str(ca_file), "it goes with an https URL")
     if batching != "flat" and is_url:
-        raise InputError("--batching", batching, "it goes with a plan; a URL's server has its own")
+        raise InputError("batching", batching, "it goes with a plan; a URL's server has its own")
     of = str(target) if is_url else _plan(target)
-    lengths = workload if workload is None or isinstance(workload, Workload) else os.fspath(workload)
-    if isinstance(of, Plan):
-        lengths = None if lengths is None else workload_of(lengths, of.model)
-    elif isinstance(lengths, str):
-        lengths = load_workload(lengths)
-    assert not isinstance(lengths, str)
+    given = _given(load.get("workload"))
+    workload = None if given is None else workload_of(given, of.model if isinstance(of, Plan) else None)
+    rate = load.get("arrival_rate_per_s")
     return benches.bench(
         of,
-        benches.Load(num_requests, lengths, arrival_rate_per_s, stream, concurrency),
-        seed,
+        benches.Load(
+            load.get("num_requests", 300), workload, rate, load.get("stream", False), load.get("concurrency", 32)
+        ),
+        load.get("seed", 0),
         engine=engine,
         batching=batching,
         profile=profile_of(of, _given(profile)) if calibrate and isinstance(of, Plan) else None,
@@ -441,7 +378,12 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
 
 def doctor() -> list[Finding]:
-    """Look at this machine, at what is installed and at what is kept on it; takes a few seconds."""
+    """Return what this machine, what is installed and what is kept on it lack, in a few seconds.
+
+        for finding in xgpt.doctor(): ...
+
+    Raises: nothing; what cannot be looked at is a finding.
+    """
     from xgpt.app.doctor import examine
 
     return examine()
@@ -491,11 +433,11 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
 
     from xgpt.app import bench as benches
 
-    of = _plan(plan)
-    with TemporaryDirectory() as directory:
-        folder = Path(directory)
-        with benches.served(of, folder, folder / "steps.jsonl", engine=engine, replan=replan) as url:
-            yield url
+    with (
+        TemporaryDirectory() as directory,
+        benches.served(_plan(plan), Path(directory), engine=engine, replan=replan) as url,
+    ):
+        yield url
 
 
 def _plan(given: Plan | PathLike) -> Plan:
@@ -504,5 +446,6 @@ def _plan(given: Plan | PathLike) -> Plan:
     return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
 
 
-def _given(profile: PathLike | Profile | None) -> str | Profile | None:
-    return profile if profile is None or isinstance(profile, Profile) else os.fspath(profile)
+def _given(value: PathLike | T | None) -> str | T | None:
+    """Return a name or path as text, and anything else as it is."""
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else value

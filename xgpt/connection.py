@@ -34,7 +34,7 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise InputError("--ca-file", str(ca_file), f"it must hold certificates in PEM: {error.strerror}") from None
+        raise InputError("ca_file", str(ca_file), f"it must hold certificates in PEM: {error.strerror}") from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 

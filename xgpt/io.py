@@ -69,9 +69,21 @@ def parse(data: Any, type_: type[T], field: str) -> T:
         raise _one_line(error, field) from None
 
 
-def _one_line(error: ValidationError, field: str) -> InputError:
+def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
+    """Validate a function's keyword arguments; the error names the argument.
+
+    Raises:
+        InputError: the first one that is not accepted or not known, in one line.
+    """
+    try:
+        return type_.model_validate(given)
+    except ValidationError as error:
+        raise _one_line(error, str(error.errors()[0]["loc"][0]), 1) from None
+
+
+def _one_line(error: ValidationError, field: str, depth: int = 0) -> InputError:
     first = error.errors()[0]
-    where = ".".join([field, *map(str, first["loc"])])
+    where = ".".join([field, *map(str, first["loc"][depth:])])
     value = first["input"]
     shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
     return InputError(where, shown, first["msg"].removeprefix("Value error, "))

@@ -115,7 +115,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     return workload
 
 
-def workload_of(given: str | Workload, spec: ModelSpec) -> Workload:
+def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
     """A workload by name or file, or as it is given, within the context of a model.
 
     Raises:
@@ -123,7 +123,8 @@ def workload_of(given: str | Workload, spec: ModelSpec) -> Workload:
     """
     if isinstance(given, str):
         return load_workload(given, spec)
-    _check_context(given, spec)
+    if spec is not None:
+        _check_context(given, spec)
     return given
 
 

@@ -41,7 +41,7 @@ class Routing:
 
     Experts are dealt to the devices in turn, the likeliest first. Beyond what that leaves uneven, chance gives one
     device more than another: with r routings of one token to one expert, the busiest of t devices has about
-    sqrt(2 r (t - 1) ln t) / t more than the mean. That counts as so many more tokens.
+    sqrt(2 r (t - 1) ln t) / t more than the mean. These count as further tokens.
     """
 
     def __init__(self, experts: Experts, ep_degree: int = 1) -> None:

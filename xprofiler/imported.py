@@ -110,7 +110,7 @@ def wheel_folder() -> Path:
     found = find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise InputError(
-            "import-from", "aiconfigurator", "it is not installed: pip install --no-deps aiconfigurator-core"
+            "import_from", "aiconfigurator", "it is not installed: pip install --no-deps aiconfigurator-core"
         )
     return Path(found.submodule_search_locations[0]) / "systems"
 
@@ -237,7 +237,7 @@ class Tables:
         try:
             from pyarrow import ArrowInvalid, parquet
         except ImportError:
-            raise InputError("import-from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
+            raise InputError("import_from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
         found = list((self.root / family / self.framework).glob(f"*/{operator}_perf.parquet"))
         if not found:
             held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})

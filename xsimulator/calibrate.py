@@ -94,7 +94,7 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
     # A step of the second half holds no request of the first: the lowest id tells.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
-        raise InputError("--requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")
+        raise InputError("num_requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")
     factors = fit(used)
     calibration = Calibration(
         factors=dict(zip(PARTS, (round(float(f), 4) for f in factors), strict=True)),

@@ -121,7 +121,7 @@ def test_a_profile_that_is_gone_or_changed_is_said(xgpt: Xgpt, plan: Path, monke
     plan.write_text(json.dumps(document))
     for command in ("simulate", "report"):
         line = xgpt.fails(2, command, str(plan))
-        assert f"plan.profile.sha256: '{plan_of.profile.sha256[:12]}'" in line and "--profile FILE" in line
+        assert f"plan.profile.sha256: '{plan_of.profile.sha256[:12]}'" in line and "give it as --profile" in line
 
 
 def test_a_cache_that_cannot_be_written_stops_no_plan(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import xgpt
 from xgpt import api
-from xgpt.app.request import PlanRequest, plan_request
+from xgpt.app.arguments import BenchArguments, LoadArguments, PlanArguments
+from xgpt.app.request import PlanRequest
+from xgpt.cli import COMMANDS, main
 from xgpt.schema import Constraint
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 NAMES = [name for name in xgpt.__all__ if not name.endswith("Error")]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
@@ -37,14 +44,64 @@ def test_every_function_is_documented() -> None:
 
 def test_the_arguments_of_plan_are_the_fields_of_the_request() -> None:
     fields = (PlanRequest.model_fields.keys() | Constraint.model_fields.keys()) - {"constraint"}
-    assert inspect.signature(xgpt.plan).parameters.keys() - {"progress"} == fields
+    assert PlanArguments.__annotations__.keys() | {"latency_bound_s"} == fields
 
 
-def test_an_argument_that_is_not_known_is_refused() -> None:
-    with pytest.raises(xgpt.InputError, match="polcy"):
-        plan_request(polcy="rra")
-    with pytest.raises(xgpt.InputError, match="latency_bound_s"):
-        plan_request(latency_bound_s=-1.0)
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("plan", PlanArguments), ("simulate", LoadArguments), ("bench", BenchArguments)]
+)
+def test_every_argument_is_documented(name: str, arguments: type) -> None:
+    function = getattr(xgpt, name)
+    own = [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind != 4]
+    listed = (inspect.getdoc(function) or "").partition("Args:")[2]
+    assert [one for one in (*own, *arguments.__annotations__) if one != "plan" and f" {one}" not in listed] == []
+
+
+@pytest.mark.parametrize("call", [xgpt.solve, xgpt.plan, xgpt.compare])
+def test_an_argument_that_is_not_known_is_refused(call: Callable[..., object]) -> None:
+    with pytest.raises(xgpt.InputError, match=r"^polcy: 'rra' is not accepted; there is no such argument"):
+        call(latency_bound_s=None, polcy="rra")
+    with pytest.raises(xgpt.InputError, match=r"^latency_bound_s: -1\.0 is not accepted"):
+        call(latency_bound_s=-1.0)
+    with pytest.raises(xgpt.InputError, match=r"^price: -1 is not accepted"):
+        call(latency_bound_s=None, price=-1)
+
+
+def test_what_compare_would_ignore_is_refused() -> None:
+    with pytest.raises(xgpt.InputError, match="order"):
+        xgpt.compare(latency_bound_s=None, order="sjf")  # type: ignore[call-arg]
+
+
+def test_an_error_names_arguments_here_and_options_at_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
+    asked: PlanArguments = {"objective": "arrivals", "sla": "request"}
+    with pytest.raises(xgpt.InputError) as raised:
+        xgpt.plan(latency_bound_s=8, **asked)
+    assert str(raised.value) == (
+        "sla: 'request' is not accepted; it goes with `objective=saturated`: with `objective=arrivals` leave it out"
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", "--latency-bound", "8", "--objective", "arrivals", "--sla", "request"])
+    assert capfd.readouterr().err == (
+        "xgpt: --sla: 'request' is not accepted; it goes with --objective saturated: with --objective arrivals leave it"
+        " out\n"
+    )
+
+
+def test_no_error_of_the_api_names_an_option() -> None:
+    """Of xgpt's own. Flags of vLLM's are named as they are, and answers over HTTP are for a server's operator."""
+    own = {option for name in COMMANDS for option in options_of(name)}
+    errors = {"InputError", "MachineError", "InfeasibleError", "XgptError"}
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
+                text = "".join(part.value for part in ast.walk(node) if isinstance(getattr(part, "value", None), str))
+                words = re.findall(r"--[a-z-]+", re.sub(r"`[^`]* [^`]*`", "", text))  # but for whole commands
+                assert not own.intersection(words) or text.startswith("current") or "vllm" in path.parts, (path, text)
+
+
+def options_of(name: str) -> list[str]:
+    command = importlib.import_module(f"xgpt.cli.{name}").command
+    return [option for param in command.params for option in param.opts if option.startswith("--")]
 
 
 def test_errors_are_raised_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -109,8 +109,8 @@ def bench(
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
         if load.arrival_rate_per_s is not None:
-            accepted = "a URL is measured in a closed loop; give --concurrency"
-            raise InputError("--arrival-rate", load.arrival_rate_per_s, accepted)
+            accepted = "a URL is measured in a closed loop; give `concurrency`"
+            raise InputError("arrival_rate_per_s", load.arrival_rate_per_s, accepted)
         workload = load.workload or load_workload("summarization")
         return Benched(bench_url(target, replace(load, workload=workload), rng, ca_file))
     server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
@@ -281,7 +281,7 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, ca_file: Path | No
 def served(
     plan: Plan,
     directory: Path,
-    step_log: Path,
+    step_log: Path | None = None,
     *,
     engine: EngineKind = "native",
     replan: bool = False,
@@ -298,8 +298,8 @@ def served(
 
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
-    command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--step-log", str(step_log)]
-    command += ["--engine", engine, *([] if replan else ["--no-replan"])]
+    command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
+    command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
     command += [*options, "--log-level", "error"]  # its log is not read, and a full pipe would stop it
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None

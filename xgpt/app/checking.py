@@ -52,10 +52,10 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     """
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
-            raise InputError("--checkpoint", checkpoint, "there is no such directory")
+            raise InputError("checkpoint", checkpoint, "there is no such directory")
         return plan.model_copy(update={"checkpoint": os.path.abspath(checkpoint)})
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
-        accepted = "there is no such directory on this machine: say with --checkpoint DIR where the weights are"
+        accepted = "there is no such directory on this machine: give `checkpoint`, where the weights are"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)
     return plan
 

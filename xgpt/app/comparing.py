@@ -79,8 +79,8 @@ def compare(
     """
     problem = resolve(request, progress)
     if measured is not None and not problem.cluster.is_local:
-        accepted = "only plans for the machine at hand (--cluster local) can be measured"
-        raise InputError("--measure", problem.cluster.name, accepted)
+        accepted = "only plans for the machine at hand (`cluster=local`) can be measured"
+        raise InputError("measure", problem.cluster.name, accepted)
     running = None if current is None else read_vllm_command(current, problem.cluster)
     scored = None if running is None else score_current(problem, running)
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
@@ -143,17 +143,17 @@ def check_current(problem: Problem, current: Deployment) -> None:
     """
     cluster, lengths = problem.cluster, problem.workload
     if current.num_devices > cluster.num_devices:
-        raise InputError("--current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
+        raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
     # On a CPU vLLM runs in what the config says, and plans are in float32: their step times are all there is.
     runs_in = current.dtype or (problem.model.default_dtype if cluster.device.type == "gpu" else problem.profile.dtype)
     if runs_in != problem.profile.dtype:
         eight = "" if problem.profile.dtype != "float8" else ", or give it --quantization fp8 --kv-cache-dtype fp8"
-        accepted = f"the plans are in {problem.profile.dtype}: compare with --dtype {runs_in}{eight}"
-        raise InputError("--current: --dtype", runs_in, accepted)
+        accepted = f"the plans are in {problem.profile.dtype}: compare with `dtype={runs_in}`{eight}"
+        raise InputError("current: --dtype", runs_in, accepted)
     longest = lengths.input.lengths[-1] + lengths.output.lengths[-1]
     if current.max_model_len is not None and current.max_model_len < longest:
         accepted = f"requests of {lengths.name} have up to {longest} tokens, which it refuses"
-        raise InputError("--current: --max-model-len", current.max_model_len, accepted)
+        raise InputError("current: --max-model-len", current.max_model_len, accepted)
 
 
 def relax(problem: Problem, search: Method) -> dict[float | None, Plan]:

@@ -82,7 +82,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
     for name, value in given.items():
         why, neutral = REFUSED.get(name, ("", ()))
         if why and value not in neutral:
-            raise InputError(f"--current: --{name}", value, f"{why}; leave it out to compare without it")
+            raise InputError(f"current: --{name}", value, f"{why}; leave it out to compare without it")
     on_gpu = cluster.device.type == "gpu"
     _only(given, "enable-chunked-prefill", ["yes"], "only engines with chunked prompts can be scored")
     _only(given, "block-size", [str(BLOCK_SIZE)], f"K/V blocks are scored with {BLOCK_SIZE} tokens")
@@ -95,7 +95,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
     seqs = _of(given, "max-num-seqs", _count, min(default_seqs, tokens))
     if seqs > tokens:
         raise InputError(
-            "--current: --max-num-batched-tokens", tokens, f"vLLM wants no fewer than --max-num-seqs, {seqs}"
+            "current: --max-num-batched-tokens", tokens, f"vLLM wants no fewer than --max-num-seqs, {seqs}"
         )
     notes = [
         f"{name} {value}: vLLM's default on this device"
@@ -124,10 +124,10 @@ def _arguments(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise InputError("--current", command, f"{error}; quote it as a shell would take it") from None
+        raise InputError("current", command, f"{error}; quote it as a shell would take it") from None
     starts = [i for i, pair in enumerate(pairwise(words)) if pair in LAUNCHERS]
     if not starts:
-        raise InputError("--current", command, "give a command that starts with vllm serve")
+        raise InputError("current", command, "give a command that starts with vllm serve")
     words = words[starts[0] + 2 :]
     positional = words[:1] if words and not words[0].startswith("-") else []
     return words[len(positional) :]
@@ -141,7 +141,7 @@ def _read_flags(words: list[str]) -> Given:
         word = words[at]
         at += 1
         if not _is_flag(word):
-            raise InputError("--current", word, "behind the model everything is a flag or its value")
+            raise InputError("current", word, "behind the model everything is a flag or its value")
         name, equals, value = word.partition("=")
         if word.startswith("-O"):
             name, equals, value = "--optimization-level", "=", word[2:].removeprefix("=")
@@ -150,7 +150,7 @@ def _read_flags(words: list[str]) -> Given:
         takes = TAKES[name]
         if takes in ("nothing", "switch"):
             if equals or dot:
-                raise InputError(f"--current: --{name}", value, "it takes no value")
+                raise InputError(f"current: --{name}", value, "it takes no value")
             given[name] = "yes" if is_on else "no"
             continue
         values = [value] if equals else []
@@ -159,7 +159,7 @@ def _read_flags(words: list[str]) -> Given:
             values.append(words[at])
             at += 1
         if not values and takes != "optional":
-            raise InputError(f"--current: --{name}", "", "it takes a value")
+            raise InputError(f"current: --{name}", "", "it takes a value")
         given[name] = json.dumps({inner: " ".join(values)}) if dot else " ".join(values)
     return _read_config(given.pop("config")) | given if "config" in given else given
 
@@ -168,9 +168,9 @@ def _read_config(path: str) -> Given:
     """The flags of a YAML file, as `vllm serve --config` takes them."""
     from xgpt.io import load_yaml
 
-    data = load_yaml(Path(path), "--current: --config")
+    data = load_yaml(Path(path), "current: --config")
     if not isinstance(data, dict):
-        raise InputError("--current: --config", path, "it must hold flags and their values")
+        raise InputError("current: --config", path, "it must hold flags and their values")
     words: list[str] = []
     for key, value in data.items():
         if isinstance(value, bool):
@@ -181,7 +181,7 @@ def _read_config(path: str) -> Given:
             words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
     given = _read_flags(words)
     if "config" in given:
-        raise InputError("--current: --config", path, "it names another one; give one file")
+        raise InputError("current: --config", path, "it names another one; give one file")
     return given
 
 
@@ -204,7 +204,7 @@ def _flag(word: str) -> tuple[str, bool]:
         return positive, False
     known = [f"--{flag}" for flag in TAKES]
     known += [f"--no-{flag}" for flag, takes in TAKES.items() if takes == "switch"] + [*ALIASES]
-    raise InputError("--current", word, f"vLLM {VERSION} has no such flag{nearest(word, known)}")
+    raise InputError("current", word, f"vLLM {VERSION} has no such flag{nearest(word, known)}")
 
 
 def _of(given: Given, name: str, read: Callable[[str], T | None], default: T) -> T:
@@ -218,13 +218,13 @@ def _of(given: Given, name: str, read: Callable[[str], T | None], default: T) ->
     try:
         return cast(T, read(given[name]))
     except ValueError as error:
-        raise InputError(f"--current: --{name}", given[name], str(error)) from None
+        raise InputError(f"current: --{name}", given[name], str(error)) from None
 
 
 def _only(given: Given, name: str, accepted: list[str], why: str) -> None:
     if given.get(name, accepted[0]) not in accepted:
         shown = {"yes": f"--{name}", "no": f"--no-{name}"}.get(given[name], given[name])
-        raise InputError(f"--current: --{name}", shown, why)
+        raise InputError(f"current: --{name}", shown, why)
 
 
 def _count(text: str) -> int:
@@ -255,22 +255,22 @@ def _dtype(given: Given) -> DType | None:
     """Return the dtype that it runs in. Eight bits are scored where weights and K/V have them alike, as in profiles."""
     weights, kv = given.get("quantization"), given.get("kv-cache-dtype", "auto")
     if weights not in (None, "fp8"):
-        raise InputError("--current: --quantization", weights, "step times are known for fp8 alone")
+        raise InputError("current: --quantization", weights, "step times are known for fp8 alone")
     if kv not in DTYPES and kv not in EIGHT_BIT_KV:
-        raise InputError("--current: --kv-cache-dtype", kv, f"known: auto, {', '.join(EIGHT_BIT_KV)}, or the dtype")
+        raise InputError("current: --kv-cache-dtype", kv, f"known: auto, {', '.join(EIGHT_BIT_KV)}, or the dtype")
     if (weights == "fp8") != (kv in EIGHT_BIT_KV):
         name = "kv-cache-dtype" if weights is None else "quantization"
         both = (
             "eight bits are scored for both weights and K/V: give --quantization fp8 --kv-cache-dtype fp8, or neither"
         )
-        raise InputError(f"--current: --{name}", given[name], both)
+        raise InputError(f"current: --{name}", given[name], both)
     if weights == "fp8":
         return "float8"
     name = given.get("dtype", "auto")
     if name not in DTYPES:
-        raise InputError("--current: --dtype", name, f"known: {', '.join(DTYPES)}")
+        raise InputError("current: --dtype", name, f"known: {', '.join(DTYPES)}")
     if DTYPES[kv] not in (None, DTYPES[name]):
-        raise InputError("--current: --kv-cache-dtype", kv, f"K/V are scored in --dtype {DTYPES[kv]}")
+        raise InputError("current: --kv-cache-dtype", kv, f"K/V are scored in --dtype {DTYPES[kv]}")
     return DTYPES[name]
 
 

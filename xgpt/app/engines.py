@@ -53,13 +53,13 @@ class Nodes:
 
         if count == 1:
             if rank or rendezvous:
-                raise InputError("nnodes", 1, "--node-rank and --rdzv-endpoint go with --nnodes 2 or more")
+                raise InputError("nnodes", 1, "`node_rank` and `rendezvous` go with `nnodes`, 2 or more")
             return None
         if rank >= count:
-            raise InputError("node-rank", rank, f"machines are numbered from 0 to {count - 1}")
+            raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
         host, _, port = (rendezvous or "").rpartition(":")
         if not host or not port.isdecimal():
-            raise InputError("rdzv-endpoint", rendezvous, "machine 0's address and a free port: HOST:PORT")
+            raise InputError("rendezvous", rendezvous, "machine 0's address and a free port: HOST:PORT")
         passphrase = os.environ.get("XGPT_CLUSTER_SECRET", "")
         if len(passphrase) < MIN_SECRET:
             accepted = f"set it to the same {MIN_SECRET} or more characters on every machine"

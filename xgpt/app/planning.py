@@ -74,7 +74,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     found = runnable(kinds, problem.model)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
-        raise InputError("--policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
+        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
     return found
 
 

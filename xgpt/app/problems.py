@@ -40,7 +40,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         cluster = cluster.model_copy(update={"device": device})
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
-        raise InputError("--devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
+        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
     return Problem(
         model=spec,
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -64,8 +64,8 @@ def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | No
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
     if cluster.is_local and engine.framework != "native":
-        make = f"measure its steps with `xgpt profile --engine {engine.framework} -o FILE` and plan with --profile FILE"
-        raise InputError("--engine", engine.name, f"on this machine plans rest on measured steps: {make}")
+        make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
+        raise InputError("engine", engine.name, f"on this machine plans rest on measured steps: {make}")
     return engine
 
 
@@ -85,8 +85,8 @@ def _profile(
     else:
         given = given_profile(given, spec, cluster, request.dtype)
     if engine is not None and given.engine not in (None, engine.framework):
-        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave --engine out"
-        raise InputError("--engine", engine.name, accepted)
+        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave `engine` out"
+        raise InputError("engine", engine.name, accepted)
     return given
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
-from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Profile
+from xgpt.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Profile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,9 +34,39 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     if dtype == "int8" and (not on_cpu or engine == "vllm"):
         raise InputError("dtype", dtype, "it runs in xgpt's own engine on CPUs: take another")
     if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
-        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: take one with --dtype"
+        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: take one as `dtype`"
         raise InputError("dtype", dtype, accepted)
     return dtype
+
+
+def new_profile(
+    model: str,
+    cluster: str,
+    dtype: DType | None,
+    engine: EngineKind,
+    import_from: str | None,
+    framework: str | None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
+
+    Raises:
+        InputError: there is no such model, cluster or table, or arguments do not go together.
+        MachineError: this machine cannot be measured.
+    """
+    from xgpt.resolve import load_cluster, load_model
+
+    spec, checkpoint = load_model(model)
+    devices = load_cluster(cluster)
+    if framework is not None and import_from is None:
+        raise InputError("framework", framework, "it goes with `import_from`")
+    if engine == "vllm":
+        if import_from is not None:
+            raise InputError("import_from", import_from, "it does not go with `engine=vllm`, which measures")
+        return profile_vllm(spec, checkpoint, devices, dtype, progress)
+    if import_from is not None:
+        return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
+    return obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
 
 
 def obtain_profile(
@@ -98,14 +128,14 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     """
     from xprofiler import NATIVE_VERSION
 
-    make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave --profile out"
+    make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
         raise InputError("profile.model", profile.model.name, f"{spec.name} is planned for, with {other}: {make}")
     if profile.device != cluster.device.name:
         accepted = f"{cluster.name} is planned for, of {cluster.device.name}: {make}"
         raise InputError("profile.device", profile.device, accepted)
     if profile.dtype != dtype:
-        accepted = f"{spec.name} is planned in {dtype}: plan with --dtype {profile.dtype}, or {make}"
+        accepted = f"{spec.name} is planned in {dtype}: plan with `dtype={profile.dtype}`, or {make}"
         raise InputError("profile.dtype", profile.dtype, accepted)
     if profile.devices_per_node < cluster.devices_per_node:
         accepted = f"{cluster.name} has {cluster.devices_per_node} a node: {make}"
@@ -126,7 +156,7 @@ def check_engine(plan: Plan, engine: str) -> None:
     of = plan.profile.engine
     if of in (None, engine):
         return
-    run = f"serve it with --engine {of}, or " if of in ("native", "vllm") else ""
+    run = f"serve it with `engine={of}`, or " if of in ("native", "vllm") else ""
     make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
     raise InputError("plan.profile.engine", of, f"the plan rests on step times of {of}, not of {engine}: {run}{make}")
 
@@ -167,7 +197,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
             computed = obtain_profile(plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine)
             if sha256(computed) == wanted:
                 return computed
-    accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it with --profile FILE"
+    accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it as `profile`"
     raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
 
 
@@ -187,7 +217,7 @@ def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: s
 
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
-        raise InputError("import-from", where, "give aiconfigurator, or a folder of tables")
+        raise InputError("import_from", where, "give aiconfigurator, or a folder of tables")
     return imported.profile(spec, cluster, dtype, load_engine(framework), folder)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
 from xgpt.errors import InputError
-from xgpt.io import parse
+from xgpt.io import parse_arguments
 from xgpt.schema import (
     AdmissionOrder,
     ClusterSpec,
@@ -71,14 +71,14 @@ def plan_request(**asked: Any) -> PlanRequest:
     None stands for an argument that was not given.
 
     Raises:
-        InputError: an argument is not accepted, or does not go with another one.
+        InputError: an argument is not known, not accepted, or does not go with another one.
     """
     given = {name: value for name, value in asked.items() if value is not None}
     given.setdefault("objective", _objective(given))
     _check_objective(given)
     _check_clusters(given)
-    constraint = {name: given.pop(name) for name in Constraint.model_fields if name in given}
-    return parse(given | {"constraint": constraint}, PlanRequest, "request")
+    bounds = {name: given.pop(name) for name in Constraint.model_fields if name in given}
+    return parse_arguments(given | {"constraint": parse_arguments(bounds, Constraint)}, PlanRequest)
 
 
 def _objective(given: dict[str, Any]) -> str:
@@ -89,26 +89,24 @@ def _objective(given: dict[str, Any]) -> str:
 def _check_objective(given: dict[str, Any]) -> None:
     """Refuse options of one objective under the other one."""
     saturated = given["objective"] == "saturated"
-    names = {"arrival_rate_per_s": "--arrival-rate"} if saturated else {"sla": "--sla", "search": "--search"}
     other = "arrivals" if saturated else "saturated"
-    beside = (
-        "--arrival-rate" if "arrival_rate_per_s" in given and not saturated else f"--objective {given['objective']}"
-    )
-    for name, option in names.items():
+    by_rate = "arrival_rate_per_s" in given and not saturated
+    under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
+    for name in ("arrival_rate_per_s",) if saturated else ("sla", "search"):
         if name in given:
-            raise InputError(option, given[name], f"it goes with --objective {other}: with {beside} leave it out")
+            raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")
 
 
 def _check_clusters(given: dict[str, Any]) -> None:
     """Refuse what chooses devices by an arrival rate that is not there, or by two ways at once."""
     devices = given.get("devices", "auto")
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
-        raise InputError("--devices", devices, "give auto, or a number of devices, at least 1")
+        raise InputError("devices", devices, "give auto, or a number of devices, at least 1")
     if "arrival_rate_per_s" not in given:
         for name, by_rate in (("among", "among" in given), ("devices", given.get("devices") == "auto")):
             if by_rate:
-                raise InputError(f"--{name}", given[name], "it goes with --arrival-rate")
+                raise InputError(name, given[name], "it goes with `arrival_rate_per_s`")
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
-                raise InputError(f"--{name}", given[name], "--among brings its own: leave it out")
+                raise InputError(name, given[name], "`among` brings its own: leave it out")

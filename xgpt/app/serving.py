@@ -103,7 +103,7 @@ class ServeRequest(Frozen):
 
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
-                raise InputError(KEY, str(self.ssl_keyfile), "it goes with --ssl-certfile")
+                raise InputError(KEY, str(self.ssl_keyfile), "it goes with `ssl_certfile`")
             return None
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
@@ -145,7 +145,7 @@ class ServeRequest(Frozen):
         """
         nodes = Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
         if nodes is not None and self.engine == "vllm":
-            accepted = "vLLM is started on this machine alone; leave it out, or --engine vllm"
+            accepted = "vLLM is started on this machine alone; leave it out, or `engine=vllm`"
             raise InputError("nnodes", self.nnodes, accepted)
         return nodes
 
@@ -170,7 +170,7 @@ def serve(
     nodes, limits = request.nodes(), request.limits()
     if request.answer_within_s is not None and not plan.estimate.predicts_rate:
         accepted = "the plan's estimate is 0; plan again, or leave it out"
-        raise InputError("--answer-within", request.answer_within_s, accepted)
+        raise InputError("answer_within_s", request.answer_within_s, accepted)
     if request.engine == "vllm":
         on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
     elif dry_run:
@@ -259,7 +259,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     ):
         return None
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise InputError("--otlp-endpoint", endpoint, "give a URL, as in http://localhost:4318")
+        raise InputError("otlp_endpoint", endpoint, "give a URL, as in http://localhost:4318")
     try:
         from xrunner.server.observe.traces import Tracer
     except ImportError as error:
@@ -267,7 +267,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
             # A cluster's administrator sets these variables for every program on it.
             logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
             return None
-        raise InputError("--otlp-endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt[otel]'") from None
+        raise InputError("otlp_endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt[otel]'") from None
     return Tracer.to(endpoint)
 
 

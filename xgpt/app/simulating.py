@@ -126,7 +126,7 @@ def run_simulation(
     spans: list[Span] = []
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
-            raise InputError("own-times", workload, "it goes with a trace as --workload, and without --arrival-rate")
+            raise InputError("own_times", workload, "it goes with a trace as `workload`, without `arrival_rate_per_s`")
         trace = read_lengths(Path(workload))
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
@@ -227,7 +227,7 @@ def replay_trace(
     """
     check_fits(plan, workload)
     if trace.timestamp_s is None:
-        raise InputError("workload", workload.name, "it has no timestamps; give --arrival-rate")
+        raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
     total = requests_to_send(plan, num_requests, saturated=False)
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")

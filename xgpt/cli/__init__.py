@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -55,6 +58,14 @@ class _Commands(click.Group):
             way_out = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
             raise click.UsageError(f"{error.message} {way_out}", ctx) from None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except XgptError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            error.args = (in_options(str(error), command.params if command else []),)
+            raise
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
@@ -89,6 +100,18 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("XGPT_TRACEBACK"):
             raise
         _fail(f"internal error: {type(error).__name__}: {error} (XGPT_TRACEBACK=1 shows where)", 4)
+
+
+def in_options(message: str, params: Sequence[click.Parameter]) -> str:
+    """Return an error's message with arguments of the API as a command's options: `seed=1` is --seed 1."""
+    options = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
+
+    def option(match: re.Match[str]) -> str:
+        name, _, value = match[1].partition("=")
+        return " ".join(filter(None, (options[name], value))) if name in options else match[0]
+
+    field, colon, rest = message.partition(":")
+    return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, options.get(field, field) + colon + rest)
 
 
 def _fail(message: str, code: int) -> None:

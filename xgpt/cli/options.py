@@ -201,6 +201,41 @@ def search_options(command: F) -> F:
     )
 
 
+def load_options(num_requests: int) -> Callable[[F], F]:
+    """--workload, --requests, --arrival-rate, --profile, --seed: what a plan is run with."""
+
+    def add(command: F) -> F:
+        return _add(
+            [
+                click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default."),
+                click.option(
+                    "--requests",
+                    "num_requests",
+                    type=Whole(1),
+                    default=num_requests,
+                    show_default=True,
+                    help="Number of requests that are measured; some more run before and after them.",
+                ),
+                click.option(
+                    "--arrival-rate",
+                    "arrival_rate_per_s",
+                    type=Decimal(0, min_open=True),
+                    metavar="R",
+                    help="Poisson arrivals a second. Default: requests are always waiting.",
+                ),
+                click.option(
+                    "--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
+                ),
+                click.option(
+                    "--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals."
+                ),
+            ],
+            command,
+        )
+
+    return add
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 
 batching_option = click.option(

@@ -139,6 +139,6 @@ def _priced(among: str) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if not name or name in found or not (isfinite(value) and value > 0):
-            raise InputError("--among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
+            raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
         found[name] = value
     return found

@@ -6,22 +6,12 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, json_option
+from xgpt.cli.options import Decimal, json_option, load_options
 
 
 @click.command("simulate")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default.")
-@click.option(
-    "--requests", "num_requests", type=Whole(1), default=2000, show_default=True, help="Number of requests to simulate."
-)
-@click.option(
-    "--arrival-rate",
-    "arrival_rate_per_s",
-    type=Decimal(0, min_open=True),
-    metavar="R",
-    help="Poisson arrivals a second. Default: requests are always waiting.",
-)
+@load_options(2000)
 @click.option(
     "--burstiness",
     type=Decimal(0, min_open=True),
@@ -31,9 +21,7 @@ from xgpt.cli.options import Decimal, Whole, json_option
 @click.option(
     "--own-times", is_flag=True, help="Replay a trace as recorded: its pairs of lengths and its arrival times."
 )
-@click.option("--profile", metavar="FILE", help="The profile that the plan was made from.")
 @click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
-@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals.")
 @json_option
 def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> None:
     """Run a plan request by request on the simulated engine.

@@ -57,7 +57,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
-        raise InputError("--batching", batching, accepted)
+        raise InputError("batching", batching, accepted)
     admission = plan.admission
     pool = RowPool(
         _fewest_blocks(plan.stages),

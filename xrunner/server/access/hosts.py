@@ -81,4 +81,4 @@ def check_exposure(host: str, keys: ApiKeys | None) -> None:
         InputError: says how to go on.
     """
     if keys is None and not is_loopback(host):
-        raise InputError("--host", host, "others could use it without a key: give --api-key-file, or take 127.0.0.1")
+        raise InputError("host", host, "others could use it without a key: give `api_key_file`, or take 127.0.0.1")

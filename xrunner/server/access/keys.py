@@ -17,7 +17,7 @@ from xgpt.schema import ANYONE, Account
 
 logger = logging.getLogger(__name__)
 
-FIELD = "--api-key-file"
+FIELD = "api_key_file"
 MIN_KEY_LENGTH = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute")

@@ -39,7 +39,7 @@ class Limits:
         most = self.max_max_tokens
         if most is not None and (self.default_max_tokens or 0) > most:
             raise InputError(
-                "--default-max-tokens", self.default_max_tokens, f"it is more than --max-max-tokens {most}; lower it"
+                "default_max_tokens", self.default_max_tokens, f"it is more than `max_max_tokens={most}`; lower it"
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:

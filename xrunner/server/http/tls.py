@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xgpt.errors import InputError
 
-CERTIFICATE, KEY = "--ssl-certfile", "--ssl-keyfile"
+CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
 
 
 def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:

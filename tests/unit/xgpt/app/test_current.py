@@ -97,7 +97,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m -O=0", "optimization-level: '0'"),
         ("vllm serve m --performance-mode throughput", "performance-mode: 'throughput'"),
         ("vllm serve m --enforce-eager", "captured graphs"),
-        ("vllm serve m --no-async-scheduling", "beside the device"),
+        ("vllm serve m --no-async-scheduling", "during the device"),
         ("vllm serve m --block-size 32", "block-size: '32'"),
         ("vllm serve m --gpu-memory-utilization 1.2", "gpu-memory-utilization: '1.2'"),
         ("vllm serve m --gpu-memory-utilization nan", "gpu-memory-utilization: 'nan'"),
@@ -117,7 +117,7 @@ def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
     a40 = load_cluster("a40x4")
     for name, (_, neutral) in REFUSED.items():
         flag, off = (f"--{name}", f"--no-{name}") if TAKES[name] == "switch" else (f"--{name} 7", "")
-        with pytest.raises(InputError, match=f"--current: --{name}"):
+        with pytest.raises(InputError, match=f"current: --{name}"):
             read_vllm_command(f"vllm serve m {off if neutral == ('yes',) else flag}", a40)
         for value in neutral:
             words = {"yes": f"--{name}", "no": f"--no-{name}"}.get(value, f"--{name} '{value}'")
@@ -153,8 +153,8 @@ def subject() -> Problem:
     ("flags", "says"),
     [
         ("-tp 2", "2 devices"),
-        ("--dtype half", "--dtype: 'float16' is not accepted; the plans are in bfloat16: compare with --dtype float16"),
-        ("--quantization fp8 --kv-cache-dtype fp8", "compare with --dtype float8"),
+        ("--dtype half", "--dtype: 'float16' is not accepted; the plans are in bfloat16: compare with `dtype=float16`"),
+        ("--quantization fp8 --kv-cache-dtype fp8", "compare with `dtype=float8`"),
         ("--max-model-len 1k", "--max-model-len: 1000 is not accepted; requests of azure-conv"),
     ],
 )

@@ -147,7 +147,7 @@ def test_beyond_this_machine_only_with_keys() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
         check_exposure(host, None)
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(InputError, match="--api-key-file"):
+        with pytest.raises(InputError, match="api_key_file"):
             check_exposure(host, None)
         check_exposure(host, ApiKeys.parse(KEY))
 

@@ -60,7 +60,7 @@ def test_more_than_the_server_gives_is_refused() -> None:
     request = parse_completion(b'{"model": "fake", "prompt": [1], "max_tokens": 9}')
     with pytest.raises(ApiError, match="more than the 8 that this server gives"):
         check_tokens([1], request, SPEC, 10_000, OutputRule(most=8))
-    with pytest.raises(InputError, match="--max-max-tokens 8"):
+    with pytest.raises(InputError, match="max_max_tokens=8"):
         Limits(default_max_tokens=9, max_max_tokens=8)
 
 

@@ -1,0 +1,87 @@
+"""Keyword arguments that functions of the API share. Any may be left out; the functions say what that means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from xgpt.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from xgpt.app.request import PolicyChoice
+    from xgpt.schema import (
+        AdmissionOrder,
+        ClusterSpec,
+        DType,
+        EngineSpec,
+        KvPromise,
+        ModelSpec,
+        Objective,
+        Profile,
+        Workload,
+    )
+    from xgpt.schema.plan import Sla
+    from xscheduler.search import Method
+
+PathLike = str | os.PathLike[str]
+
+
+class ProblemArguments(TypedDict, total=False):
+    """What schedules are found for, the latency bound apart."""
+
+    model: PathLike | ModelSpec
+    cluster: PathLike | ClusterSpec | None
+    dtype: DType | None
+    workload: PathLike | Workload
+    profile: PathLike | Profile | None
+    engine: PathLike | EngineSpec | None
+    price: float | None
+    objective: Objective | None
+    quantile: float
+    sla: Sla | None
+    ttft_s: float | None
+    tpot_s: float | None
+    headroom: float | None
+    search: Method | None
+    kv: KvPromise
+
+
+class PlanArguments(ProblemArguments, total=False):
+    """A problem, and how one plan is chosen for it."""
+
+    arrival_rate_per_s: float | None
+    policy: PolicyChoice
+    order: AdmissionOrder
+    devices: int | Literal["auto"] | None
+    among: Mapping[str, float] | None
+
+
+class LoadArguments(TypedDict, total=False):
+    """The requests that a plan is simulated or measured with."""
+
+    workload: PathLike | Workload | None
+    num_requests: int
+    arrival_rate_per_s: float | None
+    seed: int
+
+
+class BenchArguments(LoadArguments, total=False):
+    """A load, and how a client sends it."""
+
+    concurrency: int
+    stream: bool
+
+
+def check(given: Mapping[str, object], known: type) -> None:
+    """Refuse keyword arguments that a function does not have.
+
+    Args:
+        known: the TypedDict of those that it has.
+
+    Raises:
+        InputError: the first of them.
+    """
+    for name in given:
+        if name not in known.__annotations__:
+            raise InputError(name, given[name], f"there is no such argument{nearest(name, known.__annotations__)}")
