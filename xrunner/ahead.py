@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import compress
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from xgpt.policies import Step
 from xrunner.attention import Batch
 from xrunner.attention.base import to_device
-from xrunner.generation import Generation
 from xrunner.worker import Worker, fed
 
 
@@ -30,12 +28,10 @@ class _Launched:
 
     Attributes:
         index: where each request's token is; released requests are taken out.
-        extended: requests that were given a block for it.
         tokens: on the device. # int64 [requests]
     """
 
     index: dict[int, int]
-    extended: set[int]
     tokens: Tensor
 
 
@@ -54,16 +50,8 @@ class AheadWorker(Worker):
     _decoded = False
     """Whether the last step only decoded, and took the highest logits."""
 
-    def start(self, generation: Generation) -> None:
-        self._drop()  # a request that enters has a right to blocks that were taken too early
-        super().start(generation)
-
-    def adopt(self, generation: Generation, cached: int) -> None:
-        self._drop()
-        super().adopt(generation, cached)
-
     def restart(self) -> None:
-        self._drop()
+        self._ahead = None
         self._decoded = False
         super().restart()
 
@@ -71,12 +59,11 @@ class AheadWorker(Worker):
         if self._ahead is not None:
             for id_ in ids:
                 self._ahead.index.pop(id_, None)
-                self._ahead.extended.discard(id_)
         super().release(ids)
 
     def _execute(self, step: Step) -> dict[int, int]:
         if step.encode or not self._sampler.is_idle:
-            self._drop()
+            self._ahead = None
             self._decoded = False
             return super()._execute(step)
         rows = self._rows(step.decode)
@@ -96,38 +83,27 @@ class AheadWorker(Worker):
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
         """Launch this step once more, one token further, where there is room for it."""
         context = self._context[rows]
-        is_full = context % self.cache.block_size == 0
-        if is_full.sum() > self.cache.num_free or int(context.max()) >= self.model.spec.max_context:
+        has_room = context // self.cache.block_size < self._num_blocks[rows]
+        if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
             return
         batch = self._decodes(step, rows)
         self._context[rows] -= 1  # until it is asked for
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
-            extended=set(compress(step.decode, is_full)),
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),
         )
         self.num_ahead += 1
 
     def _take(self, ids: tuple[int, ...]) -> Tensor | None:
         """The tokens of these requests' next step, where it runs already. # int64 [requests]"""
-        ahead = self._ahead
+        ahead, self._ahead = self._ahead, None
         if ahead is None or not ahead.index.keys() >= set(ids):
-            self._drop()
             return None
         self.num_hits += 1
-        ahead.extended.difference_update(ids)
-        self._drop()
         places = [ahead.index[id_] for id_ in ids]
         if len(places) == len(ahead.tokens) and places == sorted(places):
             return ahead.tokens
         return ahead.tokens[to_device(torch.tensor(places), self._device)]
-
-    def _drop(self) -> None:
-        """Forget what was launched, and give back blocks that its requests do not need yet."""
-        if self._ahead is not None:
-            for id_ in self._ahead.extended:
-                self.cache.shrink(id_)
-        self._ahead = None
 
     def _decodes(self, step: Step, rows: np.ndarray) -> Batch:
         return self._batch(step, rows, np.ones(len(rows), dtype=bool))

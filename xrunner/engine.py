@@ -12,9 +12,10 @@ from xgpt import policies
 from xgpt.errors import XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.schema.step_log import Arrival, Chain, StepRecord
 from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
+from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
 from xrunner.recovery import Progress
 from xrunner.redeploy import Redeployment
@@ -35,6 +36,7 @@ class Engine:
 
     Args:
         deploy: None: no other plan than one with the same placement can be applied.
+        reuse: requests share the K/V of what their prompts have in common.
 
     Attributes:
         on_refused: called with the reason, in the thread that calls `step`, where another plan could not be deployed;
@@ -49,6 +51,7 @@ class Engine:
         clock: Callable[[], int] = time.perf_counter_ns,
         on_step: Callable[[StepRecord], None] | None = None,
         deploy: Deploy | None = None,
+        reuse: bool = False,
     ) -> None:
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._given_up: list[Token] = []
@@ -59,6 +62,7 @@ class Engine:
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
+        self._prefixes = Prefixes() if reuse else None
         self._recorder = Recorder([] if on_step is None else [on_step])
         self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
         self._wake = threading.Event()
@@ -146,8 +150,8 @@ class Engine:
                 self._recover(str(lost))
                 return []
         step, sampled = ended
-        tokens = self._settle(step, sampled)
-        self._recorder.end(step, self._clock, [token.id for token in tokens if token.finish])
+        tokens, outputs = self._settle(step, sampled)
+        self._recorder.end(step, self._clock, [token.id for token in tokens if token.finish], outputs)
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
@@ -186,6 +190,7 @@ class Engine:
             generation.deadline_ns,
             generation.promised_output,
             generation.account,
+            self._chain(generation),
         )
         request = Request(*arrival)
         if not self.pool.can_ever_fit(request):
@@ -199,6 +204,12 @@ class Engine:
         self._progress.generations[generation.id] = generation
         self._schedule.submit(request)
         self._recorder.arrivals.append(arrival)
+
+    def _chain(self, generation: Generation) -> Chain:
+        """The keys of a prompt's blocks; none where nothing is shared, as where an encoder reads prompts whole."""
+        if self._prefixes is None or not self._executor.resumes:
+            return ()
+        return self._prefixes.extend((), generation.prompt, self.pool.block_size, generation.account)
 
     def _go_over(self, schedule: Schedule) -> None:
         if not self.is_emptying and self._schedule.apply(schedule):
@@ -228,13 +239,20 @@ class Engine:
     def _begin(self, step: Step) -> None:
         self._executor.release(step.preempted)
         for chunk in step.encode:
-            if chunk.start == 0:
-                self._executor.start(self._progress.resumed(self.pool.running[chunk.id]))
+            request = self.pool.running[chunk.id]
+            if chunk.start == request.cached:
+                assert request.table is not None
+                tables = (request.table,) if request.prompt_table is None else (request.prompt_table, request.table)
+                self._executor.start(self._progress.resumed(request), *tables)
         self._executor.begin(step)
         self._recorder.begin(step, self._now_ns)
 
-    def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""
+    def _settle(self, step: Step, sampled: dict[int, int]) -> tuple[list[Token], dict[int, Chain]]:
+        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more.
+
+        Returns:
+            The tokens, and for each request that has ended the keys of the blocks behind those of its prompt.
+        """
         logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
         tokens = [
             Token(id_, token, self._finish(id_, token), logprobs.get(id_), failed.get(id_, ""))
@@ -242,12 +260,24 @@ class Engine:
             if not pool.is_silent(id_)
         ]
         tokens = self._progress.without_repeated(tokens)
-        freed = self._schedule.settle(step, [token.id for token in tokens if token.finish])
+        finished = [token.id for token in tokens if token.finish]
+        outputs = {} if self._prefixes is None else self._outputs(self._prefixes, finished)
+        freed = self._schedule.settle(step, finished, outputs)
         for token in tokens:
             self._progress.note(token)
         self._suspects.clear(sampled)
         self._forget(freed)
-        return tokens
+        return tokens, outputs
+
+    def _outputs(self, prefixes: Prefixes, finished: Iterable[int]) -> dict[int, Chain]:
+        """The keys of the blocks that requests leave behind those of their prompts."""
+        outputs = {}
+        for id_ in finished:
+            request = self.pool.running[id_]
+            if self._executor.resumes:
+                sequence = self._progress.sequence(id_)  # the token that ends it has not been noted, nor ever fed
+                outputs[id_] = prefixes.extend(request.chain, sequence, self.pool.block_size, request.account)
+        return outputs
 
     def _go_on_after(self, error: Exception) -> None:
         """Start anew after a step that has failed, without the request at fault once that is known.
@@ -286,7 +316,9 @@ class Engine:
         self._schedule.submit(again)
         size = again.input_length, again.max_output
         self._recorder.arrivals.append(
-            Arrival(again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account)
+            Arrival(
+                again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account, again.chain
+            )
         )
 
     def _finish(self, id_: int, token: int) -> FinishReason | None:

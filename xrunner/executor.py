@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from xgpt.errors import XgptError
-from xgpt.policies import Schedule, Step
+from xgpt.policies import Schedule, Step, Table
 from xrunner.generation import Generation, Logprobs
 
 
@@ -41,8 +41,14 @@ class Executor(Protocol):
     def accept(self, generation: Generation) -> None:
         """Look at a request before anything is planned for it; raise, whatever it be, where it cannot be handed on."""
 
-    def start(self, generation: Generation) -> None:
-        """Set aside the K/V blocks of a request that is about to be encoded."""
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+        """Take in a request that is about to be encoded.
+
+        Args:
+            table: its blocks where it is encoded; the first `found` hold what they should already. Those that it is
+                given later come with steps (`Step.grown`).
+            moves_to: its blocks where it is decoded; None: it stays.
+        """
 
     def begin(self, step: Step) -> None:
         """Send a step on its way, behind those of its lane that are under way. Does not wait for it."""
@@ -83,7 +89,7 @@ class Executor(Protocol):
         """Give everything back; nothing may be asked of it afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
-        """Free the K/V blocks of these requests; no step under way touches them."""
+        """Forget these requests; no step under way touches them. Their blocks are the schedule's to give out."""
 
 
 class OneAtATime(ABC):
@@ -130,7 +136,7 @@ class OneAtATime(ABC):
 class Vacant(OneAtATime):
     """Between two deployments, when requests may be handed in but nothing runs."""
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
         raise AssertionError("nothing is deployed")
 
     def release(self, ids: Collection[int]) -> None:

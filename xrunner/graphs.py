@@ -20,8 +20,6 @@ from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
 """Batches that are captured: filling up costs at most seven rows to 64; beyond, little compared with the weights."""
-FILLER = -2
-"""Owner of the block that rows without a request write to."""
 
 
 class Capture(Protocol):
@@ -35,7 +33,7 @@ class GraphedModel:
     """A model whose decode steps are captured, called like the model.
 
     Args:
-        cache: one block is taken from it for good, so it needs one more than the pool knows of.
+        cache: its last block is for rows of no request, so it needs one more than the pool knows of.
         most_tokens: of a sequence: block tables are as wide as this needs.
         sizes: rising.
     """
@@ -84,11 +82,11 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
 
 
 class _Inputs:
-    """A batch of decodes at fixed addresses; rows of no request decode the first token of `FILLER`."""
+    """A batch of decodes at fixed addresses; rows of no request decode a first token in the last block."""
 
     def __init__(self, cache: KvCache, most: int, num_blocks: int) -> None:
         device = cache.device
-        block = int(cache.allocate(FILLER, 1)[0])
+        block = cache.num_blocks - 1
         self._block, self._slot = block, block * cache.block_size
         self._batch = Batch(
             token_ids=torch.zeros(most, dtype=torch.int64, device=device),

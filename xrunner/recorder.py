@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from xgpt.policies import Step
-from xgpt.schema.step_log import Arrival, Lane, StepRecord
+from xgpt.policies.blocks import NO_CHAINS
+from xgpt.schema.step_log import Arrival, Chain, Lane, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,14 @@ class Recorder:
         self.arrivals.clear()
         self.cancelled.clear()
 
-    def end(self, step: Step, clock: Callable[[], int], finished: Collection[int]) -> None:
-        """Record a step that has been settled, and the requests that ended in it."""
+    def end(
+        self,
+        step: Step,
+        clock: Callable[[], int],
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+    ) -> None:
+        """Record a step that has been settled, and the requests that ended in it with their keys (`StepRecord`)."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:
@@ -81,6 +88,7 @@ class Recorder:
             step.microbatch,
             begun.number,
             begun.settled,
+            tuple(outputs.items()),
         )
         for listener in list(self._listeners):
             try:

@@ -32,6 +32,10 @@ class Progress:
         self._generated.pop(id_, None)
         self._repeated.pop(id_, None)
 
+    def sequence(self, id_: int) -> tuple[int, ...]:
+        """Return prompt and output of a request so far."""
+        return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
+
     def resumed(self, request: Request) -> Generation:
         """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
         generation = self.generations[request.id]
@@ -56,8 +60,8 @@ class Progress:
         """
         generation = self.resumed(request)
         again = replace(request, input_length=len(generation.prompt), max_output=generation.max_output)
-        again.encoded = again.generated = again.blocks = 0
-        again.batch = None
+        again.encoded = again.generated = again.cached = again.blocks = 0
+        again.table = again.prompt_table = again.batch = None
         if can_resume(again):
             self.generations[request.id] = generation
             self._generated.pop(request.id, None)

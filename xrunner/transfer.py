@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """A request on its way: the blocks that hold it, or shall hold it, and the tokens of its prompt."""
+    """A request on its way: the blocks that move, or are to be written, and the tokens of its prompt."""
 
     id: int
     blocks: list[int]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies import Chunk, Step
+from xgpt.policies import Chunk, Step, Table
 from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, make_batch
 from xrunner.executor import OneAtATime
@@ -71,11 +70,12 @@ class Worker(OneAtATime):
         self._context = np.zeros(0, dtype=np.int32)
         """Tokens whose K/V is in the cache."""
         self._prompt_len = np.zeros(0, dtype=np.int32)
+        self._num_blocks = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device)
 
-    def start(self, generation: Generation) -> None:
-        """Set aside a row and the blocks of the prompt; the pool has made sure that there is room.
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+        """Set aside a row, with these blocks.
 
         Behind the prompt comes what the decoder starts with, if anything: it takes the place of an output token, of
         which the last is never fed.
@@ -86,30 +86,32 @@ class Worker(OneAtATime):
         assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
         prompt = (*generation.prompt, *self.model.decoder_start)
         assert not (self.model.decoder_start and generation.num_resumed), "what was generated is no encoder's prompt"
-        self._take_row(generation, len(prompt) if self.model.runs_decoder else len(generation.prompt))
+        self._take_row(generation, table)
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
 
-    def adopt(self, generation: Generation, cached: int) -> None:
-        """Set aside a row and blocks for a request whose first `cached` tokens another worker has encoded.
+    def adopt(self, generation: Generation, table: Table, cached: int) -> None:
+        """Set aside a row for a request whose first `cached` tokens another worker has encoded.
 
         Their keys and values are to be written into the blocks before the request decodes; or, of an encoder-decoder,
         what has been read of them is to be put into `readings`.
         """
         if self.model.decoder_start:
-            self.start(generation)
+            self.start(generation, table)
             return
-        row = self._take_row(generation, cached)
+        row = self._take_row(generation, table)
         self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
         self._context[row] = cached
 
-    def _take_row(self, generation: Generation, num_tokens: int) -> int:
-        """Take a row, with the blocks of `num_tokens` tokens."""
-        blocks = self.cache.allocate(generation.id, num_tokens)
+    def _take_row(self, generation: Generation, table: Table) -> int:
+        """Take a row, with these blocks."""
+        assert generation.id not in self._row, f"request {generation.id} has started already"
+        blocks = table.blocks
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
         self._widen(len(blocks) + 1)  # an encoder's step computes, but does not write, a place behind the prompt
         self._tables[row, : len(blocks)] = blocks
+        self._num_blocks[row] = len(blocks)
         self._row[generation.id] = row
         self._prompt_len[row] = len(generation.prompt)
         if self.model.has_head and self.model.runs_decoder:
@@ -130,9 +132,8 @@ class Worker(OneAtATime):
         return next(self.model.parameters()).dtype
 
     def release(self, ids: Collection[int]) -> None:
-        """Free what these requests hold; one that never started, or is named again, holds nothing."""
+        """Forget these requests; one that never started, or is named again, is not known."""
         started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._row]
-        self.cache.free(started)
         for id_ in started:
             self.readings.pop(id_, None)
             row = self._row.pop(id_)
@@ -143,7 +144,6 @@ class Worker(OneAtATime):
     def restart(self) -> None:
         super().restart()
         self.release(list(self._row))
-        self.cache.free([id_ for id_ in self.cache.owners if id_ >= 0])  # a request that a failure left half begun
 
     def tell(self, ids: Collection[int], tokens: Collection[int]) -> None:
         """What these requests generated last, where another stage has picked it."""
@@ -174,6 +174,7 @@ class Worker(OneAtATime):
             has_read: `read` has come before.
         """
         self.logprobs, self.failed = {}, {}
+        self._grow(step.grown)
         tokens: dict[int, int] = {}
         if not has_read:
             self.read(step)
@@ -271,7 +272,6 @@ class Worker(OneAtATime):
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
-        self._extend(step.decode, rows[:num_decodes])
         self._context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
         self._context[rows] += query_len
         pieces = [self._prompts[id_][start : start + length] for id_, start, length in step.encode]
@@ -287,14 +287,14 @@ class Worker(OneAtATime):
             device=self._device,
         )
 
-    def _extend(self, ids: Collection[int], rows: np.ndarray) -> None:
-        """One more block for each decoding request whose blocks are full."""
-        num_blocks, offset = np.divmod(self._context[rows], self.cache.block_size)
-        full = offset == 0
-        if full.any():
-            self._widen(int(num_blocks.max()) + 1)
-            for id_, row, end in zip(compress(ids, full), rows[full], num_blocks[full], strict=True):
-                self._tables[row, end] = self.cache.extend(id_)
+    def _grow(self, grown: Collection[tuple[int, int]]) -> None:
+        """Take down the blocks that requests have been given."""
+        for id_, block in grown:
+            row = self._row[id_]
+            end = int(self._num_blocks[row])
+            self._widen(end + 1)
+            self._tables[row, end] = block
+            self._num_blocks[row] = end + 1
 
     def _rows(self, ids: Collection[int]) -> np.ndarray:
         return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))
@@ -306,6 +306,7 @@ class Worker(OneAtATime):
         self._last_token = np.resize(self._last_token, new)
         self._context = np.resize(self._context, new)
         self._prompt_len = np.resize(self._prompt_len, new)
+        self._num_blocks = np.resize(self._num_blocks, new)
         self._tables = np.resize(self._tables, (new, self._tables.shape[1]))
 
     def _widen(self, num_blocks: int) -> None:

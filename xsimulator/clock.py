@@ -63,8 +63,7 @@ class TwoLaneClock:
 
     def __call__(self, issue_ns: int, step: Step) -> int:
         if step.lane == "transfer":
-            running = self._schedule.pool.running
-            tokens = sum(running[id_].input_length for id_ in step.transfer)
+            tokens = sum(map(self._schedule.pool.tokens_to_move, step.transfer))
             seconds = self._transfer.at(tokens)
             if self._transfer.occupies:
                 for lane in self._lanes.values():

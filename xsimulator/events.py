@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 from xgpt.policies import Request, Schedule, Step
 from xgpt.schema import Lane
-from xgpt.schema.step_log import ANYONE, Account, Arrival, StepRecord
+from xgpt.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with the output length that the rule must not see."""
+    """A request with the output length that the rule must not see, and what later requests may find of it.
+
+    Attributes:
+        chain: keys of its prompt's blocks.
+        output_chain: keys of the blocks behind those, which it leaves when it ends.
+    """
 
     id: int
     input_length: int
@@ -25,10 +30,15 @@ class SimulatedRequest(NamedTuple):
     deadline_ns: int | None = None
     promised_output: int | None = None
     account: Account = ANYONE
+    chain: Chain = ()
+    output_chain: Chain = ()
 
 
 StepClock = Callable[[int, Step], int]
 """(when the step was scheduled in ns, step) -> its end in ns. Called once a step, in the order of the steps."""
+
+Outputs = tuple[tuple[int, Chain], ...]
+"""As of `StepRecord`."""
 
 
 class _UnderWay(NamedTuple):
@@ -54,6 +64,7 @@ class SimulatedEngine:
         self._clock = clock
         self._requests = list(requests)
         self._tokens_left = {request.id: request.output_length for request in requests}
+        self._output_chain = {request.id: request.output_chain for request in requests if request.output_chain}
         self._num_arrived = 0
         self._journal = _Journal(schedule)
         self._ends: list[tuple[int, int]] = []
@@ -70,7 +81,8 @@ class SimulatedEngine:
             arrival_ns = self._next_arrival_ns()
             if self._ends and (arrival_ns is None or self._ends[0][0] <= arrival_ns):
                 self.now_ns, number = heapq.heappop(self._ends)
-                return self._journal.settle(number, self._finished(self._journal.sampled(number)), self.now_ns)
+                finished = self._finished(self._journal.sampled(number))
+                return self._journal.settle(number, finished, self.now_ns, self._outputs(finished))
             if arrival_ns is None:
                 return None
             self.now_ns = arrival_ns
@@ -79,6 +91,8 @@ class SimulatedEngine:
         """Submit a further request, no earlier than those before: as a closed loop does whenever one has ended."""
         self._requests.append(request)
         self._tokens_left[request.id] = request.output_length
+        if request.output_chain:
+            self._output_chain[request.id] = request.output_chain
 
     def run(self) -> list[StepRecord]:
         """Run to the end."""
@@ -92,7 +106,15 @@ class SimulatedEngine:
             request = self._requests[self._num_arrived]
             lengths = request.input_length, request.max_output
             self._journal.submit(
-                Arrival(request.id, *lengths, arrival_ns, request.deadline_ns, request.promised_output, request.account)
+                Arrival(
+                    request.id,
+                    *lengths,
+                    arrival_ns,
+                    request.deadline_ns,
+                    request.promised_output,
+                    request.account,
+                    request.chain,
+                )
             )
             self._num_arrived += 1
 
@@ -104,6 +126,10 @@ class SimulatedEngine:
             if not left[id_]:
                 finished.append(id_)
         return finished
+
+    def _outputs(self, finished: Sequence[int]) -> Outputs:
+        chains = self._output_chain
+        return tuple((id_, chains.pop(id_)) for id_ in finished if id_ in chains) if chains else ()
 
 
 class _Journal:
@@ -149,9 +175,9 @@ class _Journal:
         """The requests that have one token more once this step is settled."""
         return self._under_way[number].sampled
 
-    def settle(self, number: int, finished: Sequence[int], end_ns: int) -> StepRecord:
+    def settle(self, number: int, finished: Sequence[int], end_ns: int, outputs: Outputs = ()) -> StepRecord:
         step, start_ns, _, settled, arrivals, cancelled = self._under_way.pop(number)
-        self._schedule.settle(step, finished)
+        self._schedule.settle(step, finished, dict(outputs))
         self.num_settled += 1
         return StepRecord(
             start_ns,
@@ -167,6 +193,7 @@ class _Journal:
             step.microbatch,
             number,
             settled,
+            outputs,
         )
 
 
@@ -184,7 +211,7 @@ def replay(schedule: Schedule, log: Sequence[StepRecord]) -> list[StepRecord]:
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False
-        steps.append(journal.settle(record.number, record.finished, record.end_ns))
+        steps.append(journal.settle(record.number, record.finished, record.end_ns, record.outputs))
         return True
 
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):

@@ -63,12 +63,13 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     )
     warm_up(worker)
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
-    engine = Engine(OneLane(lane, Pool(num_blocks, BLOCK_SIZE)), worker)
+    pool = Pool(num_blocks, BLOCK_SIZE)
+    engine = Engine(OneLane(lane, pool), worker)
     app = create_app(EngineThread(engine), ServedModel(SPEC.name, SPEC, codec(), frozenset({2})))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass
-    print(json.dumps({"free_blocks": worker.cache.num_free, "num_blocks": num_blocks}))
+    print(json.dumps({"free_blocks": num_blocks - pool.blocks.num_used, "num_blocks": num_blocks}))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.tcb.systems import Demand, Machine
-from xgpt.policies import Chunk, Schedule, Step
+from xgpt.policies import Blocks, Chunk, Schedule, Step, Table
 from xgpt.policies.request import Request
 from xgpt.policies.tcb import RowBatch
 from xgpt.schema import ModelSpec
@@ -43,8 +43,12 @@ class RealMachine(Machine):
 
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
         worker = self._worker
+        blocks = Blocks(NUM_BLOCKS)
         for one in requests:
-            worker.start(self._generation(one))
+            table = Table(())
+            for _ in range(-(-(one.input_length + one.max_output) // worker.cache.block_size)):
+                blocks.grow(table)
+            worker.start(self._generation(one), table)
         worker.execute(Step(tuple(Chunk(one.id, 0, one.input_length) for one in requests), ()))
         running = {one.id: output_lengths[one.id] - 1 for one in requests}
         while running:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
+from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
 from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
@@ -80,7 +80,7 @@ class Executor:
     def accept(self, generation: Generation) -> None:
         assert generation.id not in self.running
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
         assert generation.id not in self.running
         self.running[generation.id] = generation
 
@@ -155,17 +155,19 @@ def run_engine(
     order: AdmissionOrder = "fcfs",
     *,
     has_accounts: bool = False,
+    reuse: bool = False,
 ) -> list[StepRecord]:
     """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none.
 
     Args:
         has_accounts: of three accounts with shares and a priority; some grow impatient, some outgrow their promise.
+        reuse: they share what their prompts have in common.
     """
     log: list[StepRecord] = []
     schedule = schedule_for(lane, kv, blocks, order, PATIENCE_NS if has_accounts else None)
     executor, clock = Executor(rng), jittered_clock(rng)
     pool = schedule.pool
-    engine = Engine(schedule, executor, clock=lambda: next(clock), on_step=log.append)
+    engine = Engine(schedule, executor, clock=lambda: next(clock), on_step=log.append, reuse=reuse)
     num_requests, arrival_chance = int(rng.integers(5, 40)), rng.random()
     submitted = 0
 
@@ -197,7 +199,8 @@ def run_engine(
 def random_generation(id_: int, rng: np.random.Generator) -> Generation:
     max_output = int(rng.integers(1, LONGEST_OUTPUT + 1))
     output = int(rng.integers(1, max_output + 1)) if rng.random() < 0.8 else None
-    return Generation(id_, (1,) * int(rng.integers(1, LONGEST_INPUT + 1)), max_output, output_length=output)
+    start = (int(rng.integers(3)),) * int(rng.integers(1, LONGEST_INPUT + 1))
+    return Generation(id_, start, max_output, output_length=output)
 
 
 def steps(log: list[StepRecord]) -> list[tuple[object, ...]]:
@@ -238,6 +241,34 @@ def test_the_log_replays_with_shares_priorities_patience_and_promises(
     lane, blocks = LANES[kind], LARGEST + spare_blocks
     log = run_engine(lane, kv, blocks, np.random.default_rng(seed), order, has_accounts=True)
     assert steps(replay(schedule_for(lane, kv, blocks, order, PATIENCE_NS), log)) == steps(log)
+
+
+@CASES
+@pytest.mark.parametrize("order", ["fcfs", "das"])
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]), has_accounts=st.booleans())
+def test_the_log_replays_where_prompts_share_blocks(
+    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int, has_accounts: bool
+) -> None:
+    lane, blocks = LANES[kind], LARGEST + spare_blocks
+    rng = np.random.default_rng(seed)
+    log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=True)
+    patience_ns = PATIENCE_NS if has_accounts else None
+    assert steps(replay(schedule_for(lane, kv, blocks, order, patience_ns), log)) == steps(log)
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_blocks_are_shared_in_what_replays(kind: str) -> None:
+    """And without them the steps are others."""
+    logs = [run_engine(LANES[kind], "reserve", 1000, np.random.default_rng(seed), reuse=True) for seed in range(3)]
+    assert sum(start > 0 for log in logs for record in log for _, start, _ in record.encode) > 3
+    assert any(record.outputs for log in logs for record in log)
+    alone = [
+        [record._replace(arrivals=tuple(arrival._replace(chain=()) for arrival in record.arrivals)) for record in log]
+        for log in logs
+    ]
+    again = [replay(schedule_for(LANES[kind], "reserve", 1000), log) for log in alone]
+    assert list(map(steps, again)) != list(map(steps, alone))
 
 
 def test_what_the_orders_are_told_apart_by() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from xgpt.policies import Blocks, Table
 from xrunner.attention import PositionBias, make_batch
 
 
@@ -39,6 +40,17 @@ def random_bias(batch, num_heads, rng):
     longest = int(batch.context_len.max())
     values = torch.from_numpy(rng.normal(size=(num_heads, 2 * longest - 1)).astype(np.float32))
     return PositionBias(values, longest - 1)
+
+
+def start(worker, generations):
+    """Start requests on workers with all the blocks that they may come to need."""
+    cache = worker.cache
+    blocks = Blocks(cache.num_blocks)
+    for generation in generations:
+        table = Table(())
+        for _ in range(-(-(len(generation.prompt) + generation.max_output) // cache.block_size)):
+            blocks.grow(table)
+        worker.start(generation, table)
 
 
 def run_again(run):

@@ -24,7 +24,11 @@ from xsimulator.events import replay
 
 NUM_REQUESTS = 60
 RNG = np.random.default_rng(5)
-PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 30, NUM_REQUESTS)]
+BEGINNING = tuple(RNG.integers(0, 211, 29).tolist())
+PROMPTS = [
+    (BEGINNING if i % 2 else ())[: n - 1] + tuple(RNG.integers(0, 211, n).tolist())
+    for i, n in enumerate(RNG.integers(1, 30, NUM_REQUESTS).tolist())
+]
 OUTPUTS = [int(n) for n in RNG.integers(1, 16, NUM_REQUESTS)]
 CANCELLED = frozenset(range(7, NUM_REQUESTS, 11))
 
@@ -64,7 +68,7 @@ def two_lanes(directory, lanes):
 def run(schedule, executor, sampling=None, after_step=lambda number: None):
     """Submit requests a few at a time, cancel some; returns tokens by request and the log."""
     log = []
-    engine = Engine(schedule, executor, on_step=log.append)
+    engine = Engine(schedule, executor, on_step=log.append, reuse=executor.resumes)
     tokens = {id_: [] for id_ in range(NUM_REQUESTS)}
     ended, submitted, steps = set(), 0, 0
     while submitted < NUM_REQUESTS or not engine.pool.is_idle:
@@ -81,6 +85,8 @@ def run(schedule, executor, sampling=None, after_step=lambda number: None):
             elif token.id in CANCELLED and len(tokens[token.id]) == 2:
                 engine.cancel(token.id)
     assert ended | CANCELLED == set(range(NUM_REQUESTS))
+    shared = [start for record in log for _, start, _ in record.encode if start]
+    assert shared or not executor.resumes
     return tokens, log
 
 
@@ -108,6 +114,7 @@ def alone(checkpoint):
                     block_size=plan.block_size,
                 )
             )
+            worker.resumes = False  # alone, nothing is shared
             made[key], _ = run(policies.build(plan), worker, sampling)
         return made[key]
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY
+from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
 from xgpt import config_fields
@@ -67,7 +68,7 @@ def own_logits(directory):
         return None
     if worker.model.spec.max_context < len(PROMPT) + NUM_DECODES + 1:
         return None
-    worker.start(Generation(0, PROMPT, NUM_DECODES + 1))
+    start(worker, [Generation(0, PROMPT, NUM_DECODES + 1)])
     records = []
     step_logits(worker, Step((Chunk(0, 0, len(PROMPT)),), ()), records)
     for _ in range(NUM_DECODES):

@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
+from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS, usable_backends
@@ -80,8 +81,7 @@ def compare(worker, model, check=assert_equal):
     """Logits of a batch that mixes whole prompts, pieces of prompts and decodes, against transformers' in float32."""
     rng = np.random.default_rng(3)
     prompts = {id_: tuple(rng.integers(0, VOCABULARY, n).tolist()) for id_, n in enumerate((19, 1, 33, 8))}
-    for id_, prompt in prompts.items():
-        worker.start(Generation(id_, prompt, max_output=4))
+    start(worker, [Generation(id_, prompt, max_output=4) for id_, prompt in prompts.items()])
     steps = [
         Step((Chunk(0, 0, 19), Chunk(2, 0, 10)), ()),
         Step((Chunk(2, 10, 16), Chunk(1, 0, 1)), (0,)),
@@ -98,7 +98,6 @@ def compare(worker, model, check=assert_equal):
             assert expected.std() >= 1, "logits too small for the tolerance to mean anything"
             outputs[id_].append(sampled[id_])
     worker.release(prompts)
-    assert worker.cache.num_free == worker.cache.num_blocks
 
 
 @pytest.mark.parametrize("backend", usable_backends(torch.device("cpu"), torch.float32))
@@ -324,5 +323,5 @@ def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, 
         for token in engine.step() or ():
             outputs[token.id].append(token.token)
     assert outputs == {generation.id: tokens for generation, tokens in expected}
-    assert worker.cache.num_free == num_blocks
+    assert pool.blocks.num_used == 0
     assert len(set().union(*outputs.values())) > 20, "tokens too alike for the comparison to mean anything"

@@ -13,7 +13,7 @@ from xrunner.ahead import AheadWorker
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.graphs import FILLER, GraphedModel
+from xrunner.graphs import GraphedModel
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker
 from xsimulator.events import replay
@@ -28,8 +28,8 @@ LANES = {
 }
 NUM_REQUESTS = 8
 RNG = np.random.default_rng(3)
-PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 16, NUM_REQUESTS)]
-OUTPUTS = [int(n) for n in RNG.integers(1, 20, NUM_REQUESTS)]
+FIRST_PROMPTS = [tuple(RNG.integers(0, 211, int(n)).tolist()) for n in RNG.integers(1, 16, NUM_REQUESTS // 2)]
+OUTPUTS = [int(n) for n in RNG.integers(1, 20, NUM_REQUESTS // 2)] + [9, 3, 6, 1]
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +53,42 @@ def fresh(worker, kind="plain"):
 
 @pytest.fixture(scope="module")
 def solitary(worker):
-    """Tokens of each request on its own."""
-    tokens = []
+    """Prompts, and the tokens of each on its own; the second half goes on from the first, as conversations do."""
+    prompts, tokens = list(FIRST_PROMPTS), []
     worker = fresh(worker)
-    for prompt, output in zip(PROMPTS, OUTPUTS, strict=True):
+    for number, output in enumerate(OUTPUTS):
+        if number >= len(FIRST_PROMPTS):
+            first = number - len(FIRST_PROMPTS)
+            prompts.append((*prompts[first], *tokens[first], 7, number))
         engine = Engine(OneLane(LANES["orca"], Pool(NUM_BLOCKS, BLOCK_SIZE)), worker)
-        engine.submit(Generation(0, prompt, output))
+        engine.submit(Generation(0, prompts[number], output))
         tokens.append([token.token for step in iter(engine.step, None) for token in step])
-    return tokens
+    return prompts, tokens
 
 
-def owners(worker):
-    """Return how many blocks requests own, those taken early apart; each is free or of one request."""
-    owned = [block for blocks in worker.cache._owned.values() for block in blocks]
-    everything = sorted(owned + worker.cache._free)
-    assert everything == list(range(worker.cache.num_blocks))
-    ahead = getattr(worker, "_ahead", None)
-    return len(owned) - (FILLER in worker.cache._owned) - (len(ahead.extended) if ahead else 0)
+def check_blocks(worker, pool):
+    """Each block is free, kept, or in use; the worker's tables are the pool's, less what is yet to be told."""
+    used = {block for request in pool.running.values() for block in request.table.blocks}
+    assert len(used) == pool.blocks.num_used <= pool.reserved_blocks <= NUM_BLOCKS
+    for id_, row in worker._row.items():
+        if id_ in pool.running:
+            count = worker._num_blocks[row]
+            assert worker._tables[row, :count].tolist() == pool.running[id_].table.blocks[:count]
 
 
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.parametrize("kind", ["plain", "ahead"])
+@pytest.mark.parametrize(("kind", "reuse"), [("plain", False), ("ahead", False), ("plain", True), ("ahead", True)])
 @pytest.mark.parametrize(
     ("policy", "kv"),
     [(policy, kv) for policy in LANES for kv in ("reserve", "quantile") if (policy, kv) != ("static", "quantile")],
 )
-def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, data):
+def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitary, policy, kv, kind, reuse, data):
+    prompts, alone = solitary
     worker = fresh(worker, kind)
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv=kv, hold_finished=policy == "static")
     log = []
-    engine = Engine(OneLane(LANES[policy], pool), worker, on_step=log.append)
+    engine = Engine(OneLane(LANES[policy], pool), worker, on_step=log.append, reuse=reuse)
     waiting = data.draw(st.permutations(range(NUM_REQUESTS)))
     leavers = data.draw(st.sets(st.integers(0, NUM_REQUESTS - 1), max_size=3))
     tokens = {id_: [] for id_ in waiting}
@@ -92,18 +97,18 @@ def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitar
         for _ in range(data.draw(st.integers(0 if not pool.is_idle else 1, 3))):
             if waiting:
                 id_ = waiting.pop()
-                engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+                engine.submit(Generation(id_, prompts[id_], OUTPUTS[id_]))
         for token in engine.step() or ():
             tokens[token.id].append(token.token)
             if token.finish:
                 ended.add(token.id)
-        assert owners(worker) <= pool.reserved_blocks <= NUM_BLOCKS
+        check_blocks(worker, pool)
         for id_ in leavers & tokens.keys():
             if id_ not in waiting and len(tokens[id_]) >= OUTPUTS[id_] // 2:
                 engine.cancel(id_)
     engine.step()  # takes in the last cancellations
-    assert owners(worker) == 0 and pool.reserved_blocks == 0
-    for id_, solo in enumerate(solitary):
+    assert pool.reserved_blocks == 0
+    for id_, solo in enumerate(alone):
         assert tokens[id_] == solo[: len(tokens[id_])]
         assert id_ in leavers or (id_ in ended and tokens[id_] == solo)
 
@@ -112,11 +117,15 @@ def test_tokens_and_blocks_whatever_joins_leaves_or_is_preempted(worker, solitar
     assert [(r.encode, r.decode, r.preempted) for r in replayed] == [(r.encode, r.decode, r.preempted) for r in log]
 
 
-def test_preemption_happens_here(worker):
+def test_what_happens_here(worker, solitary):
+    """Requests are preempted, and share blocks with others that run and with those that have ended."""
     pool = Pool(NUM_BLOCKS, BLOCK_SIZE, kv="quantile")
-    engine = Engine(OneLane(LANES["orca"], pool), fresh(worker))
-    for id_ in range(NUM_REQUESTS):
-        engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
+    log = []
+    engine = Engine(OneLane(LANES["orca"], pool), fresh(worker), on_step=log.append, reuse=True)
+    for id_, prompt in enumerate(solitary[0]):
+        engine.submit(Generation(id_, prompt, OUTPUTS[id_]))
     while engine.step() is not None:
         pass
     assert pool.num_preemptions > 0
+    starts = [start for record in log for _, start, _ in record.encode]
+    assert sum(map(bool, starts)) >= 3

@@ -8,6 +8,7 @@ import torch
 
 from tests.numerics.checkpoints import CHECKPOINTS
 from tests.numerics.ranks import groups_of, in_parallel, pipes_of
+from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import Chunk, Step
@@ -62,8 +63,8 @@ def tokens_of(stages, sampling=None):
     """All tokens, step for step; every rank of the last stage must have picked the same."""
     workers = [worker for stage in stages for worker in stage]
     for worker in workers:
-        for id_, prompt in enumerate(PROMPTS):
-            worker.start(Generation(id_, prompt, 8, **({} if sampling is None else {"sampling": sampling})))
+        options = {} if sampling is None else {"sampling": sampling}
+        start(worker, [Generation(id_, prompt, 8, **options) for id_, prompt in enumerate(PROMPTS)])
     made, last = [], {}
     for step in STEPS:
         for worker in workers:

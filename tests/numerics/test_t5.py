@@ -141,7 +141,7 @@ def run(directory, lane, cancelled=()):
             pieces = {id_ for id_ in pool.encoding if pool.running[id_].encoded}
             for id_ in cancelled:
                 engine.cancel(id_)
-    assert worker.cache.num_free == worker.cache.num_blocks
+    assert pool.blocks.num_used == 0
     return outputs, pieces
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError, MachineError
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
@@ -21,7 +22,8 @@ def spec(small_opt):
 def run(spec, cancelled):
     """Tokens of eight requests; `cancelled` leave after the third step."""
     worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=40, block_size=8))
-    engine = Engine(OneLane(LaneSettings(mix=True, token_budget=24, max_batch=8), Pool(40, 8)), worker)
+    pool = Pool(40, 8)
+    engine = Engine(OneLane(LaneSettings(mix=True, token_budget=24, max_batch=8), pool), worker)
     rng = np.random.default_rng(2)
     outputs = {id_: [] for id_ in range(8)}
     for id_ in outputs:
@@ -34,7 +36,7 @@ def run(spec, cancelled):
         if steps == 3:
             for id_ in cancelled:
                 engine.cancel(id_)
-    assert worker.cache.num_free == 40
+    assert pool.blocks.num_used == 0
     return outputs
 
 
@@ -51,15 +53,14 @@ def test_half_precision_keeps_to_the_float32_logits(spec, dtype):
     for kind in ("float32", dtype):
         worker = build_worker(WorkerSettings(spec=spec, dtype=kind, num_blocks=8, block_size=8))
         worker.sample = lambda rows, kind=kind: logits.setdefault(kind, rows.float()).argmax(dim=-1)
-        worker.start(Generation(0, tuple(range(20)), 4))
-        worker.start(Generation(1, tuple(range(5)), 4))
+        start(worker, [Generation(0, tuple(range(20)), 4), Generation(1, tuple(range(5)), 4)])
         worker.execute(step)
     torch.testing.assert_close(logits[dtype], logits["float32"], rtol=0, atol=0.1)
 
 
 def test_a_step_that_samples_nothing(spec):
     worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, block_size=8))
-    worker.start(Generation(0, tuple(range(20)), 4))
+    start(worker, [Generation(0, tuple(range(20)), 4)])
     assert worker.execute(Step((Chunk(0, 0, 10),), ())) == {}
 
 
@@ -91,15 +92,13 @@ def test_a_request_whose_token_cannot_be_chosen_fails_alone(spec, monkeypatch):
         return drawn(sampler, logits, rows, positions)
 
     monkeypatch.setattr(Sampler, "__call__", strict)
-    for id_, top_k in enumerate((5, 9, 0)):
-        sampling = SamplingParams(temperature=0.7, top_k=top_k, seed=3, logprobs=1)
-        worker.start(Generation(id_, (1, 2, 3), 4, sampling=sampling))
+    samplings = [SamplingParams(temperature=0.7, top_k=top_k, seed=3, logprobs=1) for top_k in (5, 9, 0)]
+    start(worker, [Generation(id_, (1, 2, 3), 4, sampling=sampling) for id_, sampling in enumerate(samplings)])
     step = Step(tuple(Chunk(id_, 0, 3) for id_ in range(3)), ())
     tokens = worker.execute(step)
     assert worker.failed == {1: "no token can be chosen: OverflowError: int too big to convert"}
     assert tokens[1] == NO_TOKEN and tokens[0] >= 0 and tokens[2] >= 0
     assert worker.logprobs.keys() == {0, 2}
     worker.restart()
-    assert worker.cache.num_free == 20
-    worker.start(Generation(1, (1, 2, 3), 4))
+    start(worker, [Generation(1, (1, 2, 3), 4)])
     assert worker.execute(Step((Chunk(1, 0, 3),), ()))[1] >= 0 and not worker.failed

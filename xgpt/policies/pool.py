@@ -6,11 +6,14 @@ that what is scheduled depends on nothing but the order of submissions, steps, e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 
 from xgpt.policies.admission import make_queue
+from xgpt.policies.blocks import NO_CHAINS, Blocks, Table
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.schema import AdmissionOrder, KvPromise
+from xgpt.schema.step_log import Chain
 
 
 class Pool:
@@ -58,9 +61,10 @@ class Pool:
         self._row_tokens = row_tokens
         self.encode_emits = True
         """Whether the step that ends a prompt makes its first output token, too."""
-        self.prompt_blocks = kv_blocks
-        """Blocks where prompts are encoded."""
-        self.reserved_blocks = 0
+        self.blocks = self.prompts = Blocks(kv_blocks)
+        """K/V memory where requests are decoded, and where their prompts are encoded."""
+        self._promised = 0
+        """Blocks that requests have been promised and do not have yet."""
         self.num_preemptions = 0
         self.waiting = make_queue(order, row_tokens, patience_ns)
         self.running: dict[int, Request] = {}
@@ -73,6 +77,8 @@ class Pool:
         """Requests that have taken more blocks than they were promised, under "reserve"."""
         self._preempted: list[int] = []
         """Requests that have lost their K/V for the next step."""
+        self._grown: dict[int, list[int]] = {}
+        """Blocks that requests have been given since the last step, in order."""
 
     def fresh(self) -> Pool:
         """Return another pool of the same arguments, with no request in it."""
@@ -97,6 +103,21 @@ class Pool:
         added = tuple(MicroBatch() for _ in range(count))
         self.batches.extend(added)
         return added
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Number of blocks where prompts are encoded."""
+        return self.prompts.count
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Number of blocks in use or promised, those that requests share counted once."""
+        return self.blocks.num_used + self._promised
+
+    @property
+    def kept_blocks(self) -> int:
+        """Number of blocks kept for requests to come, where prompts are encoded."""
+        return self.prompts.num_kept
 
     @property
     def num_waiting(self) -> int:
@@ -128,15 +149,29 @@ class Pool:
         """Take out the waiting requests whose deadline has passed and that have never run."""
         return [request.id for request in self.waiting.expire(now_ns)]
 
+    def to_encode(self, request: Request) -> int:
+        """Count the tokens that a waiting request would have encoded if it entered now: at least its last one."""
+        return request.context - len(self._find(self.prompts, request)) * self.block_size
+
+    def prompt_blocks_to_enter(self, request: Request) -> int:
+        """Count the blocks that a waiting request would take where prompts are encoded."""
+        return self.blocks_for(request.context) - self.prompts.count_used(self._find(self.prompts, request))
+
     def can_admit(self) -> bool:
         """Whether the first waiting request would be let in now."""
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
-        missing = self.reserved_blocks + self._blocks_to_enter(request) - self.kv_blocks
+        found = self._find(self.blocks, request)
+        needed = self._blocks_to_enter(request) - self.blocks.count_used(found)
+        missing = self.reserved_blocks + needed - self.kv_blocks
         if missing > 0 and not request.generated:
             # Requests beyond their promise have what others leave.
-            missing -= sum(self.running[id_].blocks for id_ in self._overdrawn if not self.is_under_way(id_))
+            missing -= sum(
+                self.blocks.count_own(self._table_of(id_), found)
+                for id_ in self._overdrawn
+                if not self.is_under_way(id_)
+            )
         return missing <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
@@ -145,13 +180,34 @@ class Pool:
             return None
         request = self.waiting.pop()
         request.blocks = self._blocks_to_enter(request)
-        while self.reserved_blocks + request.blocks > self.kv_blocks:
+        table = request.table = self.blocks.share(self._find(self.blocks, request))
+        while self.reserved_blocks + request.blocks - table.found > self.kv_blocks:
             self._preempt_last()
+        # One block early, where it is promised: a worker may then run a step ahead.
+        for _ in range(min(request.blocks, self.blocks_for(request.context + 1)) - table.found):
+            self.blocks.grow(table)
+        self._promised += request.blocks - len(table.blocks)
+        encoded_in = table
+        if self.prompts is not self.blocks:
+            encoded_in = request.prompt_table = self.prompts.share(self._find(self.prompts, request))
+            for _ in range(self.blocks_for(request.context) - encoded_in.found):
+                self.prompts.grow(encoded_in)
+        request.encoded = request.cached = encoded_in.found * self.block_size
         request.batch = batch
-        self.reserved_blocks += request.blocks
         batch.encoding[request.id] = request
         self.running[request.id] = request
         return request
+
+    def _find(self, blocks: Blocks, request: Request) -> list[int]:
+        """Return the blocks that hold the beginning of a waiting request; its last token is always executed."""
+        if not request.chain:
+            return []
+        return blocks.find(request.chain, (request.context - 1) // self.block_size)
+
+    def _table_of(self, id_: int) -> Table:
+        table = self.running[id_].table
+        assert table is not None
+        return table
 
     def move(self, request: Request, batch: MicroBatch) -> None:
         """Take a request inside, with its K/V, over to another micro-batch."""
@@ -163,15 +219,38 @@ class Pool:
         request.batch = batch
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Set aside the block of each decoding request's next token, preempting where blocks run out."""
-        for request in [r for r in batch.decoding.values() if r.blocks * self.block_size < r.context]:
-            if request.batch is not None and self.kv == "reserve":
-                self._overdrawn.add(request.id)
-            while self.reserved_blocks == self.kv_blocks and request.batch is not None:
-                self._preempt_last()
-            if request.batch is not None:
+        """Give each decoding request the block of its next token, preempting where blocks run out.
+
+        Where a block is promised a request has it a token early, so that a worker may run a step ahead.
+        """
+        decoding = chain(batch.decoding.values(), batch.held.values())
+        for request in [r for r in decoding if self._is_full(r, r.context + 1)]:
+            table = request.table
+            if table is None:
+                continue  # preempted for one of those before it
+            if len(table.blocks) < request.blocks:
+                self._promised -= 1
+            elif self._is_full(request, request.context):
+                if self.kv == "reserve":
+                    self._overdrawn.add(request.id)
+                while self.reserved_blocks == self.kv_blocks and request.batch is not None:
+                    self._preempt_last()
+                if request.batch is None:
+                    continue
                 request.blocks += 1
-                self.reserved_blocks += 1
+            else:
+                continue
+            self._grown.setdefault(request.id, []).append(self.blocks.grow(table))
+
+    def _is_full(self, request: Request, num_tokens: int) -> bool:
+        """Whether a request that has entered has too few blocks for `num_tokens`."""
+        return request.table is not None and len(request.table.blocks) * self.block_size < num_tokens
+
+    def take_grown(self) -> tuple[tuple[int, int], ...]:
+        """Return (request, block) pairs: what `make_room` has given since the last call, in order."""
+        grown = tuple((id_, block) for id_, blocks in self._grown.items() for block in blocks)
+        self._grown.clear()
+        return grown
 
     def take_preempted(self) -> tuple[int, ...]:
         """The requests that have lost their K/V since the last call; they wait again."""
@@ -211,8 +290,13 @@ class Pool:
         """Requests with a prompt that is not encoded yet, or only in part."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
-    def settle(self, step: Step, batch: MicroBatch, finished: Collection[int]) -> list[int]:
+    def settle(
+        self, step: Step, batch: MicroBatch, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS
+    ) -> list[int]:
         """Account for an executed step's tokens; `finished` names the requests that ended in it.
+
+        Args:
+            outputs: of requests that ended, the keys of the blocks behind those of the prompt.
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -223,6 +307,11 @@ class Pool:
             self._advance(step, batch)
         freed = []
         for id_ in finished:
+            if id_ in outputs:
+                ended = self.running[id_]
+                # The last token has not been fed: its K/V was never made.
+                count = (ended.context - 1) // self.block_size
+                self.blocks.name(self._table_of(id_), ended.chain + outputs[id_], count)
             if self.hold_finished:
                 batch.held[id_] = batch.decoding.pop(id_)
             else:
@@ -242,6 +331,7 @@ class Pool:
         for chunk in step.encode:
             request = batch.encoding[chunk.id]
             request.encoded += chunk.length
+            self._name_prompt(request)
             if request.encoded == request.context:
                 request.generated += self.encode_emits
                 if self.encode_emits:
@@ -330,9 +420,35 @@ class Pool:
         self._leave(request)
         return request
 
+    def tokens_to_move(self, id_: int) -> int:
+        """Count the prompt tokens of a running request that the decode lane did not have when it entered."""
+        return self.running[id_].input_length - self._table_of(id_).found * self.block_size
+
+    def forget_prompt(self, request: Request) -> None:
+        """The lane that has encoded a request's prompt need not hold it any more: the decode lane has all of it."""
+        if request.table is not None:
+            self.blocks.name(request.table, request.chain, request.encoded // self.block_size)
+        if request.prompt_table is not None:
+            self.prompts.release(request.prompt_table)
+            request.prompt_table = None
+
+    def _name_prompt(self, request: Request) -> None:
+        """Let others find the blocks of a prompt that have been computed."""
+        count = request.encoded // self.block_size
+        if request.prompt_table is not None:
+            self.prompts.name(request.prompt_table, request.chain, count)
+        elif request.table is not None:
+            self.blocks.name(request.table, request.chain, count)
+
     def _leave(self, request: Request) -> None:
-        self.reserved_blocks -= request.blocks
+        assert request.table is not None
+        self._promised -= request.blocks - len(request.table.blocks)
+        self.blocks.release(request.table)
+        if request.prompt_table is not None:
+            self.prompts.release(request.prompt_table)
+        request.table = request.prompt_table = None
         request.blocks = 0
         request.batch = None
         del self.running[request.id]
         self._overdrawn.discard(request.id)
+        self._grown.pop(request.id, None)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from xgpt.policies.blocks import Table
 from xgpt.schema import ANYONE, Account, Lane
+from xgpt.schema.step_log import Chain
 
 
 @dataclass(slots=True)
@@ -22,12 +24,20 @@ class Request:
     promised_output: int | None = None
     """Output tokens that K/V memory is set aside for as it enters; None: for all that may come."""
     account: Account = ANYONE
+    chain: Chain = ()
+    """Keys of the full blocks of its prompt; empty: nothing is shared."""
     encoded: int = 0
     """Tokens whose K/V the encoding has made so far."""
     generated: int = 0
     """Output tokens computed; the step that ends the encoding computes one."""
+    cached: int = 0
+    """Tokens whose K/V was there when it last entered."""
     blocks: int = 0
-    """K/V blocks set aside for it now."""
+    """K/V blocks set aside for it now, those that it shares included."""
+    table: Table | None = field(default=None, repr=False, compare=False)
+    """Those that it has, where it is decoded; None: it waits."""
+    prompt_table: Table | None = field(default=None, repr=False, compare=False)
+    """Those of its prompt, where a lane of its own encodes it; None: that lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """Where it runs; None: it waits."""
 
@@ -67,6 +77,7 @@ class Step(NamedTuple):
         transfer: the requests whose K/V moves from the encode to the decode lane ("transfer" steps alone).
         lane: the worker group that executes it.
         microbatch: the micro-batch within the lane, from 0.
+        grown: (request, block) pairs: blocks that requests have been given since the lane's last step, in order.
     """
 
     encode: tuple[Chunk, ...]
@@ -75,6 +86,7 @@ class Step(NamedTuple):
     transfer: tuple[int, ...] = ()
     lane: Lane = "both"
     microbatch: int = 0
+    grown: tuple[tuple[int, int], ...] = ()
 
     @property
     def ids(self) -> Iterator[int]:

@@ -8,6 +8,7 @@ batch has ended. Slots that have ended leave before that (early memory cleaning,
 
 from __future__ import annotations
 
+from xgpt.policies.blocks import Table
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request
 from xgpt.policies.tcb import LEAVING_SHARE, Batching, lay_out
@@ -80,7 +81,8 @@ class RowPool(Pool):
         batch.encoding[request.id] = request
         self.running[request.id] = request
         self._members.append(request)
-        self.reserved_blocks = self._blocks(self._members)
+        request.table = Table(())
+        self._promised = self._blocks(self._members)
         self._slot.clear()
         return request
 
@@ -107,10 +109,10 @@ class RowPool(Pool):
         if not self.running:
             self._members.clear()
             self._slot.clear()
-            self.reserved_blocks = 0
+            self._promised = 0
         elif self.batching == "slots":
             left = {self._slot_of(id_) for id_ in self.running}
-            self.reserved_blocks = self._slot_blocks * len(left)
+            self._promised = self._slot_blocks * len(left)
 
     def _slot_of(self, id_: int) -> int:
         """Return the slot of a member of the batch, which is complete."""

@@ -190,7 +190,8 @@ class OneLaneRule:
         if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
         settings = self.settings
-        pool.make_room(batch)
+        if not (settings.refill_when_empty and batch.encoding):  # nothing decodes before all parts are encoded
+            pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
             encode = self._fill(pool, batch)
@@ -210,7 +211,7 @@ class OneLaneRule:
         if not encode and not decode and not preempted:
             return None
         self._iterations = 0 if encode else self._iterations + 1
-        return Step(encode, decode, preempted)
+        return Step(encode, decode, preempted, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
         """The requests that decode: all, but for those whose last token is under way already, or that are to leave."""
@@ -255,7 +256,7 @@ class OneLaneRule:
         # Prompts that are encoded in part were begun under settings that cut them (see apply).
         chunks = [next_chunk(request, None) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
-            length = first.context
+            length = pool.to_encode(first)
             must_start = not chunks and not batch.decoding
             if not (self._budget.covers(length) or must_start):
                 self._iterations = 0

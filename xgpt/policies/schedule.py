@@ -16,12 +16,14 @@ Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from xgpt.policies.blocks import NO_CHAINS
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import LaneSettings, OneLaneRule
 from xgpt.schema import Lane, Stage
+from xgpt.schema.step_log import Chain
 
 
 class Schedule(ABC):
@@ -80,10 +82,13 @@ class Schedule(ABC):
         """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
 
     @abstractmethod
-    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
         """Account for a step that has been executed; `finished` names the requests that ended in it.
 
         Steps of one lane are settled in the order in which they were given out.
+
+        Args:
+            outputs: of requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -155,10 +160,10 @@ class OneLane(Schedule):
         self.pool.assume(batch)
         return self.pool.has_room(batch)
 
-    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
         batch = self._batches[step.microbatch]
         self.pool.end(step, batch)
-        return self.pool.settle(step, batch, finished)
+        return self.pool.settle(step, batch, finished, outputs)
 
     def _may_encode(self, number: int) -> bool:
         """Whether all others have ended the phase that this micro-batch is in."""

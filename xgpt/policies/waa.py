@@ -8,15 +8,17 @@ Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 
+from xgpt.policies.blocks import NO_CHAINS, Blocks
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import PromptBudget, next_chunk
 from xgpt.policies.schedule import Schedule
 from xgpt.schema import Lane, Stage
+from xgpt.schema.step_log import Chain
 
 FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
 """Settings that stay as they are while any request runs."""
@@ -51,7 +53,7 @@ class TwoLane(Schedule):
     def __init__(self, settings: TwoLaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         super().__init__(pool, stages)
         pool.encode_emits = not settings.encoder_only
-        pool.prompt_blocks = settings.encode_blocks
+        pool.prompts = Blocks(settings.encode_blocks)
         self.settings = settings
         self._encode = pool.add_batches(settings.encode_stages)
         (self._moving,) = pool.add_batches(1)
@@ -84,17 +86,18 @@ class TwoLane(Schedule):
                 return self._next_transfer()
         return self._next_decode()
 
-    def settle(self, step: Step, finished: Collection[int]) -> list[int]:
+    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
         pool = self.pool
         batch = self._batch_of(step)
         pool.end(step, batch)
-        freed = pool.settle(step, batch, finished)
+        freed = pool.settle(step, batch, finished, outputs)
         if step.lane == "encode":
             for request in list(batch.decoding.values()):
                 pool.move(request, self._moving)
         elif step.lane == "transfer":
             for id_ in step.transfer:
                 if id_ in self._moving.decoding:
+                    pool.forget_prompt(self._moving.decoding[id_])
                     pool.move(self._moving.decoding[id_], self._arrived)
         return freed
 
@@ -124,10 +127,10 @@ class TwoLane(Schedule):
             request = pool.admit(batch)
             if request is None:
                 break
-            self._budget.spend(request.context)
+            self._budget.spend(request.context - request.cached)
             entered.append(request)
         first = pool.waiting.head()
-        if first is None or self._budget.covers(first.context):
+        if first is None or self._budget.covers(pool.to_encode(first)):
             self._budget.close()
         step = Step(
             tuple(next_chunk(request, None) for request in entered),
@@ -149,19 +152,17 @@ class TwoLane(Schedule):
         for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
             blocks += self.pool.blocks_for(request.context)
             fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
-            if count and not (fits and budget.covers(request.context)):
+            length = self.pool.to_encode(request)
+            if count and not (fits and budget.covers(length)):
                 break
-            budget.spend(request.context)
+            budget.spend(length)
             count += 1
         return count
 
     def _encode_blocks_with(self, count: int) -> int:
         """Blocks of the encode lane in use once `count` more prompts have entered."""
         pool = self.pool
-        inside = [
-            r for batch in (*self._encode, self._moving) for r in (*batch.encoding.values(), *batch.decoding.values())
-        ]
-        return sum(pool.blocks_for(r.context) for r in [*inside, *pool.waiting.ahead(count)])
+        return pool.prompts.num_used + sum(map(pool.prompt_blocks_to_enter, pool.waiting.ahead(count)))
 
     def _next_transfer(self) -> Step | None:
         batch = self._moving
@@ -185,7 +186,8 @@ class TwoLane(Schedule):
             decode = tuple(batch.decoding)
             if not decode and not preempted:
                 continue
-            step = Step((), decode, preempted, lane="decode", microbatch=number)
+            grown = self.pool.take_grown()
+            step = Step((), decode, preempted, lane="decode", microbatch=number, grown=grown)
             self.pool.begin(step, batch)
             self._decode_turn = (number + 1) % count
             return step

@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 Lane = Literal["both", "encode", "transfer", "decode"]
 """The worker group that executes a step; "both" where one group does it all."""
 
+Chain = tuple[bytes, ...]
+"""Keys of a sequence's full K/V blocks, in order: equal keys, equal tokens up to there, of the same account."""
+
 
 class Account(NamedTuple):
     """The account that a request runs for: what the operator has granted its API key.
@@ -30,6 +33,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         promised_output: output tokens that K/V memory is set aside for as it enters; None: for `max_output`.
+        chain: keys of the prompt's blocks; empty where nothing is reused.
     """
 
     id: int
@@ -39,6 +43,7 @@ class Arrival(NamedTuple):
     deadline_ns: int | None = None
     promised_output: int | None = None
     account: Account = ANYONE
+    chain: Chain = ()
 
 
 class StepRecord(NamedTuple):
@@ -59,6 +64,7 @@ class StepRecord(NamedTuple):
         microbatch: the micro-batch within the lane.
         number: its place in the order in which steps were scheduled, from 0.
         settled: steps that had been settled when it was scheduled. With `number` it gives the order of all events.
+        outputs: (request, keys) pairs: of requests that ended here, the blocks behind those of the prompt.
     """
 
     start_ns: int
@@ -74,3 +80,4 @@ class StepRecord(NamedTuple):
     microbatch: int = 0
     number: int = 0
     settled: int = 0
+    outputs: tuple[tuple[int, Chain], ...] = ()

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from xgpt.errors import MachineError, XgptError
-from xgpt.policies import Step
+from xgpt.policies import Step, Table
 from xgpt.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -95,6 +95,8 @@ class RemoteExecutor:
         """Steps that have ended before one that began earlier: they need not wait for its prompts to be read."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
+        self._tables: dict[int, tuple[Table, Table]] = {}
+        """Blocks of each request where it is encoded, and where it is decoded."""
         self._last: dict[int, int] = {}
         """The token that each request generated last."""
         return seconds
@@ -157,15 +159,17 @@ class RemoteExecutor:
         """What cannot be written into a message shows now."""
         m.encode(m.Beginning.of(generation))
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
         self._generations[generation.id] = generation
-        self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation))
+        self._tables[generation.id] = (table, table if moves_to is None else moves_to)
+        self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation, table.blocks))
 
     def release(self, ids: Collection[int]) -> None:
         for pending in self._pending.values():
             pending.release.extend(ids)
         for id_ in ids:
             self._generations.pop(id_, None)
+            self._tables.pop(id_, None)
             self._last.pop(id_, None)
 
     def begin(self, step: Step) -> None:
@@ -177,7 +181,7 @@ class RemoteExecutor:
         self._in_order[step.lane].append(self._number)
         release, begin = self._take(step.lane)
         tokens = [self._last[id_] for id_ in step.decode]
-        work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens)
+        work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens, list(step.grown))
         if step.encode and step.lane in self._reading_lanes:
             self._unread[self._number] = msgspec.structs.replace(work, release=[], begin=[], has_read=True)
             self._send(step.lane, m.Read(self._number, release, begin, work.encode))
@@ -214,18 +218,21 @@ class RemoteExecutor:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """The encode lane sends, the decode lane sets blocks aside and receives."""
-        begin = []
+        """The encode lane sends what the decode lane lacks."""
+        begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]
             cached = len(generation.prompt)
             if self._decoder_start is None:  # the sampler must know of the token that encoding has made
                 prompt = (*generation.prompt, self._last[id_])
                 generation = replace(generation, prompt=prompt, num_resumed=generation.num_resumed + 1)
-            begin.append(m.Beginning.of(generation, cached))
+            source, target = self._tables[id_]
+            moved = slice(target.found, -(-cached // self._deployment.block_size))
+            begin["encode"].append(m.Beginning.of(generation, (), cached, source.blocks[moved]))
+            begin["decode"].append(m.Beginning.of(generation, target.blocks, cached, target.blocks[moved]))
         for lane in self._lanes:
             released, _ = self._take(lane, begin=False)
-            self._send(lane, m.Transfer(self._number, released, begin))
+            self._send(lane, m.Transfer(self._number, released, begin[lane]))
 
     def _end(self, done: m.Done) -> tuple[Step, dict[int, int]]:
         step = self._under_way.pop(done.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -27,18 +28,23 @@ class Deploy(_Message):
 
 
 class Beginning(_Message):
-    """A request whose K/V blocks are to be set aside (`engine.Generation`)."""
+    """A request that is about to be encoded or received (`engine.Generation`), and its blocks there."""
 
     id: int
     prompt: list[int]
     max_output: int
     sampling: list[Any]
     num_resumed: int
+    blocks: list[int]
     cached: int = 0
-    """Tokens whose K/V will be received from the encode lane; the token behind them, if any, is decoded next."""
+    """Tokens whose K/V is there, or will be received; the token behind them, if any, is decoded next."""
+    moving: list[int] = []
+    """Blocks to be sent, or received, between the lanes."""
 
     @classmethod
-    def of(cls, generation: Generation, cached: int = 0) -> Beginning:
+    def of(
+        cls, generation: Generation, blocks: Sequence[int] = (), cached: int = 0, moving: Sequence[int] = ()
+    ) -> Beginning:
         sampling = generation.sampling
         return cls(
             generation.id,
@@ -46,7 +52,9 @@ class Beginning(_Message):
             generation.max_output,
             [getattr(sampling, name) for name in SamplingParams.__slots__],
             generation.num_resumed,
+            list(blocks),
             cached,
+            list(moving),
         )
 
     def generation(self) -> Generation:
@@ -60,7 +68,9 @@ class Beginning(_Message):
 
 
 class Work(_Message):
-    """Release, begin, then execute a step (`policies.Step`); `tokens` are what the decoding ones generated last.
+    """Release, begin, then execute a step (`policies.Step`).
+
+    `tokens` are what the decoding ones generated last, `grown` the blocks that requests have been given.
 
     `has_read`: its prompts have been run through the encoder's layers.
     """
@@ -71,6 +81,7 @@ class Work(_Message):
     encode: list[tuple[int, int, int]]
     decode: list[int]
     tokens: list[int]
+    grown: list[tuple[int, int]]
     has_read: bool = False
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zmq
 
 from xgpt.errors import MachineError, XgptError
-from xgpt.policies import Chunk, Step
+from xgpt.policies import Chunk, Step, Table
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -263,7 +263,7 @@ class Executing:
     def _execute(self, work: m.Work) -> None:
         worker = self._worker_of(work.release, work.begin)
         worker.tell(work.decode, work.tokens)
-        step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode))
+        step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode), grown=tuple(work.grown))
         started = time.perf_counter()
         tokens = worker.execute(step, has_read=work.has_read)
         self._traffic.busy_s += time.perf_counter() - started
@@ -277,7 +277,7 @@ class Executing:
         assert worker is not None
         worker.release(release)
         for beginning in begin:
-            worker.start(beginning.generation())
+            worker.start(beginning.generation(), Table(beginning.blocks))
         return worker
 
     def _transfer(self, transfer: m.Transfer) -> None:
@@ -286,10 +286,8 @@ class Executing:
         worker.release(transfer.release)
         if self._lane == "decode":
             for beginning in transfer.begin:
-                worker.adopt(beginning.generation(), beginning.cached)
-        requests = [
-            Moving(beginning.id, worker.cache.blocks_of(beginning.id), beginning.cached) for beginning in transfer.begin
-        ]
+                worker.adopt(beginning.generation(), Table(beginning.blocks), beginning.cached)
+        requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
         mover.move(Move(transfer.number, requests))
 
     def _answer(self, answer: bytes) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
+from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime, WorkerLost
@@ -50,7 +50,7 @@ class Counting(OneAtATime):
         self._comes_back = comes_back
         self._calls = 0
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
         assert generation.id not in self.running
         assert self.resumes or not generation.num_resumed
         self.running[generation.id] = list(generation.prompt)
@@ -80,12 +80,12 @@ class Counting(OneAtATime):
         self._begun.clear()
 
 
-def run(kind: str, executor: Counting) -> tuple[dict[int, list[int]], list[StepRecord], Engine]:
+def run(kind: str, executor: Counting, *, reuse: bool = False) -> tuple[dict[int, list[int]], list[StepRecord], Engine]:
     log: list[StepRecord] = []
-    engine = Engine(SCHEDULES[kind](), executor, on_step=log.append)
+    engine = Engine(SCHEDULES[kind](), executor, on_step=log.append, reuse=reuse)
     rng = np.random.default_rng(4)
     generations = [
-        Generation(id_, (1000 * id_,) * int(rng.integers(1, 20)), 12, output_length=int(rng.integers(1, 12)))
+        Generation(id_, (1000 * (id_ % 3),) * int(rng.integers(1, 20)), 12, output_length=int(rng.integers(1, 12)))
         for id_ in range(20)
     ]
     tokens: dict[int, list[int]] = {g.id: [] for g in generations}
@@ -102,15 +102,17 @@ def run(kind: str, executor: Counting) -> tuple[dict[int, list[int]], list[StepR
     return tokens, log, engine
 
 
-@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize(("resumes", "reuse"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_tokens_go_on_where_they_were(kind: str, resumes: bool) -> None:
+def test_tokens_go_on_where_they_were(kind: str, resumes: bool, reuse: bool) -> None:
     if kind == "quantile" and not resumes:
         pytest.skip("a preempted request resumes, so such a model is refused this promise")
     undisturbed, _, _ = run(kind, Counting((), resumes=resumes))
     executor = Counting((1, 4, 5, 11, 30), resumes=resumes)
-    tokens, _, engine = run(kind, executor)
+    tokens, log, engine = run(kind, executor, reuse=reuse)
     assert tokens == undisturbed
+    shares = any(arrival.chain for record in log for arrival in record.arrivals)
+    assert shares == (resumes and reuse)
     assert executor.running == {}
     assert engine.pool.reserved_blocks == 0
 

@@ -28,7 +28,7 @@ from tests.fakes import (
     running,
 )
 from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Step
+from xgpt.policies import LaneSettings, OneLane, Pool, Step, Table
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
@@ -424,9 +424,9 @@ def test_a_checkpoint_gives_defaults_for_what_requests_leave_out() -> None:
     seen: list[SamplingParams] = []
     start = executor.start
 
-    def note(generation: Generation) -> None:
+    def note(generation: Generation, table: Table, moves_to: Table | None = None) -> None:
         seen.append(generation.sampling)
-        start(generation)
+        start(generation, table, moves_to)
 
     executor.start = note  # type: ignore[method-assign]
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}

@@ -1,0 +1,134 @@
+"""K/V blocks: free, in use by one request or shared by several, or kept with what they hold for requests to come.
+
+A block that holds nothing but the beginning of a prompt (or of a prompt and its output) has a key, made of its tokens
+and of all tokens before them. A request whose chain of keys begins with those of such blocks need not compute them
+again: it shares them. A block that no request uses any more is kept, and given up when memory is asked for: the one
+whose last use is the longest ago first, and of blocks released together the last of the sequence first, as it is of no
+use without those before it.
+
+Source: vLLM (hash chains, a queue in the order of last use).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from xgpt.schema.step_log import Chain
+
+NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
+"""Of no request."""
+
+
+class Table:
+    """The blocks of one request, in order.
+
+    Attributes:
+        blocks: their numbers.
+        found: those at the beginning that held what was asked for when the request entered.
+        named: those at the beginning that have a key, or hold the same as a block that has one.
+    """
+
+    __slots__ = ("blocks", "found", "named")
+
+    def __init__(self, found: Sequence[int]) -> None:
+        self.blocks = list(found)
+        self.found = self.named = len(found)
+
+
+class Blocks:
+    """The blocks of one lane; every stage of it numbers them alike.
+
+    Every block is free, or in use, or kept. What is handed out is a free block, or else the one kept for longest.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._num_touched = 0
+        """Blocks [0, num_touched) have been handed out at least once."""
+        self._free: list[int] = []
+        """Those of them that are free."""
+        self._by_key: dict[bytes, int] = {}
+        self._key: dict[int, bytes] = {}
+        self._uses: dict[int, int] = {}
+        """Requests that use each block that has a key; one without is one request's alone."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Blocks with a key that no request uses; the one released first comes first."""
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks that requests use, each counted once."""
+        return self._num_touched - len(self._free) - len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that hold what a later request may share, and that no request uses."""
+        return len(self._kept)
+
+    def find(self, chain: Chain, most: int) -> list[int]:
+        """Return the blocks that hold the beginning of a sequence, `most` at most. Changes nothing."""
+        found = []
+        by_key = self._by_key
+        for key in chain[:most]:
+            block = by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_used(self, found: Sequence[int]) -> int:
+        """Count those of these blocks that some request uses: sharing them takes no memory."""
+        uses = self._uses
+        return sum(uses[block] > 0 for block in found)
+
+    def count_own(self, table: Table, others: Sequence[int]) -> int:
+        """Count the blocks that no other request uses, those in `others` left out."""
+        shared, uses = set(others), self._uses
+        return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
+
+    def share(self, found: Sequence[int]) -> Table:
+        """Use blocks that `find` has just found."""
+        for block in found:
+            if not self._uses[block]:
+                del self._kept[block]
+            self._uses[block] += 1
+        return Table(found)
+
+    def grow(self, table: Table) -> int:
+        """Give a request one more block; the pool has made sure of room."""
+        if self._free:
+            block = self._free.pop()
+        elif self._num_touched < self.count:
+            block = self._num_touched
+            self._num_touched += 1
+        else:
+            assert self._kept, "a block is asked for, none is free or kept"
+            block, _ = self._kept.popitem(last=False)
+            del self._by_key[self._key.pop(block)], self._uses[block]
+        table.blocks.append(block)
+        return block
+
+    def name(self, table: Table, chain: Chain, count: int) -> None:
+        """Let later requests find the first `count` blocks, which hold what the chain says."""
+        last = min(count, len(chain))
+        for index in range(table.named, last):
+            key = chain[index]
+            if key not in self._by_key:  # else another request has computed the same meanwhile, and its block serves
+                block = table.blocks[index]
+                self._by_key[key] = block
+                self._key[block] = key
+                self._uses[block] = 1
+        table.named = max(table.named, last)
+
+    def release(self, table: Table) -> None:
+        """Take a request's blocks back: those with a key are kept once no request uses them."""
+        uses = self._uses
+        for block in reversed(table.blocks):
+            if block not in uses:
+                self._free.append(block)
+                continue
+            uses[block] -= 1
+            if not uses[block]:
+                self._kept[block] = None
+        table.blocks.clear()

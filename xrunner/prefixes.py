@@ -1,0 +1,43 @@
+"""Keys of prompts' blocks, by which the schedule finds those whose K/V is there already."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from xgpt.schema.step_log import Account, Chain
+
+KEY_BYTES = 16
+
+
+class Prefixes:
+    """Hash chains: a block's key is the hash of its tokens and of the key before it.
+
+    Each account has chains of its own: a request finds nothing that another account's requests have left, so that no
+    account learns from its times to first token what another one has asked. The chains begin with a secret of this
+    process, so that no client can make two prompts with the same key.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._roots: dict[str, bytes] = {}
+        """Of each account, what its chains begin with."""
+
+    def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:
+        """Return the keys of the full blocks of a sequence behind those of `chain`, which are its first ones."""
+        previous = chain[-1] if chain else self._root(account)
+        width = 4 * block_size
+        ids = array("i", tokens[len(chain) * block_size :]).tobytes()
+        keys = []
+        for begin in range(0, len(ids) - width + 1, width):
+            previous = blake2b(previous + ids[begin : begin + width], digest_size=KEY_BYTES).digest()
+            keys.append(previous)
+        return tuple(keys)
+
+    def _root(self, account: Account) -> bytes:
+        name = account.name
+        if name not in self._roots:
+            self._roots[name] = blake2b(name.encode(), digest_size=KEY_BYTES, key=self._secret).digest()
+        return self._roots[name]
