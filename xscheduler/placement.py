@@ -94,7 +94,8 @@ class Placement:
         for name in dict.fromkeys(stage.lane for stage in plan.stages):
             stages = [stage for stage in plan.stages if stage.lane == name]
             grouped = [stage.tp for stage in stages if stage.tp > 1]
-            tp = TensorParallel(degree=max(grouped, default=1), devices=sum(grouped))
+            ep = max(stage.ep for stage in stages)
+            tp = TensorParallel(degree=max(grouped, default=1), devices=sum(grouped), ep_degree=ep)
             heads = name != "encode" or not plan.model.is_encoder_decoder
             layouts.append(Layout(tp, lane_of(stages, plan.cluster, heads=heads)))
         return cls(plan.replicas, tuple(layouts), fixed)
@@ -121,9 +122,9 @@ class Placements:
         self._lengths = lengths
         self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
         self._shared: dict[tuple[int, int, bool, bool, int], tuple[Layout, ...]] = {}
-        self._seconds: dict[tuple[int, bool, bool], float] = {}
+        self._seconds: dict[tuple[tuple[int, int], bool, bool], float] = {}
         self._heads: dict[int, float] = {}
-        self._spread: dict[tuple[tuple[int, ...], int, bool, bool], tuple[int, ...]] = {}
+        self._spread: dict[tuple[tuple[int, ...], int, int, bool, bool], tuple[int, ...]] = {}
 
     def of(self, kind: str) -> list[Placement]:
         """Every placement that a policy may take; devices may be left idle.
@@ -147,7 +148,7 @@ class Placements:
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
         """Yield placements of `replicas` replicas of `size` devices each, encode and decode on the same ones."""
         for layout in self._standing(size, replicas):
-            tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices}
+            tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
                 yield Placement(replicas, (layout,), tp | fixed)
 
@@ -183,37 +184,43 @@ class Placements:
 
     def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[Layout]:
         model, profile = self._model, self._profile
-        for degree in profile.tp_degrees:
+        for degree, ep in profile.groups:
             for tp_devices in _splits(size, degree):
                 tps = degrees(size, degree, tp_devices)
                 if len(tps) > 1 and profile.hop is None:
                     continue
                 encoder = None
                 if model.is_encoder_decoder:
-                    encoder = self._shares(tps, model.num_encoder_layers, encode, False) if encode else None
-                    decoder = self._shares(tps, model.num_layers, False, decode) if decode else (0,) * len(tps)
+                    encoder = self._shares(tps, ep, model.num_encoder_layers, encode, False) if encode else None
+                    decoder = self._shares(tps, ep, model.num_layers, False, decode) if decode else (0,) * len(tps)
                     if encode and encoder is None:
                         continue
                 else:
-                    decoder = self._shares(tps, model.num_layers, encode, decode)
+                    decoder = self._shares(tps, ep, model.num_layers, encode, decode)
                 if decoder is None:
                     continue
                 heads = decode or not model.is_encoder_decoder
-                stages = lane(tps, decoder, encoder, heads=heads, first_device=first_device, cluster=self._cluster)
+                stages = lane(
+                    tps, decoder, encoder, heads=heads, first_device=first_device, cluster=self._cluster, ep=ep
+                )
                 if any(stage.far for stage in stages) and profile.inter_node_hop is None:
                     continue
-                yield Layout(TensorParallel(degree=degree, devices=tp_devices), stages)
+                yield Layout(TensorParallel(degree=degree, devices=tp_devices, ep_degree=ep), stages)
 
-    def _shares(self, tps: tuple[int, ...], num_layers: int, encode: bool, decode: bool) -> tuple[int, ...] | None:
+    def _shares(
+        self, tps: tuple[int, ...], ep: int, num_layers: int, encode: bool, decode: bool
+    ) -> tuple[int, ...] | None:
         if len(tps) > num_layers:
             return None
-        key = tps, num_layers, encode, decode
+        key = tps, ep, num_layers, encode, decode
         if key not in self._spread:
             self._spread[key] = self._spread_over(*key)
         return self._spread[key]
 
-    def _spread_over(self, tps: tuple[int, ...], num_layers: int, encode: bool, decode: bool) -> tuple[int, ...]:
-        layer_s = [self._layer_seconds(tp, encode, decode) for tp in tps]
+    def _spread_over(
+        self, tps: tuple[int, ...], ep: int, num_layers: int, encode: bool, decode: bool
+    ) -> tuple[int, ...]:
+        layer_s = [self._layer_seconds((tp, ep if tp > 1 else 1), encode, decode) for tp in tps]
         fixed_s = [0.0] * len(tps)
         fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * self._head_seconds(tps[-1])
         return spread(num_layers, layer_s, fixed_s)
@@ -224,16 +231,16 @@ class Placements:
             self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
         return self._heads[tp]
 
-    def _layer_seconds(self, tp: int, encode: bool, decode: bool) -> float:
+    def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool) -> float:
         """Of a layer, for each request, at a typical batch."""
-        key = (tp, encode, decode)
+        key = (group, encode, decode)
         if key not in self._seconds:
-            lengths, layer, batch = self._lengths, self._profile.layer(tp), TYPICAL_BATCH
+            lengths, layer, batch = self._lengths, self._profile.layer(*group), TYPICAL_BATCH
             seconds, tokens = 0.0, batch * lengths.mean_input
             if encode:
                 rest, attention = Line.of(layer.rest), Grid(layer.encode_attention)
                 if self._profile.encoder_layers:
-                    encoder = self._profile.encoder_layer(tp)
+                    encoder = self._profile.encoder_layer(group[0])
                     rest, attention = Line.of(encoder.rest), Grid(encoder.attention)
                 seconds += float(rest(tokens) + attention(batch, lengths.mean_input)) / batch
             if decode:
@@ -253,8 +260,8 @@ class Placements:
         """
         if size < 2:
             return {}
-        encode = self._num_encoder_layers * self._layer_seconds(1, True, False)
-        decode = self._model.num_layers * self._layer_seconds(1, False, True)
+        encode = self._num_encoder_layers * self._layer_seconds((1, 1), True, False)
+        decode = self._model.num_layers * self._layer_seconds((1, 1), False, True)
         by_compute = min(ceil(size * encode / (encode + decode)), size - 1)
         by_memory = min(max(self._encoders_by_memory(size), 1), size - 1)
         near = {center + step for center in (by_compute, by_memory) for step in (-1, 0, 1)}

@@ -77,6 +77,7 @@ def _stages(
                     encode_layers=encoder if is_encoder_decoder else None,
                     decode_layers=(decoded, decoded + shape.decoder_layers),
                     tp=shape.tp,
+                    ep=shape.ep,
                     kv_blocks=blocks,
                 )
             )

@@ -255,7 +255,9 @@ class Scheduler:
         assert limits is not None
         return self._space(kind, placement, self.problem.constraint, limits)
 
-    def uniform_placement(self, kind: str, tp_degree: int, num_stages: int, replicas: int) -> Placement:
+    def uniform_placement(
+        self, kind: str, tp_degree: int, num_stages: int, replicas: int, ep_degree: int = 1
+    ) -> Placement:
         """Replicas of a pipeline of equal stages, a micro-batch for each.
 
         Raises:
@@ -264,13 +266,18 @@ class Scheduler:
         size = tp_degree * num_stages
         for placement in self._placements.one_lane(kind, size, replicas):
             layout = placement.layouts[0]
-            if layout.is_uniform and layout.num_stages == num_stages and placement.microbatches == num_stages:
+            if (
+                layout.is_uniform
+                and layout.tp.ep_degree == ep_degree
+                and layout.num_stages == num_stages
+                and placement.microbatches == num_stages
+            ):
                 return placement
         raise InputError(
             "placement",
-            f"{replicas} x {num_stages} stages of {tp_degree} devices",
-            f"{self.problem.cluster.name} has none for {self.problem.model.name}; the profile covers degrees "
-            f"{self.problem.profile.tp_degrees}",
+            f"{replicas} x {num_stages} stages of {tp_degree} devices, experts in {ep_degree}",
+            f"{self.problem.cluster.name} has none for {self.problem.model.name}; the profile covers tensor- and "
+            f"expert-parallel degrees {self.problem.profile.groups}",
         )
 
     # Why not ---------------------------------------------------------------------------------------------------

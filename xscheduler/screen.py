@@ -95,7 +95,7 @@ class Screen:
         """Mean decode batches of a micro-batch, m."""
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
-        self._degrees: dict[int, _Degree] = {}
+        self._degrees: dict[tuple[int, int], _Degree] = {}
 
     @property
     def _tokens_per_decode(self) -> float:
@@ -204,7 +204,7 @@ class Screen:
         # The slowest kinds are the first: leaving one out of many weakens the bound and breaks nothing.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
-            of = self._degree(shape.tp)
+            of = self._degree(shape.group)
             own = shape.decoder_layers * of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
             passing += counts[shape] * own
             if k < MAX_KINDS:
@@ -216,10 +216,10 @@ class Screen:
         for hop_s, hops in zip(self._hops, (near, len(lane) - 1 - near), strict=True):
             if hop_s is not None and hops:
                 passing += hops * hop_s
-        first = self._degree(lane[0].tp)
+        first = self._degree(lane[0].group)
         through = sum(
-            stage.decoder_layers * self._degree(stage.tp).encode_s
-            + stage.encoder_layers * self._degree(stage.tp).encoder_s
+            stage.decoder_layers * self._degree(stage.group).encode_s
+            + stage.encoder_layers * self._degree(stage.group).encoder_s
             for stage in lane
         )
         return _Stages(decode, mixed, met, encode, passing, lane[0].decoder_layers * first.decode_s, through)
@@ -237,21 +237,21 @@ class Screen:
     def _floor(self, curve: Curve) -> Array:
         return _convex_floor(self.batches, Line.of(curve)(self.batches))
 
-    def _degree(self, tp: int) -> _Degree:
-        if tp not in self._degrees:
-            self._degrees[tp] = self._degree_of(tp)
-        return self._degrees[tp]
+    def _degree(self, group: tuple[int, int]) -> _Degree:
+        if group not in self._degrees:
+            self._degrees[group] = self._degree_of(group)
+        return self._degrees[group]
 
-    def _degree_of(self, tp: int) -> _Degree:
+    def _degree_of(self, group: tuple[int, int]) -> _Degree:
         profile, lengths, m = self._profile, self._lengths, self.batches
-        layer = profile.layer(tp)
+        layer = profile.layer(*group)
         rest = Line.of(layer.rest)
         context = lengths.mean_decode_context
         encoder_s = 0.0
         if layer.cross is not None:
             # Decoder steps see the prompt by cross-attention; an encoder's own layers encode it.
             context -= lengths.mean_input
-            encoder = profile.encoder_layer(tp)
+            encoder = profile.encoder_layer(group[0])
             encoder_s = _least_of_a_prompt(Line.of(encoder.rest), Grid(encoder.attention), lengths)
             encode_s = lengths.mean_input * float(Line.of(layer.cross.keys_values).least_per_unit(MANY))
             prompt_tokens, prompt_s = 0.0, encode_s
@@ -273,7 +273,7 @@ class Screen:
             decode_s=steps(np.zeros_like(m)),
             mixed_s=steps(prompts),
             met_s=steps(np.maximum(m - 1, 0.0) / self._mean_decodes),
-            head_s=self._floor(profile.head_of(tp)),
+            head_s=self._floor(profile.head_of(group[0])),
             encode_s=encode_s,
             encoder_s=encoder_s,
         )

@@ -15,6 +15,7 @@ class StageShape(NamedTuple):
 
     Attributes:
         tp: devices of its tensor-parallel group.
+        ep: parts into which these divide the experts of a layer.
         decoder_layers, encoder_layers: layers that it holds. Those of a decoder-only model are decoder layers.
         embeds: it holds the token embedding: the first of a lane.
         heads: it holds the output head: the last of a lane that makes tokens.
@@ -27,14 +28,20 @@ class StageShape(NamedTuple):
     embeds: bool = False
     heads: bool = False
     far: bool = False
+    ep: int = 1
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """What a profile's table of its layers is found by."""
+        return self.tp, self.ep
 
 
 Lane = tuple[StageShape, ...]
 
 
-def whole(spec: ModelSpec, tp: int = 1) -> Lane:
+def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
     """The lane of one stage with the whole model."""
-    return (StageShape(tp, spec.num_layers, spec.num_encoder_layers, embeds=True, heads=True),)
+    return (StageShape(tp, spec.num_layers, spec.num_encoder_layers, embeds=True, heads=True, ep=ep),)
 
 
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -81,10 +88,12 @@ def lane(
     heads: bool = True,
     first_device: int = 0,
     cluster: ClusterSpec | None = None,
+    ep: int = 1,
 ) -> Lane:
     """Stages on consecutive devices.
 
     Args:
+        ep: parts into which each group of several devices divides the experts.
         heads: the lane makes tokens (not so the encode lane of an encoder-decoder).
         first_device: index of its first device in the cluster: it decides which hops are between nodes.
     """
@@ -101,6 +110,7 @@ def lane(
                 embeds=i == 0,
                 heads=heads and i == len(degrees) - 1,
                 far=i > 0 and starts_on != node,
+                ep=ep if tp > 1 else 1,
             )
         )
         device += tp
@@ -116,4 +126,7 @@ def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True
     ]
     found = lane([stage.tp for stage in stages], layers, encoder, heads=heads)
     nodes = [{device // cluster.devices_per_node for device in stage.devices} for stage in stages]
-    return tuple(shape._replace(far=i > 0 and nodes[i].isdisjoint(nodes[i - 1])) for i, shape in enumerate(found))
+    return tuple(
+        shape._replace(far=i > 0 and nodes[i].isdisjoint(nodes[i - 1]), ep=stage.ep)
+        for i, (shape, stage) in enumerate(zip(found, stages, strict=True))
+    )

@@ -30,14 +30,22 @@ from xsimulator.placement import Lane, StageShape, lane_of
 T = TypeVar("T")
 
 
-class _Degree:
-    """One tensor-parallel degree's tables."""
+Group = tuple[int, int]
+"""A tensor-parallel degree, and an expert-parallel one within it."""
 
-    def __init__(self, profile: Profile, degree: int) -> None:
+
+class _Degree:
+    """The tables of one kind of group."""
+
+    def __init__(self, profile: Profile, group: Group) -> None:
+        degree, ep = group
+        of = f"the profile of {profile.model.name} on {profile.device} covers"
         if degree not in profile.tp_degrees:
-            of = f"{profile.model.name} on {profile.device}"
-            raise InputError("tp_degree", degree, f"the profile of {of} covers {profile.tp_degrees}")
-        layer = profile.layer(degree)
+            raise InputError("tp_degree", degree, f"{of} {profile.tp_degrees}")
+        if group not in profile.groups:
+            held = tuple(other for tp, other in profile.groups if tp == degree)
+            raise InputError("ep_degree", ep, f"{of} {held} where tp_degree is {degree}")
+        layer = profile.layer(*group)
         self.rest = Line.of(layer.rest)
         self.encode = Grid(layer.encode_attention)
         self.decode = Grid(layer.decode_attention)
@@ -59,20 +67,20 @@ class _Degree:
         return self._of_prompts[lengths]
 
 
-class Degrees(dict[int, _Degree]):
-    """The tables of a profile's tensor-parallel degrees, made as they are asked for.
+class Degrees(dict[Group, _Degree]):
+    """The tables of a profile's groups, made as they are asked for.
 
     Raises:
-        InputError: the profile does not cover a degree.
+        InputError: the profile does not cover a group.
     """
 
     def __init__(self, profile: Profile) -> None:
         super().__init__()
         self._profile = profile
 
-    def __missing__(self, degree: int) -> _Degree:
-        self[degree] = _Degree(self._profile, degree)
-        return self[degree]
+    def __missing__(self, group: Group) -> _Degree:
+        self[group] = _Degree(self._profile, group)
+        return self[group]
 
 
 class LaneCost:
@@ -117,7 +125,7 @@ class LaneCost:
         self.kind_of = np.asarray([order[stage, i > 0] for i, stage in enumerate(stages)])
         self.counts = np.bincount(self.kind_of).astype(float)
         tables = Degrees(profile) if degrees is None else degrees
-        self._degrees = {stage.tp: tables[stage.tp] for stage, _ in self.kinds}
+        self._degrees = {stage.group: tables[stage.group] for stage, _ in self.kinds}
         self._embedding = Line.of(profile.embedding)
         self._overhead = Line.of(profile.overhead)
         self._near = None if profile.hop is None else Line.of(profile.hop)
@@ -134,14 +142,14 @@ class LaneCost:
         """Token-wise work against decoder tokens. # [kinds]"""
         lines = []
         for stage, _ in self.kinds:
-            line = self._degrees[stage.tp].rest.scaled(stage.decoder_layers)
+            line = self._degrees[stage.group].rest.scaled(stage.decoder_layers)
             lines.append(line + self._embedding if stage.embeds else line)
         return Table.of(lines)
 
     @cached_property
     def samples(self) -> Table:
         """Output head against sampled tokens. # [kinds]"""
-        return Table.of([self._degrees[stage.tp].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
+        return Table.of([self._degrees[stage.group].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
 
     @cached_property
     def overhead(self) -> Table:
@@ -192,8 +200,8 @@ class LaneCost:
 
     def _by_kind(self, of_degree: Callable[[_Degree], T]) -> list[tuple[StageShape, T]]:
         """Each kind with what its degree gives: once for all kinds of that degree."""
-        found = {tp: of_degree(degree) for tp, degree in self._degrees.items()}
-        return [(stage, found[stage.tp]) for stage, _ in self.kinds]
+        found = {group: of_degree(degree) for group, degree in self._degrees.items()}
+        return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
     def cross_kv(self, tokens: Array) -> Array:
         """Making the keys and values of an encoder's output. # [...] -> [kinds, ...]"""
@@ -272,19 +280,19 @@ class LaneCost:
         decodes, num_tokens = step.decodes, step.num_tokens
         context = step.context / decodes if decodes else 0.0
         layers = {
-            tp: (
+            group: (
                 degree.rest.at(num_tokens),
                 _ragged(degree.encode, step.encode) if step.encode else 0.0,
                 degree.decode.at(decodes, context) if decodes else 0.0,
                 degree.head.at(step.sampled),
             )
-            for tp, degree in self._degrees.items()
+            for group, degree in self._degrees.items()
         }
         embedding_s = self._embedding.at(num_tokens)
         overhead_s = self._overhead.at(decodes + len(step.encode))
         found = []
         for stage, _ in self.kinds:
-            (rest_s, encode_s, decode_s, head_s), number = layers[stage.tp], stage.decoder_layers
+            (rest_s, encode_s, decode_s, head_s), number = layers[stage.group], stage.decoder_layers
             tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
             parts = StepParts(
                 tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s
@@ -326,7 +334,7 @@ class LaneCost:
         return found
 
     def _parts_with_encoder(self, stage: StageShape, step: StepCounts) -> StepParts:
-        degree, layers, decodes = self._degrees[stage.tp], stage.decoder_layers, step.decodes
+        degree, layers, decodes = self._degrees[stage.group], stage.decoder_layers, step.decodes
         assert degree.cross is not None and degree.cross_kv is not None
         prompt_tokens = step.num_tokens - decodes
         decoder_tokens = decodes + (sum(done for _, _, done in step.encode) if layers else 0)
@@ -436,7 +444,7 @@ class _DecodeSteps:
 
     def _row(self, decodes: int) -> tuple[float, list[float], list[float]]:
         stage, _ = self._lane.kinds[self._kind]
-        attention = self._lane._degrees[stage.tp].decode
+        attention = self._lane._degrees[stage.group].decode
         lengths = attention.lengths.tolist()
         seconds = [stage.decoder_layers * attention.at(decodes, length) for length in lengths]
         counts = StepCounts((), decodes, decodes * lengths[0], decodes, decodes)

@@ -107,7 +107,8 @@ def score_current(problem: Problem, current: Deployment) -> Plan:
         device = device.model_copy(update={"usable_memory": current.usable_memory})
     cluster = problem.cluster.model_copy(update={"device": device})
     of = scheduler(replace(problem, cluster=cluster, kv="quantile"))
-    placement = of.uniform_placement("chunked", current.tp_degree, current.num_stages, current.replicas)
+    ep_degree = 1 if problem.model.experts is None else current.ep_degree
+    placement = of.uniform_placement("chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree)
     micro = placement.microbatches
     step_tokens = np.asarray([current.max_num_batched_tokens])
     most = floor(of.space("chunked", placement).capacity_beside(step_tokens)[0])

@@ -48,6 +48,7 @@ class Deployment:
 
     Attributes:
         num_stages: pipeline stages of a replica, `tp_degree` devices each.
+        ep_degree: parts into which these devices divide the experts of a layer.
         max_num_seqs: requests in a step at most.
         max_num_batched_tokens: tokens in a step at most.
         usable_memory: share of a device's memory that it takes; None: what the cluster says.
@@ -59,6 +60,7 @@ class Deployment:
     tp_degree: int
     num_stages: int
     replicas: int
+    ep_degree: int
     max_num_seqs: int
     max_num_batched_tokens: int
     usable_memory: float | None = None
@@ -90,6 +92,11 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
         _only(given, "enforce-eager", ["no"], "step times are those of captured graphs")
         _only(given, "async-scheduling", ["yes"], "step times are those of a loop that runs during the device's work")
     stages, degree = _of(given, "pipeline-parallel-size", _count, 1), _of(given, "tensor-parallel-size", _count, 1)
+    replicas = _of(given, "data-parallel-size", _count, 1)
+    by_experts = given.get("enable-expert-parallel") == "yes"
+    if by_experts and replicas > 1:
+        accepted = "with it experts would be divided among all replicas, which is not scored; leave one of them out"
+        raise InputError("--current: --enable-expert-parallel", f"--data-parallel-size {replicas}", accepted)
     default_seqs, default_tokens = _defaults(cluster, degree * stages)
     tokens = _of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = _of(given, "max-num-seqs", _count, min(default_seqs, tokens))
@@ -109,7 +116,8 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
     return Deployment(
         tp_degree=degree,
         num_stages=stages,
-        replicas=_of(given, "data-parallel-size", _count, 1),
+        replicas=replicas,
+        ep_degree=degree if by_experts else 1,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         usable_memory=_of(given, "gpu-memory-utilization", _share, GPU_SHARE if on_gpu else None),

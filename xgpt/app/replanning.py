@@ -131,7 +131,7 @@ class BackgroundPlanner:
         from xsimulator.placement import whole
         from xsimulator.step_cost import LaneCost
 
-        self._cost_of = cache(lambda tp: LaneCost(plan.model, profile, whole(plan.model, tp)))
+        self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))
         self._profile_json = profile.model_dump_json()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -157,7 +157,7 @@ class BackgroundPlanner:
 
         if len(plan.stages) > 1 or plan.model.is_encoder_decoder:
             return None
-        (step_s,) = self._cost_of(plan.stages[0].tp).step(StepCounts.of(encode, decode_contexts))
+        (step_s,) = self._cost_of(plan.stages[0].tp, plan.stages[0].ep).step(StepCounts.of(encode, decode_contexts))
         return plan.profile.slowdown * step_s
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:

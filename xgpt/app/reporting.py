@@ -75,7 +75,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
                 "devices": ", ".join(map(str, stage.devices)),
                 "decode": _layers(stage.decode_layers),
                 "encode": "-" if stage.encode_layers is None else _layers(stage.encode_layers),
-                "tp": stage.tp,
+                "tp": f"{stage.tp}, experts in {stage.ep} parts" if stage.ep > 1 else stage.tp,
                 "kv_blocks": f"{stage.kv_blocks:,}",
             }
             for stage in plan.stages

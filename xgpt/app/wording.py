@@ -26,8 +26,12 @@ def placement_in_words(plan: Plan) -> str:
     for lane, name in lanes.items():
         stages = [stage for stage in plan.stages if stage.lane == lane]
         if stages:
-            degrees = [stage.tp for stage in stages]
-            groups = [f"{degrees.count(tp)} x {tp} device{'s' * (tp > 1)}" for tp in dict.fromkeys(degrees)]
+            sizes = [(stage.tp, stage.ep) for stage in stages]
+            groups = [
+                f"{sizes.count((tp, ep))} x {tp} device{'s' * (tp > 1)}"
+                + (f", experts in {ep} parts" if ep > 1 else "")
+                for tp, ep in dict.fromkeys(sizes)
+            ]
             parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
     return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
 
@@ -154,10 +158,15 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
 
 
 def _shape(plan: Plan) -> str:
-    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]"."""
+    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
+
+    "4e2" is a group of four devices that divides the experts into two parts.
+    """
     lanes = []
     for lane in ("both", "encode", "decode"):
-        degrees = [str(stage.tp) for stage in plan.stages if stage.lane == lane]
+        degrees = [
+            f"{stage.tp}e{stage.ep}" if stage.ep > 1 else str(stage.tp) for stage in plan.stages if stage.lane == lane
+        ]
         if degrees:
             lanes.append(f"[{' '.join(degrees)}]")
     replicas = f"{plan.replicas} x " if plan.replicas > 1 else ""

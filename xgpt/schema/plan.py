@@ -139,6 +139,8 @@ class Stage(Frozen):
     """Decoder layers [first, last)."""
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
+    ep: PositiveInt = 1
+    """Parts into which its devices divide the experts of a layer; those of a part hold slices of its experts."""
     kv_blocks: PositiveInt
     """Number of K/V blocks."""
 
@@ -335,6 +337,10 @@ class Plan(Frozen):
         devices = [device for stage in self.stages for device in stage.devices]
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
             raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
+        experts = 1 if self.model.experts is None else self.model.experts.number
+        if any(stage.tp % stage.ep or experts % stage.ep for stage in self.stages):
+            parts = [stage.ep for stage in self.stages]
+            raise ValueError(f"stages: ep {parts} must divide tp of each stage and {experts}, the experts of a layer")
         if self.replicas * len(devices) > self.cluster.num_devices:
             raise ValueError(
                 f"replicas: {self.replicas} of {len(devices)} devices do not fit in the cluster's "

@@ -32,6 +32,8 @@ class TensorParallel(Frozen):
     """Devices of a group."""
     devices: int = Field(default=0, ge=0)
     """Devices that run in groups."""
+    ep_degree: PositiveInt = 1
+    """Parts into which a group divides the experts of a layer."""
 
 
 class SingleLane(Frozen):
@@ -44,6 +46,8 @@ class SingleLane(Frozen):
     """Devices of a tensor-parallel group."""
     tp_devices: int = Field(default=0, ge=0)
     """Devices that run in such groups."""
+    ep_degree: PositiveInt = 1
+    """Parts into which such a group divides the experts of a layer."""
 
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """What the stages of a replica are divided into."""

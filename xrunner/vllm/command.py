@@ -84,7 +84,7 @@ def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
     """Return the K/V memory of `tokens` tokens on the fullest device of these stages."""
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
-    share = layers / plan.model.num_layers * heads / plan.model.num_kv_heads
+    share = layers / plan.model.num_layers * (heads / plan.model.num_kv_heads if plan.model.latent is None else 1)
     return math.ceil(tokens * plan.model.kv_bytes_per_token(plan.dtype) * share)
 
 
@@ -148,6 +148,10 @@ def _launch(
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
         raise InputError("plan.stages.tp", sorted(degrees), "vLLM has one tensor-parallel degree for all stages")
+    by_experts = stages[0].ep > 1
+    if by_experts and (plan.replicas > 1 or stages[0].ep != stages[0].tp):
+        accepted = "vLLM puts whole experts on each device of one replica, or slices of all experts on each"
+        raise InputError("plan.stages.ep", stages[0].ep, accepted)
     layers = [last - first for first, last in (stage.decode_layers for stage in stages)]
     environment = {}
     if len(set(layers)) > 1:
@@ -169,6 +173,7 @@ def _launch(
         *("--tensor-parallel-size", str(stages[0].tp)),
         *("--pipeline-parallel-size", str(len(stages))),
         *("--data-parallel-size", str(plan.replicas)),
+        *(["--enable-expert-parallel"] if by_experts else []),
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
         "--skip-tokenizer-init",  # text is the endpoint's

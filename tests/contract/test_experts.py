@@ -1,0 +1,171 @@
+"""Plans of models with experts: how a group of devices divides them is searched, and certificates hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.schema import Experts, Plan, Profile
+from xprofiler import analytic
+from xprofiler.experts import Routing, chances
+from xscheduler.bound import breach
+from xscheduler.minorant import minorant
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
+from xsimulator.memory import WORKSPACE_BYTES, LaneMemory
+from xsimulator.placement import lane
+
+
+def with_faster_parts(profile: Profile, factor: float) -> Profile:
+    """Everything but attention takes less where experts are divided among devices."""
+    layers = [
+        layer.model_copy(update={"rest": layer.rest.times(factor)}) if layer.ep_degree > 1 else layer
+        for layer in profile.layers
+    ]
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
+def small(model: str, bound_s: float | None, factor: float = 1.0) -> Problem:
+    of = problem(model, "h200x8", "chat-short", bound_s)
+    return replace(of, max_devices=2, profile=with_faster_parts(of.profile, factor))
+
+
+@pytest.mark.parametrize(
+    ("model", "factor", "kind"),
+    [
+        ("gpt-oss-20b", 0.9, "orca"),
+        ("gpt-oss-20b", 0.9, "static"),
+        ("gpt-oss-20b", 0.9, "waa"),
+        ("qwen3-30b-a3b", 1.0, "orca"),
+        pytest.param("gpt-oss-20b", 0.9, "rra", marks=pytest.mark.long),
+        pytest.param("qwen3-30b-a3b", 1.0, "rra", marks=pytest.mark.long),
+        pytest.param("qwen3-30b-a3b", 1.0, "waa", marks=pytest.mark.long),
+    ],
+)
+def test_the_search_finds_what_trying_everything_finds(model: str, factor: float, kind: str) -> None:
+    of = small(model, 12.0, factor)
+    best = Scheduler(of, "exhaustive").best((kind,))
+    found = Scheduler(of).best((kind,))
+    assert found.search.gap is not None
+    ratio = best.estimate.throughput_rps / found.estimate.throughput_rps
+    assert 1 - 1e-9 <= ratio <= 1 + min(THROUGHPUT_TOLERANCE, found.search.gap) + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["orca", "rra", "chunked", "static", "waa"])
+def test_no_setting_beats_the_bound_of_a_box_around_it(kind: str) -> None:
+    """On curves that rise steeply while few tokens meet few experts."""
+    rng = np.random.default_rng(3)
+    scheduler = Scheduler(small("mixtral-8x7b", 30.0))
+    spaces = scheduler.spaces(kind)
+    assert spaces
+    for space in spaces:
+        assert breach(space, 60, rng) <= 1e-9
+
+
+def test_times_of_few_tokens_are_lowered_where_they_rise_faster_than_their_number() -> None:
+    profile = problem("mixtral-8x7b", "h200x8", "chat-short").profile
+    floor = minorant(profile)
+    for layer, low in zip(profile.layers, floor.layers, strict=True):
+        per_token = np.asarray(low.rest.seconds) / np.asarray(low.rest.points)
+        assert (np.diff(per_token) <= 1e-15).all()
+        at = np.interp(layer.rest.points, low.rest.points, low.rest.seconds)
+        assert (at <= np.asarray(layer.rest.seconds) * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize(("factor", "ep_degree"), [(0.8, 2), (1.2, 1)])
+def test_a_plan_divides_experts_where_that_is_faster(factor: float, ep_degree: int) -> None:
+    of = small("mixtral-8x7b", None, factor)
+    plan = Scheduler(of).best(("orca",))
+    assert {stage.ep for stage in plan.stages} == {ep_degree}
+    assert plan.policy.ep_degree == ep_degree  # type: ignore[union-attr]
+    assert Placement.of(plan).decode_lane[0].group == (plan.stages[0].tp, ep_degree)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_a_stage_divides_its_experts_evenly() -> None:
+    plan = Scheduler(small("mixtral-8x7b", None)).best(("orca",))
+    first, *others = plan.stages
+    for ep in (3, 4):
+        with pytest.raises(ValueError, match="must divide tp of each stage"):
+            Plan.model_validate(plan.model_dump() | {"stages": [first.model_copy(update={"ep": ep}), *others]})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-120b", "qwen3-235b-a22b", "gemma-3-27b"])
+@pytest.mark.parametrize(("tps", "layers"), [((8,), None), ((4, 4), 3), ((1,) * 16, 2)])
+def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers: int | None) -> None:
+    """All weights stand once, but for what each device of a group holds as a whole and a tied head of another stage."""
+    of = problem(name, "h200x32", "chat-short")
+    spec, num = of.model, of.model.num_layers
+    split = [num] if layers is None else [layers] * (len(tps) - 1) + [num - layers * (len(tps) - 1)]
+    memory = LaneMemory(
+        spec,
+        of.cluster.model_copy(update={"device": of.cluster.device.model_copy(update={"memory_bytes": 10**13})}),
+        "bfloat16",
+        lane(tps, split),
+        16,
+    )
+    held = sum(memory.weight_bytes * tps)
+    copies = sum((tp - 1) * n * spec.unshared_bytes("bfloat16") for tp, n in zip(tps, split, strict=True))
+    head = 2 * spec.vocab_size * spec.hidden_size * (spec.tie_embeddings and len(tps) > 1)
+    assert held == pytest.approx(spec.weight_bytes("bfloat16") + copies + head, rel=1e-9)
+    assert (memory.fixed_bytes >= memory.weight_bytes + WORKSPACE_BYTES).all()
+
+
+def test_latent_keys_and_values_are_held_by_every_device_of_a_group() -> None:
+    of = problem("deepseek-v3", "h200x8", "chat-short")
+    memory = LaneMemory(of.model, of.cluster, "bfloat16", lane((8,), (61,)), 16)
+    block_bytes = memory.device_bytes(1, 0)[0] - memory.device_bytes(0, 0)[0]
+    assert block_bytes == 16 * 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0, 1.2])
+@pytest.mark.parametrize(("number", "active"), [(8, 2), (128, 8), (32, 4), (5, 5)])
+def test_each_token_has_its_experts(number: int, active: int, skew: float) -> None:
+    found = chances(Experts(number=number, active=active, ffn_size=8, skew=skew))
+    assert found.sum() == pytest.approx(active)
+    assert (found <= 1 + 1e-9).all() and (np.diff(found) <= 1e-12).all()
+
+
+def test_experts_that_are_met_are_those_of_a_simulation() -> None:
+    experts = Experts(number=128, active=8, ffn_size=8)
+    rng = np.random.default_rng(0)
+    for tokens in (1, 4, 32, 200):
+        loads = np.zeros((400, 128))
+        for row in loads:
+            for _ in range(tokens):
+                row[rng.choice(128, 8, replace=False)] += 1
+        expected, hit = Routing(experts).expected(tokens)
+        assert hit.sum() == pytest.approx((loads > 0).sum(1).mean(), rel=0.02)
+        assert expected.sum() == 8 * tokens
+        busiest = loads.reshape(400, 8, 16).sum(2).max(1).mean()
+        assert Routing(experts, 8).expected(tokens)[0].sum() == pytest.approx(busiest, rel=0.25)
+
+
+def test_a_token_reads_its_experts_alone() -> None:
+    """One decode of Mixtral reads two of eight experts; many read all of them and are bound by products."""
+    of = problem("mixtral-8x7b", "h200x8", "chat-short")
+    rest = of.profile.layer(1).rest
+    seconds = dict(zip(rest.points, rest.seconds, strict=True))
+    bandwidth = 4.8e12 * of.cluster.device.efficiency.weights  # type: ignore[union-attr]
+    of_one = 2 * (of.model.attention_params + 2 * of.model.expert_params) / bandwidth
+    of_many = 2 * (of.model.attention_params + 8 * of.model.expert_params) / bandwidth
+    assert of_one < seconds[1] < of_one + 40e-6
+    assert of_many < seconds[64] < of_many + 40e-6
+    assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.05)
+
+
+def test_a_layer_with_a_window_costs_no_more_beyond_it() -> None:
+    of = problem("gpt-oss-20b", "h200x1", "chat-short")
+    layer, lengths = of.profile.layer(1), of.profile.layer(1).decode_attention.lengths
+    decode = np.asarray(layer.decode_attention.seconds)[-1]
+    at = {length: decode[i] for i, length in enumerate(lengths)}
+    full = analytic.profile(
+        of.model.model_copy(update={"sliding_window": None, "full_attention_layers": ()}), of.cluster, "bfloat16"
+    ).layer(1)
+    assert at[16384] == pytest.approx((at[128] + full.decode_attention.seconds[-1][-1]) / 2, rel=0.1)
+    assert layer.encode_attention.seconds[0][-1] < 0.6 * full.encode_attention.seconds[0][-1]
