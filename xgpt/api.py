@@ -327,7 +327,7 @@ def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
         for name, text in xgpt.export("plan.json", "k8s").items(): ...
 
     Args:
-        to: "vllm" and "torchrun" start it on a machine, "k8s" on Kubernetes.
+        to: "script" starts it in xgpt's own engine, "vllm" in vLLM, "k8s" in vLLM on Kubernetes.
 
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.

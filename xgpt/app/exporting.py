@@ -17,7 +17,7 @@ from xgpt.app.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
 from xgpt.errors import InputError
 from xgpt.schema import Plan
 
-Target = Literal["vllm", "k8s", "torchrun"]
+Target = Literal["vllm", "k8s", "script"]
 
 RENDEZVOUS_PORT = 29400
 
@@ -33,9 +33,9 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     from xgpt.app.profiles import check_engine
     from xgpt.io import dump_json
 
-    check_engine(plan, "native" if target == "torchrun" else "vllm")
+    check_engine(plan, "native" if target == "script" else "vllm")
     check_memory(plan)
-    files = {"vllm": _vllm, "k8s": kubernetes_files, "torchrun": _torchrun}[target](plan)
+    files = {"vllm": _vllm, "k8s": kubernetes_files, "script": _start_script}[target](plan)
     return {"plan.json": dump_json(plan), **files}
 
 
@@ -58,7 +58,7 @@ def check_memory(plan: Plan) -> None:
 
 def start_command(target: Target) -> str:
     """What starts what was exported, from within its directory."""
-    return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "torchrun": "sh start.sh"}[target]
+    return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "script": "sh start.sh"}[target]
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
@@ -83,7 +83,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
     }
 
 
-def _torchrun(plan: Plan) -> dict[str, str]:
+def _start_script(plan: Plan) -> dict[str, str]:
     """The native engine: `xgpt serve` on each node."""
     num_devices = plan.replicas * len({device for stage in plan.stages for device in stage.devices})
     num_nodes = -(-num_devices // plan.cluster.devices_per_node)

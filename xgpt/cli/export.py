@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 @click.command("export")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @click.option(
-    "--to", "target", type=click.Choice(["vllm", "k8s", "torchrun"]), required=True, help="What the files are for."
+    "--to",
+    "target",
+    type=click.Choice(["script", "vllm", "k8s"]),
+    required=True,
+    help="script: xgpt's own engine, on one or several machines; vllm: the schedule in vLLM, on one; k8s: that on "
+    "Kubernetes.",
 )
 @click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:

@@ -372,7 +372,7 @@ class _Lanes:
         return self.microbatches * GRID[index]
 
     def step(self, decoding: Array) -> Array:
-        """Seconds of an iteration with so many requests in decode. # [n, points]"""
+        """Seconds of an iteration with these numbers of requests in decode. # [n, points]"""
         return _at(self.rounds, decoding / self.microbatches[:, None])
 
     def serving(self, rate: Array, mean_decodes: float) -> Array:
@@ -399,7 +399,7 @@ class _Stays:
         self.transferred = float(survival[0])
         """Share of requests that the decode lane sees: others end with the token that the encode lane makes."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Of requests that are inside so many iterations after their transfer, joining included."""
+        """Of requests that are inside for given iterations after their transfer, joining included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
         """Iterations that a request has left then, in the mean over all requests."""
@@ -411,7 +411,7 @@ class _Stays:
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
     def left(self, lanes: _Lanes, period: Array, step: Array) -> Array:
-        """Requests of earlier batches that a batch finds, beside its own number. # [n, points]
+        """Requests of earlier batches that a batch finds, not counting its own. # [n, points]
 
         Args:
             period: seconds from one batch to the next.

@@ -325,7 +325,7 @@ def test_what_vllm_does_not_take_of_serves_options_is_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("target", ["vllm", "k8s", "torchrun"])
+@pytest.mark.parametrize("target", ["vllm", "k8s", "script"])
 def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
     plain, files = export(hostile("opt"), target), export(hostile(name), target)
     assert files.keys() == plain.keys()
@@ -392,7 +392,7 @@ def test_the_exported_start_of_our_own_engine_is_one_that_it_takes(tmp_path: Pat
     two_nodes = load_cluster("a40x16")
     first = Stage(devices=tuple(range(8)), tp=8, decode_layers=(0, 12), kv_blocks=800)
     plan = fitting(RRA).model_copy(update={"cluster": two_nodes, "stages": (first,), "replicas": 2})
-    script = export(plan, "torchrun")["start.sh"]
+    script = export(plan, "script")["start.sh"]
     words = run_script(script, tmp_path, env={"NODE_RANK": "1", "HEAD": "h"})
     assert words.pop(0) == "serve"
     given = serve.make_context("serve", words).params
@@ -424,7 +424,7 @@ def test_a_plan_that_does_not_fit_is_not_exported() -> None:
 def test_the_command_writes_files_and_says_how_to_start(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(dump_json(fitting(RRA)))
     out = tmp_path / "out"
-    result = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.json"), "--to", "torchrun", "-o", str(out)])
+    result = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.json"), "--to", "script", "-o", str(out)])
     assert result.exit_code == 0, result.output
     assert "sh start.sh" in result.output
     assert "exec xgpt serve plan.json" in (out / "start.sh").read_text()
