@@ -58,6 +58,10 @@ class Pools:
         return sum(pool.reserved_blocks for pool in self._pools)
 
     @property
+    def kept_blocks(self) -> int:
+        return sum(pool.kept_blocks for pool in self._pools)
+
+    @property
     def num_preemptions(self) -> int:
         return sum(pool.num_preemptions for pool in self._pools)
 

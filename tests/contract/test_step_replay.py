@@ -28,7 +28,13 @@ LANES = {
     "chunked": LaneSettings(mix=True, token_budget=12, max_batch=3),
     "static": LaneSettings(mix=False, max_batch=4, refill_when_empty=True),
     "rra, 3 micro-batches": LaneSettings(
-        mix=False, encode_every=3, encode_tokens=30.0, carried_batch=3.0, decode_batch=5.0, microbatches=3
+        mix=False,
+        encode_every=3,
+        encode_tokens=30.0,
+        carried_batch=3.0,
+        decode_batch=5.0,
+        microbatches=3,
+        reuse_is_planned=True,
     ),
     "orca, 2 micro-batches": LaneSettings(mix=True, max_batch=5, microbatches=2),
     "chunked, 4 micro-batches": LaneSettings(mix=True, token_budget=40, max_batch=8, microbatches=4),

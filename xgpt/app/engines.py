@@ -84,6 +84,8 @@ def build_engine(
     on_step: Callable[[StepRecord], None] | None = None,
     nodes: Nodes | None = None,
     batching: Batching = "flat",
+    *,
+    reuse: bool = True,
 ) -> Engine | Replicas:
     """The engine of a plan with its weights loaded, warmed up.
 
@@ -91,7 +93,8 @@ def build_engine(
 
     Args:
         nodes: None: this machine is the only one.
-        batching: how whole batches are laid out.
+        batching: how whole batches are laid out; rows share nothing.
+        reuse: requests share the K/V of what their prompts have in common.
 
     Raises:
         InputError: the plan is for another engine, or does not go with `batching`.
@@ -108,23 +111,28 @@ def build_engine(
     if batching != "flat":
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
-        return Replicas(partial(build_replica, plan), plan.replicas, on_step=on_step)
+        return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step)
     if plan.devices_per_replica > 1:
-        return build_replica(plan, 0, on_step, nodes)
+        return build_replica(plan, 0, on_step, nodes, reuse=reuse)
     schedule = policies.build(plan)
     worker = _one_worker(plan, schedule)
-    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker))
+    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker), reuse=reuse)
 
 
 def build_replica(
-    plan: Plan, number: int, on_step: Callable[[StepRecord], None] | None = None, nodes: Nodes | None = None
+    plan: Plan,
+    number: int,
+    on_step: Callable[[StepRecord], None] | None = None,
+    nodes: Nodes | None = None,
+    *,
+    reuse: bool = True,
 ) -> Engine:
     """The engine of one replica, with a process for each of its devices."""
     from xgpt import policies
     from xrunner.engine import Engine
 
     workers = _workers(plan, number, nodes)
-    return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers))
+    return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:

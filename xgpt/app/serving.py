@@ -47,6 +47,7 @@ class ServeRequest(Frozen):
         drain_s: time in which requests may end after SIGTERM; None: 30 s.
         shutdown_delay_s: time after SIGTERM in which only /ready changes.
         batching: how a whole batch is laid out: without padding, or in rows, which take a plan of whole batches.
+        reuse: requests share the K/V of what their prompts have in common, with those of the same API key alone.
         step_log: file that gets every executed step, a JSON line each.
         replan: go over to better plans when lengths change.
         profile: the plan's own; None: the one that is kept here.
@@ -76,6 +77,7 @@ class ServeRequest(Frozen):
     checkpoint: Name | None = None
     engine: EngineKind = "native"
     batching: Batching = "flat"
+    reuse: bool = True
     nnodes: PositiveInt = 1
     node_rank: NonNegativeInt = 0
     rendezvous: str | None = None
@@ -194,7 +196,9 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     check_runs(plan, request.nnodes, engine)
     defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
     server.log_json(request.log_level)
-    build = partial(build_engine, nodes=nodes, batching=request.batching) if engine == "native" else build_vllm_engine
+    build = build_vllm_engine
+    if engine == "native":
+        build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
     if engine == "vllm" and replan and not can_change_plan(plan):
         logger.warning("re-planning is off: vLLM keeps a plan for several devices as it is")
         replan = False

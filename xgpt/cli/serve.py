@@ -86,6 +86,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Least severe records to log."
 )
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths are observed.")
+@click.option("--no-reuse", is_flag=True, help="Compute every prompt whole, whatever K/V is there of earlier ones.")
 @click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
 @click.option("--checkpoint", metavar="DIR", help="Directory of the weights, if not where the plan says.")
 @engine_option
@@ -102,7 +103,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     help="Send OpenTelemetry traces there; the standard OTEL_... variables are read, too.",
 )
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
-def command(plan_path: str, request_timeout_s: float, no_replan: bool, dry_run: bool, **asked: Any) -> None:
+def command(
+    plan_path: str, request_timeout_s: float, no_replan: bool, no_reuse: bool, dry_run: bool, **asked: Any
+) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
@@ -123,6 +126,7 @@ def command(plan_path: str, request_timeout_s: float, no_replan: bool, dry_run: 
         click.echo(line, err=True)
 
     timeout_s = request_timeout_s or None
-    api.serve(plan_path, **asked, request_timeout_s=timeout_s, replan=not no_replan, on_note=note, dry_run=dry_run)
+    asked |= {"request_timeout_s": timeout_s, "replan": not no_replan, "reuse": not no_reuse}
+    api.serve(plan_path, **asked, on_note=note, dry_run=dry_run)
     if dry_run:
         note(f"{plan_path} can be served here")

@@ -36,6 +36,8 @@ class LaneSettings:
         max_batch: requests in the lane at most.
         refill_when_empty: no request enters before the whole batch has finished.
         microbatches: what the lane's requests are divided into; each runs by a rule of its own.
+        reuse_is_planned: `encode_tokens` are those that are left to encode; otherwise of whole prompts, so that a plan
+            that counts on no K/V of earlier requests takes as many requests at a time as it says.
         encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
         ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
             `mix` and one micro-batch).
@@ -52,6 +54,7 @@ class LaneSettings:
     refill_when_empty: bool = False
     microbatches: int = 1
     encode_parts: int = 1
+    reuse_is_planned: bool = False
     ahead: bool = False
     prompts_first: bool = False
 
@@ -256,7 +259,7 @@ class OneLaneRule:
         # Prompts that are encoded in part were begun under settings that cut them (see apply).
         chunks = [next_chunk(request, None) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
-            length = pool.to_encode(first)
+            length = pool.to_encode(first) if settings.reuse_is_planned else first.context
             must_start = not chunks and not batch.decoding
             if not (self._budget.covers(length) or must_start):
                 self._iterations = 0

@@ -34,6 +34,7 @@ class TwoLaneSettings:
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
         max_decode_batch: requests in encode, in transfer and in decode at most.
         decode_microbatches: what the decode lane's requests are divided into.
+        reuse_is_planned: `encode_tokens` are those that are left to encode, not whole prompts.
         encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
     """
 
@@ -43,6 +44,7 @@ class TwoLaneSettings:
     max_decode_batch: int
     decode_microbatches: int = 1
     encoder_only: bool = False
+    reuse_is_planned: bool = False
 
 
 class TwoLane(Schedule):
@@ -127,10 +129,10 @@ class TwoLane(Schedule):
             request = pool.admit(batch)
             if request is None:
                 break
-            self._budget.spend(request.context - request.cached)
+            self._budget.spend(request.context - (request.cached if self.settings.reuse_is_planned else 0))
             entered.append(request)
         first = pool.waiting.head()
-        if first is None or self._budget.covers(pool.to_encode(first)):
+        if first is None or self._budget.covers(self._length(first)):
             self._budget.close()
         step = Step(
             tuple(next_chunk(request, None) for request in entered),
@@ -152,12 +154,16 @@ class TwoLane(Schedule):
         for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
             blocks += self.pool.blocks_for(request.context)
             fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
-            length = self.pool.to_encode(request)
+            length = self._length(request)
             if count and not (fits and budget.covers(length)):
                 break
             budget.spend(length)
             count += 1
         return count
+
+    def _length(self, request: Request) -> int:
+        """Return the tokens of a waiting request that count towards an encode batch."""
+        return self.pool.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
         """Blocks of the encode lane in use once `count` more prompts have entered."""

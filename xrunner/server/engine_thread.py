@@ -89,6 +89,8 @@ class Stream:
     """Tokens so far of a request whose caller waits for the whole output; None: each goes out as it comes."""
     account: Account = ANYONE
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of them whose K/V was there when the request began."""
     output_tokens: int = 0
     deadline_s: float | None = None
     started_s: float = 0.0
@@ -141,9 +143,8 @@ class EngineThread:
         self._running: Future[None]
         self._loop: asyncio.AbstractEventLoop
         self._records: list[StepRecord] = []
-        """Of the step that has just ended, where it shall be compared with its prediction."""
-        if watch is not None:
-            engine.listen(self._note)
+        """Of the step that has just ended."""
+        engine.listen(self._note)
 
     def start(self) -> None:
         """Begin to step; tokens arrive on the loop that is running now."""
@@ -305,9 +306,11 @@ class EngineThread:
     def _note_starts(self, record: StepRecord) -> None:
         """Requests start with the step that encodes the first piece of their prompts. The engine reads the clock before
         its inbox, so that one may have been submitted just after the step's start."""
-        for id_, _, _ in record.encode:
+        for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)
+                stream.cached_tokens = first_token
+                self.metrics.cached_tokens.inc(first_token)
 
     def _go_back(self, reason: str) -> None:
         """In the engine's thread."""

@@ -39,6 +39,10 @@ class ServedPool(Protocol):
     @property
     def reserved_blocks(self) -> int: ...
     @property
+    def kept_blocks(self) -> int:
+        """Those that no request uses, and that hold what a later one may share."""
+
+    @property
     def num_preemptions(self) -> int: ...
     def can_ever_fit(self, request: Request) -> bool:
         """Whether it could run if it were alone."""

@@ -59,6 +59,8 @@ class Inside:
         """As of the last step; an idle engine tells nothing, and holds none."""
         return sum(blocks for blocks, _ in list(self._taken.values())) if self.running else 0
 
+    kept_blocks = 0
+
     @property
     def num_preemptions(self) -> int:
         return sum(count for _, count in list(self._taken.values()))

@@ -13,7 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,13 @@ class Delta:
     is_first: bool
 
 
+class PromptTokens(NamedTuple):
+    """Tokens of a request's prompts, and those of them whose K/V an earlier request had left."""
+
+    total: int
+    cached: int
+
+
 class Writer(ABC):
     """Renders one answer; most of a stream's chunk is the same bytes each time.
 
@@ -84,7 +91,7 @@ class Writer(ABC):
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         """What a token adds to each of the lists in the member `logprobs` of a choice."""
 
-    def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt_tokens: int, num_tokens: int) -> bytes:
+    def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
         logprobs = "null"
@@ -93,21 +100,21 @@ class Writer(ABC):
         reason = f'"{delta.finish}"' if delta.finish else "null"
         tail = self._tail
         if self._continuous:
-            tail = f',"usage":{msgspec.json.encode(_usage(prompt_tokens, num_tokens)).decode()}'
+            tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
         return _event(
             f'{self._head}{delta.index},{self.piece(quoted, delta.is_first)},"token_ids":[{delta.token}],'
             f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
         )
 
-    def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
+    def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
         """What follows the last chunk of a stream."""
         if not self._include_usage:
             return b"data: [DONE]\n\n"
-        last = {"object": self.chunk_object, "choices": [], "usage": _usage(prompt_tokens, completion_tokens)}
+        last = {"object": self.chunk_object, "choices": [], "usage": _usage(prompt, completion_tokens)}
         return b"data: " + msgspec.json.encode(self._envelope | last) + b"\n\ndata: [DONE]\n\n"
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int, timings: dict[str, float]) -> Iterator[bytes]:
+    def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
         """The answer of a request that is no stream, piece by piece."""
         yield msgspec.json.encode(self._envelope | {"object": self.whole_object})[:-1] + b',"choices":['
         num_tokens = 0
@@ -121,7 +128,7 @@ class Writer(ABC):
                 "finish_reason": choice.finish,
             }
             yield (b"," if index else b"") + msgspec.json.encode(rendered)
-        usage = msgspec.json.encode(_usage(prompt_tokens, num_tokens))
+        usage = msgspec.json.encode(_usage(prompt, num_tokens))
         yield b'],"usage":' + usage + b',"xgpt":' + msgspec.json.encode(timings) + b"}"
 
 
@@ -200,9 +207,10 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _usage(prompt: PromptTokens, completion_tokens: int) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": prompt.total,
         "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "total_tokens": prompt.total + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": prompt.cached},
     }

@@ -19,7 +19,7 @@ from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_deadline
-from xrunner.server.api.writers import Delta, Writer
+from xrunner.server.api.writers import Delta, PromptTokens, Writer
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import ABORT, RequestInfo
@@ -124,6 +124,7 @@ class Answer(Response):
         """What the log tells of this answer."""
         log = self._info.log
         log["prompt_tokens"] = self._num_prompt_tokens
+        log["cached_tokens"] = self._prompt_tokens().cached
         log["output_tokens"] = self._num_output_tokens
         log["finish_reasons"] = sorted({choice.finish or left for choice in self._choices.values()})
         self._info.phases = tuple(self._phases())
@@ -180,6 +181,12 @@ class Answer(Response):
         if self._is_timeout:
             return ApiError(504, f"{what} within the {self._limits.request_timeout_s:g} s given here", code="timeout")
         return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
+
+    def _prompt_tokens(self) -> PromptTokens:
+        """Of each prompt counted once, as its first choice found it."""
+        streams = list(self._streams.values())
+        cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
+        return PromptTokens(self._num_prompt_tokens, cached)
 
     @property
     def _num_output_tokens(self) -> int:
@@ -243,7 +250,7 @@ class Answer(Response):
             return
         sampled_s = max(stream.last_token_s for stream in self._streams.values())
         pieces: deque[bytes] = deque()
-        for piece in self._writer.whole(list(self._choices.values()), self._num_prompt_tokens, self._timings()):
+        for piece in self._writer.whole(list(self._choices.values()), self._prompt_tokens(), self._timings()):
             pieces.append(piece)
             if len(piece) > BYTES_AT_ONCE:
                 await asyncio.sleep(0)
@@ -274,14 +281,15 @@ class Answer(Response):
                 except ApiError as error:
                     failure = error
                     break
+                prompt = self._prompt_tokens()
                 for delta in deltas:
                     timings = None if self._num_running else self._timings()
                     num_tokens += 1
-                    chunks.append(self._writer.chunk(delta, timings, self._num_prompt_tokens, num_tokens))
+                    chunks.append(self._writer.chunk(delta, timings, prompt, num_tokens))
             if not chunks:
                 break
             if not self._num_running:
-                chunks.append(self._writer.end(self._num_prompt_tokens, num_tokens))
+                chunks.append(self._writer.end(self._prompt_tokens(), num_tokens))
             sampled_s = self._take_unwritten()
             if not has_begun:
                 has_begun = True

@@ -32,6 +32,9 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
         self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
+        self.cached_tokens = Counter(
+            "xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request had left.", registry=registry
+        )
         self.output_tokens = Counter("xgpt_output_tokens", "Tokens generated.", registry=registry)
         self._accounts = Counter(
             "xgpt_key_tokens", "Tokens of each API key's ended requests.", ["key", "kind"], registry=registry
@@ -83,6 +86,7 @@ class Metrics:
         self._gauge("xgpt_requests_running", "Requests that hold a slot.", lambda: engine.pool.num_running)
         self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: engine.pool.num_waiting)
         self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
+        self._gauge("xgpt_kv_blocks_kept", "Blocks kept for later requests.", lambda: engine.pool.kept_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
         registry.register(_Processes(engine))
