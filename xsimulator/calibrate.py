@@ -10,14 +10,14 @@ Factors that a log says little about stay near 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import Calibration, Plan, Profile
+from xgpt.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.placement import whole
 from xsimulator.step_cost import LaneCost, StepCounts, StepParts
@@ -55,27 +55,33 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """The steps of a log whose requests are all known, from an engine of one device.
 
     Raises:
-        InputError: the log is of several devices, or the model has an encoder.
+        InputError: the log is of several devices.
     """
-    if plan.model.is_encoder_decoder:
-        raise InputError("model", plan.model.name, "calibration covers decoder-only models so far")
     cost = LaneCost(plan.model, profile, whole(plan.model))
-    context: dict[int, int] = {}
     prompts: dict[int, int] = {}
+    generated: dict[int, int] = {}
     parts, seconds, first = [], [], []
     for record in log:
         if record.lane != "both" or record.microbatch:
             raise InputError("step log", record.lane, "calibration covers plans of one device so far")
         for arrival in record.arrivals:
-            prompts[arrival.id] = context[arrival.id] = arrival.input_length
-        encode = [(id_, start, start + length, start + length == context[id_]) for id_, start, length in record.encode]
-        decodes = [context[id_] for id_ in record.decode]
-        step = StepCounts.of([(start, end, int(done)) for _, start, end, done in encode], decodes)
+            prompts[arrival.id], generated[arrival.id] = arrival.input_length, 0
+        for id_ in record.preempted:
+            generated[id_] *= not cost.has_encoder  # no encoder reads what was generated: it is made anew
+        encode = [
+            (id_, start, start + length, start + length == prompts[id_] + generated[id_])
+            for id_, start, length in record.encode
+        ]
+        step = StepCounts.of_requests(
+            [(start, end, int(done)) for _, start, end, done in encode],
+            [(prompts[id_], generated[id_]) for id_ in record.decode],
+            has_encoder=cost.has_encoder,
+        )
         parts.append(cost.parts(step)[0])
         seconds.append((record.end_ns - record.start_ns) / 1e9)
         first.append(min([*record.decode, *(id_ for id_, *_ in encode)]))
         for id_ in [*record.decode, *(id_ for id_, _, _, done in encode if done)]:
-            context[id_] += 1
+            generated[id_] += 1
     return Steps(np.asarray(parts), np.asarray(seconds), np.asarray(first))
 
 
@@ -155,18 +161,35 @@ def corrected(profile: Profile, calibration: Calibration) -> Profile:
                 "rest": layer.rest.times(by["tokens"]),
                 "encode_attention": layer.encode_attention.times(by["encode_attention"]),
                 "decode_attention": layer.decode_attention.times(by["decode_attention"]),
+                "cross": None if layer.cross is None else _crossed(layer.cross, by),
                 "head": None if layer.head is None else layer.head.times(by["head"]),
             }
         )
         for layer in profile.layers
     )
+    encoder_layers = tuple(
+        layer.model_copy(
+            update={
+                "rest": layer.rest.times(by["tokens"]),
+                "attention": layer.attention.times(by["encode_attention"]),
+            }
+        )
+        for layer in profile.encoder_layers
+    )
     text = ", ".join(f"{part} x{factor:g}" for part, factor in by.items())
     return profile.model_copy(
         update={
             "layers": layers,
+            "encoder_layers": encoder_layers,
             "embedding": profile.embedding.times(by["tokens"]),
             "head": profile.head.times(by["head"]),
             "overhead": profile.overhead.times(by["overhead"]),
             "provenance": profile.provenance | {"calibration": f"{text}; {calibration.num_steps_used} measured steps"},
         }
+    )
+
+
+def _crossed(cross: CrossTimes, by: Mapping[str, float]) -> CrossTimes:
+    return CrossTimes(
+        keys_values=cross.keys_values.times(by["tokens"]), attention=cross.attention.times(by["decode_attention"])
     )

@@ -422,6 +422,22 @@ class StepCounts(NamedTuple):
         num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)
         return cls(encode, len(contexts), sum(contexts), sampled, num_tokens)
 
+    @classmethod
+    def of_requests(
+        cls, encode: Sequence[tuple[int, int, int]], decodes: Sequence[tuple[int, int]], *, has_encoder: bool
+    ) -> StepCounts:
+        """A step of a lane that both encodes and decodes.
+
+        Args:
+            decodes: (input tokens, output tokens so far) of each decoding request.
+        """
+        counts = cls.of(encode, [sum(tokens) for tokens in decodes])
+        if not has_encoder:
+            return counts
+        inputs = [tokens for tokens, _ in decodes] + [end for _, end, done in encode if done]
+        own = sum(1 + generated for _, generated in decodes)
+        return counts._replace(context=own, mean_input=sum(inputs) / max(len(inputs), 1))
+
 
 class _DecodeSteps:
     """Seconds of a stage's steps that only decode: for each number of requests the work other than attention, and a

@@ -152,12 +152,13 @@ class BackgroundPlanner:
             self._process.stdin.write(self._profile_json.encode() + b"\n")
             self._process.stdin.flush()
 
-    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
         from xsimulator.step_cost import StepCounts
 
-        if len(plan.stages) > 1 or plan.model.is_encoder_decoder:
+        if len(plan.stages) > 1:
             return None
-        (step_s,) = self._cost_of(plan.stages[0].tp, plan.stages[0].ep).step(StepCounts.of(encode, decode_contexts))
+        cost = self._cost_of(plan.stages[0].tp, plan.stages[0].ep)
+        (step_s,) = cost.step(StepCounts.of_requests(encode, decodes, has_encoder=cost.has_encoder))
         return plan.profile.slowdown * step_s
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:

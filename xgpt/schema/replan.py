@@ -98,11 +98,12 @@ class Proposal(NamedTuple):
 class Planner(Protocol):
     """Planning, as a server sees it: in another process, and never on the path of a request."""
 
-    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float | None:
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
         """Return the seconds that a step of a plan should take; None: it also waits for other steps of its pipeline.
 
         Args:
             encode: (start, end, 1 or 0 for sampled) of each piece of a prompt.
+            decodes: (input tokens, output tokens so far) of each decoding request.
         """
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:

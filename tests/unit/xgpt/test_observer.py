@@ -160,7 +160,7 @@ def test_a_plan_says_what_pace_its_predictions_rest_on() -> None:
     assert again["latency"] == pytest.approx(new.estimate.latency_s, rel=0.02)
     assert new.estimate.latency_s <= 4
     planner = BackgroundPlanner(plan, OF.profile)
-    slow, fast = (planner.predict_s(p, [], [100] * 8) for p in (new, plan))
+    slow, fast = (planner.predict_s(p, [], [(60, 40)] * 8) for p in (new, plan))
     assert slow is not None and fast is not None and slow == pytest.approx(1.5 * fast)
     assert not judged(new, OF.profile, many).switch
 

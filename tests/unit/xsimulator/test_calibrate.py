@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.app.replanning import BackgroundPlanner
 from xgpt.app.simulating import simulate
 from xgpt.errors import InputError
 from xgpt.schema import Calibration
+from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.calibrate import PARTS, calibrate, corrected
+from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
+from xsimulator.placement import whole
+from xsimulator.step_cost import LaneCost, StepCounts
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
+T5 = problem("t5-11b", "h200x1", "translation", 6.0)
 
 
 def factors(**given: float) -> Calibration:
@@ -19,12 +24,12 @@ def factors(**given: float) -> Calibration:
     return Calibration(factors=every, num_steps_used=1, num_steps_unused=1, **rest)
 
 
-@pytest.mark.parametrize("kind", ["rra", "chunked"])
-def test_a_slower_machine_is_found(kind: str) -> None:
-    plan = Scheduler(PROBLEM).best((kind,))
-    truth = corrected(PROBLEM.profile, factors(tokens=1.2, decode_attention=1.5))
+@pytest.mark.parametrize(("of", "kind"), [(PROBLEM, "rra"), (PROBLEM, "chunked"), (T5, "rra"), (T5, "orca")])
+def test_a_slower_machine_is_found(of: Problem, kind: str) -> None:
+    plan = Scheduler(of).best((kind,))
+    truth = corrected(of.profile, factors(tokens=1.2, decode_attention=1.5))
     _, log = simulate(plan, truth, plan.workload, 400, np.random.default_rng(0))
-    profile, found = calibrate(plan, PROBLEM.profile, log)
+    profile, found = calibrate(plan, of.profile, log)
     assert found.error_before > 0.1 and found.bias_before < -0.1
     assert found.error_after < 0.03 and abs(found.bias_after) < 0.02
     assert found.factors["tokens"] == pytest.approx(1.2, rel=0.05)
@@ -47,3 +52,20 @@ def test_a_short_log_is_refused() -> None:
     _, log = simulate(plan, PROBLEM.profile, plan.workload, 400, np.random.default_rng(0))
     with pytest.raises(InputError, match="replay more"):
         calibrate(plan, PROBLEM.profile, log[:60])
+
+
+@pytest.mark.parametrize("of", [PROBLEM, T5], ids=["decoder-only", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["rra", "orca"])
+def test_a_log_of_the_profile_itself_is_predicted_to_the_nanosecond(of: Problem, kind: str) -> None:
+    plan = Scheduler(of).best((kind,))
+    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0))
+    steps = steps_of(plan, of.profile, log)
+    np.testing.assert_allclose(steps.parts.sum(axis=1), steps.seconds, rtol=0, atol=1.1e-9)
+
+
+def test_a_server_predicts_the_steps_of_an_encoder_decoder() -> None:
+    plan = Scheduler(T5).best(("orca",))
+    planner = BackgroundPlanner(plan, T5.profile)
+    cost = LaneCost(T5.model, T5.profile, whole(T5.model))
+    (alone,) = cost.step(StepCounts([(0, 50, 1)], 2, 1 + 5 + 1 + 7, 3, 52, (50 + 30 + 40) / 3))
+    assert planner.predict_s(plan, [(0, 50, 1)], [(30, 5), (40, 7)]) == pytest.approx(alone)

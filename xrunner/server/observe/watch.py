@@ -98,9 +98,11 @@ class Watch:
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
             return  # some are held, or gone
-        contexts = {id_: running[id_].input_length + running[id_].generated for id_ in running}
-        encode = [(start, start + length, int(start + length == contexts[i])) for i, start, length in record.encode]
-        predicted_s = self._planner.predict_s(self.plan, encode, [contexts[id_] for id_ in record.decode])
+        has_encoder = self.plan.model.is_encoder_decoder  # which reads a prompt alone, whatever was generated
+        ends = {id_: seen.input_length + (0 if has_encoder else seen.generated) for id_, seen in running.items()}
+        encode = [(start, start + length, int(start + length == ends[id_])) for id_, start, length in record.encode]
+        decodes = [(running[id_].input_length, running[id_].generated) for id_ in record.decode]
+        predicted_s = self._planner.predict_s(self.plan, encode, decodes)
         if predicted_s is None:
             return
         self._observer.pace.note(record.end_ns / 1e9, (record.end_ns - record.start_ns) / 1e9, predicted_s)

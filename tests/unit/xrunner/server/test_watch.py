@@ -29,8 +29,8 @@ class FakePlanner:
     asked: list[Observation] = field(default_factory=list)
     is_closed: bool = False
 
-    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decode_contexts: list[int]) -> float:
-        assert all(start < end for start, end, _ in encode) and all(context > 1 for context in decode_contexts)
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float:
+        assert all(start < end for start, end, _ in encode) and all(min(tokens) >= 1 for tokens in decodes)
         return self.step_s
 
     async def propose(self, plan: Plan, observation: Observation) -> Proposal:
@@ -159,7 +159,7 @@ def test_planning_runs_in_a_process_of_its_own() -> None:
 
     async def ask_twice() -> list[Proposal]:
         planner = BackgroundPlanner(plan, of.profile)
-        assert (planner.predict_s(plan, [(0, 10, 1)], [20, 30]) or 0) > 0
+        assert (planner.predict_s(plan, [(0, 10, 1)], [(12, 8), (20, 10)]) or 0) > 0
         try:
             proposals = [await planner.propose(plan, longer) for _ in range(2)]
             assert planner._process is not None
