@@ -93,7 +93,8 @@ class LaneCost:
         engine: what runs the steps; None: any, of which nothing is known but the profile's times.
 
     Attributes:
-        mixing: share by which a step that both encodes and decodes takes longer than the sum of its parts.
+        mixing: share of what decodes take in a step of their own, by which one that also encodes takes longer than the
+            sum of its parts.
         ahead: whether the engine decides a step while the one before it runs.
         kinds: distinct stages.
         counts: how many stages are of each kind.
@@ -294,12 +295,15 @@ class LaneCost:
         for stage, _ in self.kinds:
             (rest_s, encode_s, decode_s, head_s), number = layers[stage.group], stage.decoder_layers
             tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
-            parts = StepParts(
-                tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s
+            found.append(
+                StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
             )
-            if self.mixing and step.encode and decodes:
-                parts = StepParts(*((1 + self.mixing) * seconds for seconds in parts))
-            found.append(parts)
+        if self.mixing and step.encode and decodes:
+            alone = [of(decodes, step.context) for of in self._decoding]
+            found = [
+                parts._replace(decode_attention=parts.decode_attention + self.mixing * seconds)
+                for parts, seconds in zip(found, alone, strict=True)
+            ]
         return found
 
     @property
@@ -378,7 +382,7 @@ class StepParts(NamedTuple):
     Attributes:
         tokens: what layers and embedding do to each token by itself.
         encode_attention: attention of prompts.
-        decode_attention: attention of decodes, an encoder-decoder's cross-attention included.
+        decode_attention: attention of decodes, an encoder-decoder's cross-attention and what mixing costs included.
         head: output head and sampling.
         overhead: the loop around the model.
     """

@@ -135,18 +135,16 @@ def closed_loop(served: Served, clients: int, inputs: Sequence[int], outputs: Se
     return _times(run, arrivals, outputs, path_s)
 
 
-def open_loop(
-    served: Served, rate_per_s: float, lengths: tuple[int, int], cached: int, num_requests: int, seed: int
-) -> Times:
+def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cached: Sequence[int], seed: int) -> Times:
     """What requests of equal lengths take that arrive at a rate in a Poisson process.
 
     Args:
-        cached: tokens of each prompt whose K/V is there already.
+        cached: tokens of each prompt whose K/V is there already. # [requests]
     """
     rng, path_s = np.random.default_rng(seed), served.spec.request_path_s
-    arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, num_requests))).astype(int).tolist()
-    inputs, outputs = ([length] * num_requests for length in lengths)
-    stream = Stream(inputs, outputs, lengths[1], arrivals, [cached] * num_requests)
+    arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
+    inputs, outputs = ([length] * len(cached) for length in lengths)
+    stream = Stream(inputs, outputs, lengths[1], arrivals, cached)
     run = OneLaneRun(served.lane, served.cost, served.kv, stream)
     run.run()
     return _times(run, arrivals, outputs, path_s)

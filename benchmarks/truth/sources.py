@@ -82,12 +82,21 @@ def _predicted(predict: Callable[[], Figures]) -> tuple[Figures, str]:
 OPEN_FITTED = ("llama-3.1-8b", "qwen3-14b", "codellama-34b")
 OPEN_CLUSTERS = {"H100": "h100x8", "A100": "a100x16"}
 BLOCK = 16
-OPEN_REQUESTS = 3000
+OPEN_SECONDS = 600
+NUM_PROMPTS = 100
+"""Distinct prompts of an experiment."""
 
 
 def open_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """vLLM 0.15.1, Poisson arrivals. Prompts were repeated with prefix caching on: all but the last block is cached."""
-    for raw in _thinned(_read(path), most):
+    """vLLM 0.15.1, Poisson arrivals for ten minutes at each rate of an experiment, one after the other.
+
+    Prompts were repeated with prefix caching on: but for the first hundred of an experiment, all except the last block
+    is cached.
+    """
+    raws = _read(path)
+    first_of = {raw["experiment"]: raw for raw in reversed(raws)}
+    for raw in _thinned(raws, most):
+        cold = NUM_PROMPTS if raw is first_of[raw["experiment"]] else 0
         numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
         lengths = int(numbers["input_tokens"]), int(numbers["output_tokens"])
         served = Served(
@@ -100,12 +109,14 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
             int(raw["max_num_batched_tokens"]),
         )
 
-        def predict(served: Served = served, numbers: Figures = numbers, lengths: tuple[int, int] = lengths) -> Figures:
-            cached = (lengths[0] - 1) // BLOCK * BLOCK
-            count = OPEN_REQUESTS if most is None else OPEN_REQUESTS // 3
-            times = open_loop(served, numbers["rate_per_s"], lengths, cached, count, seed=0)
-            kept = slice(count // 10, count - count // 10)
-            first, whole = times.first_s[kept], times.whole_s[kept]
+        def predict(
+            served: Served = served, numbers: Figures = numbers, lengths: tuple[int, int] = lengths, cold: int = cold
+        ) -> Figures:
+            warm = (lengths[0] - 1) // BLOCK * BLOCK
+            count = int(OPEN_SECONDS * numbers["rate_per_s"])
+            cached = [0] * cold + [warm] * (count - cold)
+            times = open_loop(served, numbers["rate_per_s"], lengths, cached, seed=0)
+            first, whole = times.first_s, times.whole_s
             return {
                 "e2e mean": float(np.mean(whole)),
                 "e2e p99": float(np.quantile(whole, 0.99)),

@@ -34,14 +34,14 @@ def test_clients_that_start_together_share_steps() -> None:
 
 def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
-    plain, ahead = (open_loop(of, 4.0, (INPUT, 256), INPUT - 16, 400, seed=0) for of in (SERVED, AHEAD))
+    plain, ahead = (open_loop(of, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for of in (SERVED, AHEAD))
     step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s
     more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
 
 
 def test_cached_tokens_are_not_encoded_again() -> None:
-    cold, warm = (open_loop(SERVED, 4.0, (4096, 16), cached, 100, seed=0) for cached in (0, 4080))
+    cold, warm = (open_loop(SERVED, 4.0, (4096, 16), [cached] * 100, seed=0) for cached in (0, 4080))
     assert np.mean(warm.first_s) < 0.5 * np.mean(cold.first_s)
     assert np.mean(warm.gap_s) < np.mean(cold.gap_s)
 

@@ -54,7 +54,7 @@ def engine_in_words(plan: Plan) -> list[str]:
     if engine.request_path_s:
         parts.append(f"a request takes {1e3 * engine.request_path_s:.3g} ms outside of its loop")
     if engine.mixing:
-        parts.append(f"a mixed step takes {100 * engine.mixing:.0f}% more than its parts")
+        parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
     return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
 
 

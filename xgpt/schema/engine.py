@@ -38,7 +38,7 @@ class EngineSpec(Frozen):
     captured_tokens: NonNegativeInt | None = None
     """Tokens up to which steps run as captured graphs."""
     mixing: NonNegativeFloat = 0.0
-    """Share by which a step that both encodes and decodes takes longer than the sum of its parts."""
+    """Share of what decodes take in a step of their own, by which one that also encodes takes longer than its parts."""
     before_admission_s: NonNegativeFloat = 0.0
     """Seconds from a request's arrival at the server until the scheduler sees it."""
     after_token_s: NonNegativeFloat = 0.0

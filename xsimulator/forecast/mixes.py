@@ -259,8 +259,10 @@ class MixedSteps:
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
-        if self._lane.mixing:  # where requests decode
-            cost[:, 1:] *= 1 + self._lane.mixing * np.minimum(mix.decode_batch, 1.0)
+        if self._lane.mixing:
+            none = np.zeros(size)
+            alone = self._steps(mix.columns[0, 1], none, none)[0]  # what a busy step's decodes take by themselves
+            cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]
         through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
         slowest = cost[0]
         if len(cost) > 1:
