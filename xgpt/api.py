@@ -143,6 +143,7 @@ def profile(
     model: PathLike = "opt-125m",
     cluster: PathLike = "local",
     dtype: DType | None = None,
+    kv_dtype: DType | None = None,
     engine: EngineKind = "native",
     import_from: str | None = None,
     framework: str | None = None,
@@ -157,6 +158,7 @@ def profile(
 
     Args:
         cluster: "local" is measured; of others the datasheet is read.
+        kv_dtype: type of K/V on other devices than this machine's; None: the dtype.
         engine: whose steps to measure.
         import_from: "aiconfigurator", or a folder of its tables.
         framework: whose kernels to import; None: vLLM's.
@@ -167,7 +169,9 @@ def profile(
     """
     from xgpt.app.profiles import new_profile
 
-    return new_profile(os.fspath(model), os.fspath(cluster), dtype, engine, import_from, framework, progress)
+    return new_profile(
+        os.fspath(model), os.fspath(cluster), dtype, engine, import_from, framework, progress, kv_dtype=kv_dtype
+    )
 
 
 def simulate(

@@ -59,21 +59,29 @@ A40_EFFICIENCY = Efficiency(
 """For kinds of device that state none of their own."""
 
 
-def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> Profile:
-    """Compute the tables of every tensor-parallel degree that fits in a node.
+def profile(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    engine: EngineSpec | None = None,
+    kv_dtype: DType | None = None,
+) -> Profile:
+    """Compute the tables of every tensor-parallel degree that fits in a node, and of the ways to divide experts within.
 
     Args:
+        kv_dtype: type of K/V; None: the dtype.
         engine: whose loop goes around the kernels; None: what the device's efficiencies say of any engine's.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
     """
-    kernels = Kernels(cluster, dtype, engine)
+    kernels = Kernels(cluster, dtype, engine, kv_dtype)
     degrees = tp_degrees(spec, cluster)
     return Profile(
         source="analytic",
         model=spec.shape,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
         engine=None if engine is None else engine.framework,
@@ -85,7 +93,7 @@ def profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, engine: EngineS
         embedding=curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, kernels, 1),
         overhead=loop(kernels.efficiency.step_s, engine),
-        **transfers(spec, cluster, dtype),
+        **transfers(spec, cluster, dtype, kv_dtype),
         provenance={"efficiency": kernels.efficiency.source}
         | ({} if engine is None else {"serving loop": f"configs/engines/{engine.name}.yaml"}),
     )
@@ -130,10 +138,10 @@ class Transfers(TypedDict):
     kv_transfer: Curve | None
 
 
-def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Transfers:
+def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None = None) -> Transfers:
     efficiency = cluster.device.efficiency or A40_EFFICIENCY
     hidden_bytes = spec.hidden_size * BYTES_PER_ELEMENT[dtype]
-    kv_bytes = spec.kv_bytes_per_token(dtype)
+    kv_bytes = spec.kv_bytes_per_token(kv_dtype or dtype)
 
     def sent(link: Link | None, token_bytes: int, hops: int) -> Curve | None:
         if link is None:
@@ -156,7 +164,13 @@ class Kernels:
         InputError: the device states no rate for the dtype, or no bandwidth.
     """
 
-    def __init__(self, cluster: ClusterSpec, dtype: DType, engine: EngineSpec | None = None) -> None:
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        dtype: DType,
+        engine: EngineSpec | None = None,
+        kv_dtype: DType | None = None,
+    ) -> None:
         device = cluster.device
         rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
         if rate is None or bandwidth is None:
@@ -168,7 +182,7 @@ class Kernels:
         self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
-        self.size = BYTES_PER_ELEMENT[dtype]
+        self.size, self._kv_size = BYTES_PER_ELEMENT[dtype], BYTES_PER_ELEMENT[kv_dtype or dtype]
         self._link = cluster.intra_node
 
     def matrix(
@@ -202,14 +216,14 @@ class Kernels:
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
-        read = 2 * batch * context * kv_heads_dim * self.size
+        read = 2 * batch * context * kv_heads_dim * self._kv_size
         return read / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, spec: ModelSpec) -> float:
         """Decode on what is kept of each token: every head reads the same."""
         assert spec.latent is not None
         kept = spec.latent.kept_per_token
-        read = batch * context * kept * self.size / (self._bandwidth * self.efficiency.kv)
+        read = batch * context * kept * self._kv_size / (self._bandwidth * self.efficiency.kv)
         flops = 2 * batch * context * heads * (kept + spec.latent.kv_rank)
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 

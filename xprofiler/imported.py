@@ -10,12 +10,10 @@ the last they grow in proportion.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +31,9 @@ from xgpt.schema import (
     Surface,
 )
 from xprofiler import analytic
+from xprofiler.expert_tables import ExpertTable, latent_attention, stored_as, within_window
+from xprofiler.experts import Routing
+from xprofiler.tables import Tables
 
 Array = npt.NDArray[np.float64]
 
@@ -58,10 +59,12 @@ def profile(
     dtype: DType,
     engine: EngineSpec,
     folder: Path | None = None,
+    kv_dtype: DType | None = None,
 ) -> Profile:
-    """Read the tables of every tensor-parallel degree that fits in a node.
+    """Read the tables of every tensor-parallel degree that fits in a node, and of the ways to divide experts within.
 
     Args:
+        kv_dtype: type of K/V; None: the dtype.
         engine: whose framework's kernels these are, and what its loop makes of them.
         folder: of one kind of device, or of several by the names in `SYSTEMS`; None: the installed wheel's.
 
@@ -70,19 +73,17 @@ def profile(
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported for decoder-only models")
-    for name in ("experts", "latent", "sliding_window", "quantization"):
-        if (part := getattr(spec, name)) is not None:
-            raise InputError(f"model.{name}", part, f"no tables of {spec.name} can be imported yet")
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
-    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype])
+    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], TABLE_DTYPES[kv_dtype or dtype])
     kernels = analytic.Kernels(cluster, dtype)
-    layers = tuple(_layer(spec, tables, kernels, t, engine) for t in analytic.tp_degrees(spec, cluster))
+    layers = tuple(_layers(spec, cluster, tables, kernels, engine))
     return Profile(
         source="imported",
         model=spec.shape,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
         engine=engine.framework,
@@ -91,7 +92,7 @@ def profile(
         embedding=analytic.curve(lambda n: kernels.copy(2 * n * spec.hidden_size), TOKENS),
         head=_head(spec, tables, kernels, 1),
         overhead=analytic.loop(engine.step_s or 0.0, engine),
-        **analytic.transfers(spec, cluster, dtype),
+        **analytic.transfers(spec, cluster, dtype, kv_dtype),
         provenance={
             **tables.provenance,
             "norms, activations, embedding, hops, K/V transfer": "datasheet",
@@ -135,226 +136,114 @@ def _folder_of(device: str, folder: Path | None) -> Path:
     return root
 
 
-class Tables:
-    """The latencies of one kind of device under one serving framework, in seconds.
-
-    Raises:
-        InputError: a table is not there, or does not hold what is asked of it.
-    """
-
-    def __init__(self, root: Path, framework: str, dtype: str) -> None:
-        self.root, self.framework, self.dtype = root, framework, dtype
-        self.provenance: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
-        """Of the framework, by operator."""
-        self._products: dict[str, Grid3] = {}
-        self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
-        self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
-
-    def product(self, m: npt.ArrayLike, n: float, k: float, dtype: str | None = None) -> Array:
-        """Of [m, k] and [k, n]."""
-        dtype = dtype or self.dtype
-        if dtype not in self._products:
-            rows = self._read("gemm", "gemm", ("gemm_dtype", "m", "n", "k", "latency"))
-            known = sorted(set(rows["gemm_dtype"].tolist()))
-            chosen = rows["gemm_dtype"] == dtype
-            if not chosen.any():
-                raise InputError("dtype", dtype, f"{self.root.name}'s matrix products are in {', '.join(known)}")
-            self._products[dtype] = Grid3(*(rows[name][chosen] for name in ("m", "n", "k", "latency")))
-        return self._products[dtype](np.asarray(m, float), n, k) / 1e3
-
-    def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
-        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length).
-
-        Args:
-            slower: factor on the table's latencies.
-        """
-        if phase not in self._attention:
-            self._attention[phase] = self._attention_rows(phase)
-        rows = self._attention[phase]
-        sized = rows["head_dim"] == head_dim
-        if not sized.any():
-            known = sorted(set(rows["head_dim"].tolist()))
-            raise InputError("model.head_dim", head_dim, f"the tables hold {', '.join(map(str, known))}")
-        dims = sized & (rows["kv_cache_dtype"] == self.dtype)
-        if not dims.any():
-            dims = sized & (rows["kv_cache_dtype"] == "bfloat16")
-            self.provenance[f"{phase} attention's K/V"] = f"as in bfloat16: no table has it in {self.dtype}"
-        if not dims.any():
-            known = sorted(set(rows["kv_cache_dtype"][sized].tolist()))
-            raise InputError("dtype", self.dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
-        pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
-        nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
-        if nearest != (heads, kv_heads):
-            self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
-                f"scaled from {nearest[0]} heads, {nearest[1]} for K/V"
-            )
-        # Prompts are bound by products, one for each head; decode by reading K/V.
-        scale = slower * (heads / nearest[0] if phase == "context" else kv_heads / nearest[1])
-        chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
-        length = (rows["isl"] + rows["step"])[chosen]
-        return _surface(rows["batch_size"][chosen], length, rows["latency"][chosen] * scale / 1e3)
-
-    def all_reduce(self, elements: npt.ArrayLike, devices: int) -> Array:
-        if devices == 1:
-            return np.zeros_like(np.asarray(elements, float))
-        if self._all_reduce is None:
-            self._all_reduce = self._all_reduce_rows()
-        rows = self._all_reduce
-        chosen = rows["num_gpus"] == devices
-        if not chosen.any():
-            known = sorted(set(rows["num_gpus"].tolist()))
-            raise InputError("tp_degree", devices, f"the all-reduces are over {', '.join(map(str, known))} devices")
-        sizes, first = np.unique(rows["message_size"][chosen], return_index=True)
-        seconds = rows["latency"][chosen][first] / 1e3
-        x = np.maximum(np.asarray(elements, float), 1)
-        return np.exp(_interpolate(np.log(x), np.log(sizes), np.log(seconds)))
-
-    def _attention_rows(self, phase: str) -> dict[str, npt.NDArray[Any]]:
-        names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype")
-        rows = self._read("attention", f"{phase}_attention", (*names, "attn_dtype", "latency"), ("window_size",))
-        chosen = rows["attn_dtype"] != "fp8"
-        if "window_size" in rows:
-            chosen &= rows["window_size"] == 0
-        rows = {name: column[chosen] for name, column in rows.items()}
-        # Some tables write 0 for as many key/value heads as heads.
-        kv_heads = rows["num_key_value_heads"]
-        rows["kv_heads"] = np.where(kv_heads == 0, rows["num_heads"], kv_heads)
-        return rows
-
-    def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Sizes are in elements of half precision. vLLM's are those of captured graphs, in which it decodes."""
-        names = ("num_gpus", "message_size", "kernel_source", "latency")
-        rows = self._read("comm", "custom_allreduce", names)
-        graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
-        chosen = graph if graph.any() else np.ones(len(graph), bool)
-        return {name: column[chosen] for name, column in rows.items()}
-
-    def _read(
-        self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = ()
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Columns of the newest version's table."""
-        try:
-            from pyarrow import ArrowInvalid, parquet
-        except ImportError:
-            raise InputError("import_from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
-        found = list((self.root / family / self.framework).glob(f"*/{operator}_perf.parquet"))
-        if not found:
-            held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
-            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
-        path = max(found, key=lambda path: _version_key(path.parts[-2]))
-        try:
-            present = parquet.read_schema(path).names
-            wanted = [*columns, *(name for name in optional if name in present)]
-            table = parquet.read_table(path, columns=wanted)
-            rows = {name: table.column(name).to_numpy(zero_copy_only=False) for name in wanted}
-        except (ArrowInvalid, KeyError, OSError) as error:
-            raise InputError(str(path), type(error).__name__, f"it must be a table of {', '.join(columns)}") from None
-        latency = rows["latency"]
-        if not len(latency) or not (np.isfinite(latency) & (latency > 0)).all():
-            raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
-        self.provenance[operator] = "/".join(path.parts[-5:-1])
-        self.versions[operator] = path.parts[-2]
-        return rows
-
-
-class Grid3:
-    """log(latency) over (log m, log n, log k), linear between points, in proportion beyond the last."""
-
-    def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
-        axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
-        self.axes = [np.log(axis) for axis in axes]
-        grid = np.full([len(axis) for axis in axes], np.nan)
-        # Where several kernels were measured, the fastest.
-        order = np.argsort(latency)[::-1]
-        grid[tuple(place[order] for place in places)] = np.log(latency[order])
-        self.grid = _filled(grid, self.axes)
-
-    def __call__(self, m: Array, n: float, k: float) -> Array:
-        by_m = _interpolate(np.log(k), self.axes[2], _interpolate(np.log(n), self.axes[1], self.grid, 1), 1)
-        return np.exp(_interpolate(np.log(m), self.axes[0], by_m))
-
-
-def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """What was too large to measure grows in proportion from its smaller neighbour."""
-    for place in map(tuple, np.argwhere(np.isnan(grid))):
-        for d in range(grid.ndim):
-            before = (*place[:d], place[d] - 1, *place[d + 1 :])
-            if place[d] > 0 and not np.isnan(grid[before]):
-                grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
-                break
-        else:
-            raise InputError("latency", "missing", "the table's smallest point is not there")
-    return grid
-
-
-def _interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
-    """Logarithms at log sizes `x` along an axis: constant below the first point, in proportion beyond the last."""
-    inside = np.clip(x, points[0], points[-1])
-    i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
-    share = (inside - points[i]) / (points[i + 1] - points[i])
-    low, high = np.take(values, i, axis), np.take(values, i + 1, axis)
-    result: Array = low + share * (high - low) + np.maximum(x - points[-1], 0.0)
-    return result
-
-
-def _surface(batch: Array, length: Array, seconds: Array) -> Surface:
-    batches, row = np.unique(batch, return_inverse=True)
-    lengths, column = np.unique(length, return_inverse=True)
-    grid = np.full((len(batches), len(lengths)), np.nan)
-    grid[row, column] = np.log(seconds)
-    grid = np.exp(_filled(grid, [np.log(batches), np.log(lengths)]))
-    return Surface(
-        batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, grid.tolist()))
-    )
-
-
-def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
-    """Heads that share a key and value first, then how many there are."""
-    group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
-    return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
-
-
-def _version_key(text: str) -> tuple[tuple[int, str], ...]:
-    """1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
-    parts = re.findall(r"\d+|[a-z]+", text.lower())
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])
-
-
 def product_shapes(spec: ModelSpec, t: int) -> list[tuple[int, int]]:
     """(n, k) of a layer's matrix products on one of t devices: [m, k] times [k, n]."""
+    return [*_attention_shapes(spec, t), *_ffn_shapes(spec, spec.ffn_size // t)]
+
+
+def _attention_shapes(spec: ModelSpec, t: int) -> list[tuple[int, int]]:
     q, kv = spec.num_heads // t * spec.head_dim, max(1, spec.num_kv_heads // t) * spec.head_dim
-    ffn = spec.ffn_size // t
-    return [
-        (q + 2 * kv, spec.hidden_size),
-        (spec.hidden_size, q),
-        ((2 if spec.gated_ffn else 1) * ffn, spec.hidden_size),
-        (spec.hidden_size, ffn),
-    ]
+    return [(q + 2 * kv, spec.hidden_size), (spec.hidden_size, q)]
 
 
-def _layer(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int, engine: EngineSpec) -> LayerTimes:
-    heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
-    q, kv, ffn = heads * spec.head_dim, kv_heads * spec.head_dim, spec.ffn_size // t
+def _ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[int, int]]:
+    return [((2 if spec.gated_ffn else 1) * width, spec.hidden_size), (spec.hidden_size, width)]
+
+
+def _layers(
+    spec: ModelSpec, cluster: ClusterSpec, tables: Tables, kernels: analytic.Kernels, engine: EngineSpec
+) -> Iterator[LayerTimes]:
+    """Of every group of devices: those in the table of experts, or else those of the datasheet's roofline."""
+    if spec.experts is None:
+        for t in analytic.tp_degrees(spec, cluster):
+            yield _layer(spec, tables, kernels, (t, 1), engine, None)
+        return
+    of = ExpertTable(tables, spec, stored_as(spec.quantization, tables.dtype))
+    degrees, held = analytic.tp_degrees(spec, cluster), of.groups
+    if held:
+        groups = sorted(group for group in held if group[0] in degrees)
+    else:
+        groups = list(analytic.groups(spec, cluster))
+        tables.provenance["experts"] = "datasheet: no table has this shape in this type"
+    for group in groups:
+        yield _layer(spec, tables, kernels, group, engine, of)
+
+
+def _layer(
+    spec: ModelSpec,
+    tables: Tables,
+    kernels: analytic.Kernels,
+    group: tuple[int, int],
+    engine: EngineSpec,
+    experts: ExpertTable | None,
+) -> LayerTimes:
+    t, ep = group
+    slower, captured_tokens = engine.uncaptured or 1.0, engine.captured_tokens or 0
     tokens = np.asarray(TOKENS, float)
-    products = sum(tables.product(tokens, n, k) for n, k in product_shapes(spec, t))
+    encode, decode, products = _attention(spec, tables, t, slower)
+    products = products + _feed_forward(spec, tables, kernels, group, experts)
     reduced = 2 * tables.all_reduce(tokens * spec.hidden_size, t)
     # Read and written in half precision: two norms with their residuals, rotations with writing K/V, the activation.
-    elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + (3 if spec.gated_ffn else 2) * ffn
+    q, kv = spec.num_heads // t * spec.head_dim, max(1, spec.num_kv_heads // t) * spec.head_dim
+    dense = 1 - spec.num_expert_layers() / spec.num_layers
+    elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + dense * (3 if spec.gated_ffn else 2) * (spec.ffn_size // t)
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.efficiency.kv
     rest = products + reduced + small
-    slower = engine.uncaptured or 1.0
-    captured_tokens = engine.captured_tokens or 0
     captured = np.interp(captured_tokens, tokens, rest)
     rest = (engine.layer_s or 0.0) + np.where(tokens > captured_tokens, captured + slower * (rest - captured), rest)
     return LayerTimes(
         tp_degree=t,
+        ep_degree=ep,
         rest=Curve(points=TOKENS, seconds=tuple(rest.tolist())),
-        encode_attention=tables.attention("context", heads, kv_heads, spec.head_dim, slower),
-        decode_attention=tables.attention("generation", heads, kv_heads, spec.head_dim),
+        encode_attention=encode,
+        decode_attention=decode,
         head=None if t == 1 else _head(spec, tables, kernels, t),
     )
+
+
+def _attention(spec: ModelSpec, tables: Tables, t: int, slower: float) -> tuple[Surface, Surface, Array]:
+    """Attention of prompts and of decode, and the products around it where they are not part of those. # [tokens]"""
+    heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
+    stored = spec.quantization
+    outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
+    if spec.latent is not None:
+        return *latent_attention(tables, spec, heads, outside, slower), np.zeros(len(TOKENS))
+    products = sum(tables.product(TOKENS, n, k, outside) for n, k in _attention_shapes(spec, t))
+    encode = tables.attention("context", heads, kv_heads, spec.head_dim, slower)
+    decode = tables.attention("generation", heads, kv_heads, spec.head_dim)
+    return (
+        within_window(encode, spec, prompts=True),
+        within_window(decode, spec, prompts=False),
+        np.asarray(products),
+    )
+
+
+def _feed_forward(
+    spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, group: tuple[int, int], experts: ExpertTable | None
+) -> Array:
+    """The mean over layers with experts and without. # [tokens]"""
+    t, ep = group
+    stored = spec.quantization
+    outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
+
+    def block(width: int) -> Array:
+        return np.asarray(sum(tables.product(TOKENS, n, k, outside) for n, k in _ffn_shapes(spec, width)))
+
+    if spec.experts is None or experts is None:
+        return block(spec.ffn_size // t)
+    tokens, share = np.asarray(TOKENS, float), spec.num_expert_layers() / spec.num_layers
+    if group in experts.groups:
+        routed = experts.seconds(tokens, t, ep)
+    else:
+        routing, each = Routing(spec.experts, ep), spec.expert_params / (t // ep)
+        routed = np.asarray([kernels.grouped(n, each, routing, stored) for n in TOKENS])
+    found = share * (routed + tables.product(tokens, spec.experts.number, spec.hidden_size, "bfloat16"))
+    if spec.experts.shared_ffn_size:
+        found = found + share * block(spec.experts.shared_ffn_size // t)
+    if share < 1:
+        found = found + (1 - share) * block(spec.ffn_size // t)
+    return found
 
 
 def _head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:

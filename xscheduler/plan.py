@@ -29,6 +29,7 @@ def plan_of(
         model=problem.model,
         checkpoint=problem.checkpoint,
         dtype=profile.dtype,
+        kv_dtype=profile.kv_dtype,
         cluster=problem.cluster,
         engine=problem.engine,
         workload=problem.workload,

@@ -111,7 +111,14 @@ class Scheduler:
             try:
                 of = problem.profile
                 found = LaneMemory(
-                    problem.model, problem.cluster, of.dtype, lane, self._block_size, of.engine, problem.engine
+                    problem.model,
+                    problem.cluster,
+                    of.dtype,
+                    lane,
+                    self._block_size,
+                    of.engine,
+                    problem.engine,
+                    of.kv_dtype,
                 )
             except InfeasibleError as error:
                 found = error.with_traceback(None)

@@ -44,6 +44,7 @@ class LaneMemory:
     Args:
         engine: what runs it, as a profile names it.
         keeps: what is known of that engine: the memory that it keeps for itself.
+        kv_dtype: type of K/V; None: as the dtype has it.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -58,6 +59,7 @@ class LaneMemory:
         block_size: int,
         engine: str | None = None,
         keeps: EngineSpec | None = None,
+        kv_dtype: DType | None = None,
     ) -> None:
         precision = Precision.of(dtype, cluster.device.type, engine)
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
@@ -82,7 +84,7 @@ class LaneMemory:
         kept = np.maximum(spec.num_kv_heads / tp, 1.0) * 2 * spec.head_dim
         if spec.latent is not None:
             kept = np.full_like(tp, spec.latent.kept_per_token)
-        self._block_bytes: Array = block_size * decoder * kept * state
+        self._block_bytes: Array = block_size * decoder * kept * BYTES_PER_ELEMENT[kv_dtype or precision.state]
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._activation_bytes = activation_bytes_per_token(spec, precision.state)

@@ -92,7 +92,9 @@ def memory(plan: Plan) -> Memory:
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
         share = layers * (max(1 / stage.tp, 1 / plan.model.num_kv_heads) if plan.model.latent is None else 1.0)
-        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(precision.state) * share
+        bytes_ = (
+            stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.kv_dtype or precision.state) * share
+        )
         kv += [bytes_ / GIB] * stage.tp
     rest = tuple(total / GIB - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True))
     device = plan.cluster.device

@@ -47,6 +47,8 @@ def new_profile(
     import_from: str | None,
     framework: str | None,
     progress: Progress | None = None,
+    *,
+    kv_dtype: DType | None = None,
 ) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
@@ -60,13 +62,15 @@ def new_profile(
     devices = load_cluster(cluster)
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
+    if kv_dtype is not None and (engine == "vllm" or (devices.is_local and import_from is None)):
+        raise InputError("kv_dtype", kv_dtype, "steps of this machine are measured with K/V as the dtype has them")
     if engine == "vllm":
         if import_from is not None:
             raise InputError("import_from", import_from, "it does not go with `engine=vllm`, which measures")
         return profile_vllm(spec, checkpoint, devices, dtype, progress)
     if import_from is not None:
-        return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm")
-    return obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True)
+        return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
+    return obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True, kv_dtype=kv_dtype)
 
 
 def obtain_profile(
@@ -78,12 +82,14 @@ def obtain_profile(
     dtype: DType | None = None,
     refresh: bool = False,
     engine: EngineSpec | None = None,
+    kv_dtype: DType | None = None,
 ) -> Profile:
     """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
         engine: whose loop goes around a datasheet's kernels.
+        kv_dtype: of a datasheet's profile, the type of K/V; None: the dtype.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -92,7 +98,7 @@ def obtain_profile(
     if not cluster.is_local:
         from xprofiler import analytic
 
-        return analytic.profile(spec, cluster, dtype, engine)
+        return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
     latest = cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
     if not refresh and latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
         return found
@@ -194,14 +200,23 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
         return kept
     if plan.profile.source == "analytic":
         with suppress(InputError):  # of another version of this program
-            computed = obtain_profile(plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine)
+            computed = obtain_profile(
+                plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype
+            )
             if sha256(computed) == wanted:
                 return computed
     accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it as `profile`"
     raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
 
 
-def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: str, framework: str) -> Profile:
+def import_profile(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    where: str,
+    framework: str,
+    kv_dtype: DType | None = None,
+) -> Profile:
     """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
 
     Args:
@@ -218,7 +233,7 @@ def import_profile(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, where: s
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
         raise InputError("import_from", where, "give aiconfigurator, or a folder of tables")
-    return imported.profile(spec, cluster, dtype, load_engine(framework), folder)
+    return imported.profile(spec, cluster, dtype, load_engine(framework), folder, kv_dtype)
 
 
 def profile_vllm(

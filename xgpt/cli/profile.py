@@ -16,6 +16,11 @@ from xgpt.cli.options import DTYPES, json_option
     "--dtype", type=click.Choice(DTYPES), help="Type to plan for. Default: the model's own; float32 on a CPU."
 )
 @click.option(
+    "--kv-dtype",
+    type=click.Choice(["float16", "bfloat16", "float8"]),
+    help="Type of keys and values on other devices than this machine's. Default: the dtype.",
+)
+@click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),
     default="native",

@@ -302,6 +302,8 @@ class Plan(Frozen):
     """Of weights without a checkpoint, and of what is drawn."""
     dtype: DType
     """Type that products run in."""
+    kv_dtype: DType | None = None
+    """Type of keys and values; None: as the dtype has it."""
     cluster: ClusterSpec
     """The devices that the plan is for."""
     engine: EngineSpec | None = None

@@ -151,6 +151,8 @@ class Profile(Frozen):
     """The shape that they are times of."""
     dtype: DType
     """Type that products ran in."""
+    kv_dtype: DType | None = None
+    """Type of keys and values; None: the dtype."""
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1

@@ -85,7 +85,7 @@ def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
     layers = max(last - first for first, last in (stage.decode_layers for stage in stages))
     heads = max(1.0, plan.model.num_kv_heads / stages[0].tp)
     share = layers / plan.model.num_layers * (heads / plan.model.num_kv_heads if plan.model.latent is None else 1)
-    return math.ceil(tokens * plan.model.kv_bytes_per_token(plan.dtype) * share)
+    return math.ceil(tokens * plan.model.kv_bytes_per_token(plan.kv_dtype or plan.dtype) * share)
 
 
 def launch(
@@ -174,6 +174,7 @@ def _launch(
         *("--pipeline-parallel-size", str(len(stages))),
         *("--data-parallel-size", str(plan.replicas)),
         *(["--enable-expert-parallel"] if by_experts else []),
+        *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
         "--skip-tokenizer-init",  # text is the endpoint's

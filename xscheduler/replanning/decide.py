@@ -98,7 +98,10 @@ def loading_s(plan: Plan, profile: Profile) -> float:
     rate = profile.load_bytes_per_s or LOAD_BYTES_PER_S[plan.cluster.device.type]
     lanes = [layout.lane for layout in Placement.of(plan).layouts]
     memories = [
-        LaneMemory(plan.model, plan.cluster, plan.dtype, lane, plan.block_size, plan.profile.engine) for lane in lanes
+        LaneMemory(
+            plan.model, plan.cluster, plan.dtype, lane, plan.block_size, plan.profile.engine, kv_dtype=plan.kv_dtype
+        )
+        for lane in lanes
     ]
     return max(float(memory.weight_bytes.max()) for memory in memories) / rate
 

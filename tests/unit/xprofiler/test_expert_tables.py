@@ -1,0 +1,164 @@
+"""Experts, latent attention, windows and stored weights of profiles from others' tables."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.xprofiler.test_imported import (
+    BARE,
+    H100,
+    SPEC,
+    all_reduce_rows,
+    attention_rows,
+    gemm_ms,
+    gemm_rows,
+    write,
+)
+from xgpt.errors import InputError
+from xgpt.schema import Experts, LatentAttention, ModelSpec, Profile, Quantization
+from xprofiler import analytic, imported
+
+EXPERTS = Experts(number=16, active=4, ffn_size=512)
+MOE = SPEC.model_copy(update={"family": "mixtral", "experts": EXPERTS, "ffn_size": 512})
+LATENT = LatentAttention(kv_rank=512, q_rank=1536, rope_head_dim=64, value_head_dim=128)
+
+
+def expert_ms(tokens: float, slices: int, parts: int, skewed: bool) -> float:
+    return 1e-3 * tokens**0.5 * (1.5 if skewed else 1.0) / slices / parts**0.5
+
+
+def expert_rows(dtype: str = "bfloat16", slower: float = 1.0, topk: int = 4) -> list[dict[str, Any]]:
+    groups = ((1, 1), (2, 1), (1, 2))
+    return [
+        {
+            "moe_dtype": dtype,
+            "num_tokens": tokens,
+            "hidden_size": 1024,
+            "inter_size": 512,
+            "topk": topk,
+            "num_experts": 16,
+            "moe_tp_size": slices,
+            "moe_ep_size": parts,
+            "distribution": "power_law_1.2" if skewed else "balanced",
+            "latency": kernel * slower * expert_ms(tokens, slices, parts, skewed),
+        }
+        for (slices, parts), tokens, skewed, kernel in product(groups, (1, 16, 1024), (True, False), (1.0, 3.0))
+    ]
+
+
+def latent_rows(phase: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "num_heads": heads,
+            "kv_cache_dtype": kv,
+            "gemm_type": stored,
+            "batch_size": batch,
+            "isl": 1 if phase == "generation" else length,
+            "step": length - 1 if phase == "generation" else 0,
+            "latency": batch * length * heads * (0.5 if kv == "fp8" else 1.0) * (1.0 if stored == "fp8_block" else 2.0),
+        }
+        for heads, kv, stored, batch, length in product(
+            (64, 128), ("bfloat16", "fp8"), ("bfloat16", "fp8_block"), (1, 64), (1, 512)
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "h100_sxm"
+    blocks = [row | {"gemm_dtype": "fp8_block"} for row in gemm_rows(2.0) if row["gemm_dtype"] == "bfloat16"]
+    write(root, "gemm/vllm/0.24.0/gemm", [*gemm_rows(), *blocks])
+    write(root, "attention/vllm/0.24.0/context_attention", attention_rows("context"))
+    write(root, "attention/vllm/0.24.0/generation_attention", attention_rows("generation"))
+    write(root, "comm/vllm/0.24.0/custom_allreduce", all_reduce_rows())
+    write(root, "moe/vllm/0.19.0/moe", [*expert_rows(), *expert_rows("fp8_block", 0.5)])
+    write(root, "moe/vllm/0.24.0/moe", expert_rows(slower=9.0, topk=2))  # of another model: newer, and not asked for
+    write(root, "mla/vllm/0.24.0/mla_context_module", latent_rows("context"))
+    write(root, "mla/vllm/0.24.0/mla_generation_module", latent_rows("generation"))
+    return root
+
+
+def made(tables: Path, spec: ModelSpec = MOE, dtype: Any = "bfloat16", **more: Any) -> Profile:
+    return imported.profile(spec, H100, dtype, BARE, tables, **more)
+
+
+def rest(profile: Profile, group: tuple[int, int], tokens: int) -> float:
+    curve = profile.layer(*group).rest
+    return curve.seconds[curve.points.index(tokens)]
+
+
+def test_experts_come_from_the_newest_table_that_holds_them(tables: Path) -> None:
+    profile = made(tables)
+    assert profile.groups == ((1, 1), (2, 1), (2, 2))
+    assert profile.provenance["moe"] == "h100_sxm/moe/vllm/0.19.0"
+    for tokens in (1, 16, 512):
+        by_slices, by_parts = rest(profile, (2, 1), tokens), rest(profile, (2, 2), tokens)
+        saved = expert_ms(tokens, 1, 2, False) - expert_ms(tokens, 2, 1, False)
+        assert by_parts - by_slices == pytest.approx(saved / 1e3, rel=1e-6)
+
+
+def test_a_layer_is_the_mean_of_those_with_experts_and_without(tables: Path) -> None:
+    spec = MOE.model_copy(update={"experts": EXPERTS.model_copy(update={"dense_layers": (0,)}), "ffn_size": 2048})
+    for tokens in (8, 512):
+        with_experts = expert_ms(tokens, 1, 1, False) + gemm_ms(tokens, 512, 1024)  # the smallest width
+        dense = gemm_ms(tokens, 4096, 1024) + gemm_ms(tokens, 1024, 2048)
+        bandwidth = 3.35e12 * analytic.Kernels(H100, "bfloat16").efficiency.kv  # activations of the dense layers
+        small = 2 * tokens * 0.25 * 3 * 2048 / bandwidth
+        change = rest(made(tables, spec), (1, 1), tokens) - rest(made(tables), (1, 1), tokens)
+        assert change == pytest.approx((dense - with_experts) / 4e3 + small, rel=1e-6)
+
+
+def test_routing_is_the_nearest_that_was_measured(tables: Path) -> None:
+    skewed = MOE.model_copy(update={"experts": EXPERTS.model_copy(update={"skew": 1.0})})
+    more = rest(made(tables, skewed), (1, 1), 16) - rest(made(tables), (1, 1), 16)
+    assert more == pytest.approx(0.5 * expert_ms(16, 1, 1, False) / 1e3)
+
+
+def test_stored_weights_have_products_of_their_own(tables: Path) -> None:
+    stored = MOE.model_copy(update={"quantization": Quantization(kind="fp8_block")})
+    change = rest(made(tables, stored), (1, 1), 16) - rest(made(tables), (1, 1), 16)
+    around = gemm_ms(16, (16 + 8) * 64, 1024) + gemm_ms(16, 1024, 1024)
+    assert change == pytest.approx((around - 0.5 * expert_ms(16, 1, 1, False)) / 1e3)
+    with pytest.raises(InputError, match="int8_wo"):
+        made(tables, MOE.model_copy(update={"quantization": Quantization(kind="int8")}))
+
+
+def test_experts_that_were_not_measured_are_the_datasheets(tables: Path) -> None:
+    other = MOE.model_copy(update={"experts": EXPERTS.model_copy(update={"number": 24})})
+    profile = made(tables, other)
+    assert profile.provenance["experts"].startswith("datasheet")
+    assert profile.groups == ((1, 1), (2, 1), (2, 2))
+
+
+def test_latent_attention_has_its_products_in_its_own_table(tables: Path) -> None:
+    spec = MOE.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "latent": LATENT,
+            "num_heads": 128,
+            "num_kv_heads": 128,
+            "head_dim": 192,
+            "quantization": Quantization(kind="fp8_block"),
+        }
+    )
+    by_kv = {kv: made(tables, spec, kv_dtype=kv).layer(2) for kv in ("bfloat16", "float8")}
+    for kv, share in (("bfloat16", 1.0), ("float8", 0.5)):
+        assert by_kv[kv].decode_attention.seconds[1][1] == pytest.approx(share * 64 * 512 * 64 / 1e3)
+        assert by_kv[kv].encode_attention.seconds[0][1] == pytest.approx(share * 512 * 64 / 1e3)
+    with pytest.raises(InputError, match="latent"):
+        made(tables, spec.model_copy(update={"latent": LATENT.model_copy(update={"kv_rank": 256})}))
+
+
+def test_beyond_a_window_a_decode_costs_no_more(tables: Path) -> None:
+    spec = SPEC.model_copy(update={"sliding_window": 64, "full_attention_layers": (1,)})
+    whole, windowed = made(tables, SPEC).layer(1), made(tables, spec).layer(1)
+    full, half = np.asarray(whole.decode_attention.seconds), np.asarray(windowed.decode_attention.seconds)
+    assert half[:, :2] == pytest.approx(full[:, :2])
+    assert half[:, 2] == pytest.approx(0.25 * full[:, 2] + 0.75 * full[:, 1])
+    full, half = np.asarray(whole.encode_attention.seconds), np.asarray(windowed.encode_attention.seconds)
+    assert (half <= full * (1 + 1e-12)).all() and (half[:, 2] < full[:, 2]).all()

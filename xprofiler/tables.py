@@ -1,0 +1,224 @@
+"""Others' tables of latencies, as they stand in files: read, and interpolated in logarithms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.errors import InputError
+from xgpt.schema import Surface
+
+Array = npt.NDArray[np.float64]
+
+
+class Tables:
+    """The latencies of one kind of device under one serving framework, in seconds.
+
+    Raises:
+        InputError: a table is not there, or does not hold what is asked of it.
+    """
+
+    def __init__(self, root: Path, framework: str, dtype: str, kv_dtype: str | None = None) -> None:
+        self.root, self.framework, self.dtype = root, framework, dtype
+        self.kv_dtype = kv_dtype or dtype
+        self.provenance: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        """Of the framework, by operator."""
+        self._products: dict[str, Grid3] = {}
+        self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
+        self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
+
+    def product(self, m: npt.ArrayLike, n: float, k: float, dtype: str | None = None) -> Array:
+        """Of [m, k] and [k, n]."""
+        dtype = dtype or self.dtype
+        if dtype not in self._products:
+            rows = self._read("gemm", "gemm", ("gemm_dtype", "m", "n", "k", "latency"))
+            known = sorted(set(rows["gemm_dtype"].tolist()))
+            chosen = rows["gemm_dtype"] == dtype
+            if not chosen.any():
+                raise InputError("dtype", dtype, f"{self.root.name}'s matrix products are in {', '.join(known)}")
+            self._products[dtype] = Grid3(*(rows[name][chosen] for name in ("m", "n", "k", "latency")))
+        return self._products[dtype](np.asarray(m, float), n, k) / 1e3
+
+    def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
+        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length).
+
+        Args:
+            slower: factor on the table's latencies.
+        """
+        if phase not in self._attention:
+            self._attention[phase] = self._attention_rows(phase)
+        rows = self._attention[phase]
+        sized = rows["head_dim"] == head_dim
+        if not sized.any():
+            known = sorted(set(rows["head_dim"].tolist()))
+            raise InputError("model.head_dim", head_dim, f"the tables hold {', '.join(map(str, known))}")
+        dims = sized & (rows["kv_cache_dtype"] == self.kv_dtype)
+        if not dims.any():
+            dims = sized & (rows["kv_cache_dtype"] == "bfloat16")
+            self.provenance[f"{phase} attention's K/V"] = f"as in bfloat16: no table has it in {self.kv_dtype}"
+        if not dims.any():
+            known = sorted(set(rows["kv_cache_dtype"][sized].tolist()))
+            raise InputError("dtype", self.kv_dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
+        pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
+        nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
+        if nearest != (heads, kv_heads):
+            self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
+                f"scaled from {nearest[0]} heads, {nearest[1]} for K/V"
+            )
+        # Prompts are bound by products, one for each head; decode by reading K/V.
+        scale = slower * (heads / nearest[0] if phase == "context" else kv_heads / nearest[1])
+        chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
+        length = (rows["isl"] + rows["step"])[chosen]
+        return surface_of(rows["batch_size"][chosen], length, rows["latency"][chosen] * scale / 1e3)
+
+    def all_reduce(self, elements: npt.ArrayLike, devices: int) -> Array:
+        if devices == 1:
+            return np.zeros_like(np.asarray(elements, float))
+        if self._all_reduce is None:
+            self._all_reduce = self._all_reduce_rows()
+        rows = self._all_reduce
+        chosen = rows["num_gpus"] == devices
+        if not chosen.any():
+            known = sorted(set(rows["num_gpus"].tolist()))
+            raise InputError("tp_degree", devices, f"the all-reduces are over {', '.join(map(str, known))} devices")
+        sizes, first = np.unique(rows["message_size"][chosen], return_index=True)
+        seconds = rows["latency"][chosen][first] / 1e3
+        x = np.maximum(np.asarray(elements, float), 1)
+        return np.exp(interpolate(np.log(x), np.log(sizes), np.log(seconds)))
+
+    def _attention_rows(self, phase: str) -> dict[str, npt.NDArray[Any]]:
+        names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype")
+        rows = self._read("attention", f"{phase}_attention", (*names, "attn_dtype", "latency"), ("window_size",))
+        chosen = rows["attn_dtype"] != "fp8"
+        if "window_size" in rows:
+            chosen &= rows["window_size"] == 0
+        rows = {name: column[chosen] for name, column in rows.items()}
+        # Some tables write 0 for as many key/value heads as heads.
+        kv_heads = rows["num_key_value_heads"]
+        rows["kv_heads"] = np.where(kv_heads == 0, rows["num_heads"], kv_heads)
+        return rows
+
+    def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
+        """Sizes are in elements of half precision. vLLM's are those of captured graphs, in which it decodes."""
+        names = ("num_gpus", "message_size", "kernel_source", "latency")
+        rows = self._read("comm", "custom_allreduce", names)
+        graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
+        chosen = graph if graph.any() else np.ones(len(graph), bool)
+        return {name: column[chosen] for name, column in rows.items()}
+
+    def _read(
+        self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Columns of the newest version's table."""
+        path = self.paths(family, operator)[0]
+        rows = self.read(path, columns, optional)
+        self.note(operator, path)
+        return rows
+
+    def paths(self, family: str, operator: str) -> list[Path]:
+        """Return an operator's tables, the newest version's first.
+
+        Raises:
+            InputError: there is none.
+        """
+        found = list((self.root / family / self.framework).glob(f"*/{operator}_perf.parquet"))
+        if not found:
+            held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
+            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
+        return sorted(found, key=lambda path: _version_key(path.parts[-2]), reverse=True)
+
+    def read(self, path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
+        """Return columns of a table.
+
+        Raises:
+            InputError: it is broken, or pyarrow is not installed.
+        """
+        try:
+            from pyarrow import ArrowInvalid, parquet
+        except ImportError:
+            raise InputError("import_from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
+        try:
+            present = parquet.read_schema(path).names
+            wanted = [*columns, *(name for name in optional if name in present)]
+            table = parquet.read_table(path, columns=wanted)
+            rows = {name: table.column(name).to_numpy(zero_copy_only=False) for name in wanted}
+        except (ArrowInvalid, KeyError, OSError) as error:
+            raise InputError(str(path), type(error).__name__, f"it must be a table of {', '.join(columns)}") from None
+        latency = rows["latency"]
+        if not len(latency) or not (np.isfinite(latency) & (latency > 0)).all():
+            raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
+        return rows
+
+    def note(self, operator: str, path: Path) -> None:
+        """Remember where an operator's times came from."""
+        self.provenance[operator] = "/".join(path.parts[-5:-1])
+        self.versions[operator] = path.parts[-2]
+
+
+class Grid3:
+    """log(latency) over (log m, log n, log k), linear between points, in proportion beyond the last."""
+
+    def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
+        axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
+        self.axes = [np.log(axis) for axis in axes]
+        grid = np.full([len(axis) for axis in axes], np.nan)
+        # Where several kernels were measured, the fastest.
+        order = np.argsort(latency)[::-1]
+        grid[tuple(place[order] for place in places)] = np.log(latency[order])
+        self.grid = _filled(grid, self.axes)
+
+    def __call__(self, m: Array, n: float, k: float) -> Array:
+        by_m = interpolate(np.log(k), self.axes[2], interpolate(np.log(n), self.axes[1], self.grid, 1), 1)
+        return np.exp(interpolate(np.log(m), self.axes[0], by_m))
+
+
+def _filled(grid: Array, axes: Sequence[Array]) -> Array:
+    """What was too large to measure grows in proportion from its smaller neighbour."""
+    for place in map(tuple, np.argwhere(np.isnan(grid))):
+        for d in range(grid.ndim):
+            before = (*place[:d], place[d] - 1, *place[d + 1 :])
+            if place[d] > 0 and not np.isnan(grid[before]):
+                grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
+                break
+        else:
+            raise InputError("latency", "missing", "the table's smallest point is not there")
+    return grid
+
+
+def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
+    """Logarithms at log sizes `x` along an axis: constant below the first point, in proportion beyond the last."""
+    inside = np.clip(x, points[0], points[-1])
+    i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
+    share = (inside - points[i]) / (points[i + 1] - points[i])
+    low, high = np.take(values, i, axis), np.take(values, i + 1, axis)
+    result: Array = low + share * (high - low) + np.maximum(x - points[-1], 0.0)
+    return result
+
+
+def surface_of(batch: Array, length: Array, seconds: Array) -> Surface:
+    batches, row = np.unique(batch, return_inverse=True)
+    lengths, column = np.unique(length, return_inverse=True)
+    grid = np.full((len(batches), len(lengths)), np.nan)
+    grid[row, column] = np.log(seconds)
+    grid = np.exp(_filled(grid, [np.log(batches), np.log(lengths)]))
+    return Surface(
+        batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, grid.tolist()))
+    )
+
+
+def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
+    """Heads that share a key and value first, then how many there are."""
+    group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
+    return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
+
+
+def _version_key(text: str) -> tuple[tuple[int, str], ...]:
+    """1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
+    parts = re.findall(r"\d+|[a-z]+", text.lower())
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])
