@@ -30,7 +30,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from xgpt.app.bench import calibrate
+from xgpt.app.bench import gflops
 from xgpt.io import cache_dir, write_atomic
 
 SCRIPTS = Path(__file__).parent / "peers"
@@ -228,13 +228,13 @@ def read(process: subprocess.Popen[str], word: str) -> str:
 
 
 def measure(name: str, process: subprocess.Popen[str]) -> Run:
-    gflops, load = calibrate(), os.getloadavg()[0]
+    rate, load = gflops(), os.getloadavg()[0]
     with running(process), stolen_time() as stolen:
         assert process.stdin is not None
         process.stdin.write("run\n")
         process.stdin.flush()
         seconds = float(read(process, "SECONDS"))
-    return Run(name, seconds, gflops, load, stolen[0])
+    return Run(name, seconds, rate, load, stolen[0])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.drift import KINDS, SMALL, Lab
 from benchmarks.lib import tiny_server
 from benchmarks.lib.changing_lengths import shifted
-from xgpt.app.bench import calibrate, served
+from xgpt.app.bench import gflops, served
 from xgpt.cli.render import show, table
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.io import write_atomic
@@ -91,7 +91,7 @@ def streams(num_streams: int, num_tokens: int | None, max_batch: int, seed: int)
             for name in ("handover", "delivery")
             for q in (0.5, 0.99)
         },
-        "machine_gflops": calibrate(),
+        "machine_gflops": gflops(),
         "failures": sorted({r.error for r in results if r.error is not None})[:3],
     }
 
@@ -154,7 +154,7 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
         "share_within_promise": float(np.mean(total_s <= promised_s)),
         "later_share_within_promise": float(np.mean(total_s[later] <= promised_s)),
         "refusal_p99_s": float(np.quantile(refused_s, 0.99)) if refused_s else 0.0,
-        "machine_gflops": calibrate(),
+        "machine_gflops": gflops(),
         "replans": sum(decision["action"] != "keep" for decision in history),
     }
 

@@ -61,7 +61,7 @@ def main(num_requests: int, model: str, workload: str, seed: int, chosen_only: b
         plans = plan_each(subject.under(Constraint(latency_bound_s=bound)))
         if chosen_only:
             plans = dict(list(plans.items())[:1])
-        reports = measure_each(plans, Load(num_requests), rng, on_start=_announce)
+        reports = measure_each(plans, profile, Load(num_requests), rng, on_start=_announce)
         for kind, report in reports.items():
             rows.append({"plan": plans[kind].model_dump(mode="json"), "report": report.model_dump(mode="json")})
             click.echo("  " + " | ".join(_row(plans[kind], report)))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.app.bench import calibrate
+from xgpt.app.bench import gflops
 from xgpt.app.engines import build_replica
 from xgpt.app.planning import plan_each
 from xgpt.app.profiles import obtain_profile, profile_of
@@ -191,7 +191,7 @@ def main() -> None:
     subject = resolve(options.model, options.layers, options.profile)
     plans = plan_each(subject.under(Constraint(latency_bound_s=options.bound)))
     rows = []
-    calibration = [calibrate()]
+    calibration = [gflops()]
     print(
         f"{'policy':8} {'placement':44} {'predicted':>9} {'simulated':>9} {'measured':>9} {'error':>7}  "
         "latency s, idle shares: predicted / measured"
@@ -202,7 +202,7 @@ def main() -> None:
             continue
         row = measure(plans[kind], options.requests, options.traces, options.profile)
         rows.append(row)
-        calibration.append(calibrate())
+        calibration.append(gflops())
         print(
             f"{row.policy:8} {row.placement:44} {row.predicted_rps:9.2f} {row.simulated_rps:9.2f} "
             f"{row.measured_rps:9.2f} {row.error:+7.1%}  {row.predicted_latency_s:.2f} / {row.measured_latency_s:.2f}, "

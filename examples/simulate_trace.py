@@ -17,5 +17,5 @@ plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload=trace, latency
 own = xgpt.simulate(plan, workload=trace, num_requests=300, own_times=True)
 bursts = xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=4.0, burstiness=3.0)
 for name, run in (("the trace as it was", own), ("in bursts", bursts)):
-    print(f"{name}: p99 {run.figures['whole_time_s']:.2f} s, {run.figures['share_within_bound']:.1%} within the bound")
+    print(f"{name}: p99 {run.figures['whole_p99_s']:.2f} s, {run.figures['goodput']:.1%} within the bound")
 Path("timeline.json").write_text(own.chrome_trace())

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xgpt.app.replanning import Replanned
     from xgpt.app.simulating import Simulated
     from xgpt.app.solving import Planned
+    from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies.tcb import Batching
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         quantile: share of requests that keep the bounds, by default 0.99.
         sla: with "saturated": bound a request of the quantile's "length", or the quantile of each "request".
         ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
+        ttft_quantile, tpot_quantile: with "arrivals": share of requests that keep this bound by itself; None:
+            `quantile` of them keep all bounds together.
         headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
         arrival_rate_per_s: requests a second that the plan must sustain.
         policy: one of them; "auto", the default: the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
@@ -188,7 +191,7 @@ def simulate(
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
     ...                  objective="saturated")
     >>> run = xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=5)
-    >>> run.whole_s.shape[0] >= 300, 0 <= run.figures["share_within_bound"] <= 1
+    >>> run.figures["ttft_p50_s"] <= run.figures["ttft_p99_s"], 0 <= run.figures["goodput"] <= 1
     (True, True)
 
     Args:
@@ -204,18 +207,19 @@ def simulate(
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
     """
     from xgpt.app.profiles import profile_of
-    from xgpt.app.simulating import ArrivalProcess, run_simulation
+    from xgpt.app.simulating import run_simulation
 
     check(load, LoadArguments)
-    plan, rate = _plan(plan), load.get("arrival_rate_per_s")
-    if burstiness is not None and rate is None:
+    plan = _plan(plan)
+    if burstiness is not None and load.get("arrival_rate_per_s") is None:
         raise InputError("burstiness", burstiness, "it goes with `arrival_rate_per_s`")
+    arrivals, num_requests = _arrivals(load, 2000, burstiness or 1.0)
     return run_simulation(
         plan,
         profile_of(plan, _given(profile)),
         _given(load.get("workload")),
-        load.get("num_requests", 2000),
-        None if rate is None else ArrivalProcess(rate, burstiness or 1.0),
+        num_requests,
+        arrivals,
         load.get("seed", 0),
         own_times=own_times,
     )
@@ -279,7 +283,7 @@ def bench(
     Args:
         target: a plan, which is served by a process of its own while it is measured, or the URL of any endpoint.
         calibrate: fit the plan's profile to the measured steps.
-        profile: the one to fit; None: the one kept here.
+        profile: the plan's; None: the one kept here.
         ca_file: authorities that may vouch for an https endpoint, in PEM; None: the system's.
         engine: what runs the plan.
         batching: how a whole batch is laid out; the prediction is of a flat one.
@@ -300,8 +304,8 @@ def bench(
 
     check(load, BenchArguments)
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
-    if profile is not None and not calibrate:
-        raise InputError("profile", str(profile), "it goes with `calibrate`")
+    if profile is not None and is_url:
+        raise InputError("profile", str(profile), "a URL tells no steps; give a plan")
     if is_url and calibrate:
         raise InputError("calibrate", calibrate, "a URL tells no steps; give a plan")
     if ca_file is not None and not is_url:
@@ -311,16 +315,15 @@ def bench(
     of = str(target) if is_url else _plan(target)
     given = _given(load.get("workload"))
     workload = None if given is None else workload_of(given, of.model if isinstance(of, Plan) else None)
-    rate = load.get("arrival_rate_per_s")
+    arrivals, num_requests = _arrivals(load, 300)
     return benches.bench(
         of,
-        benches.Load(
-            load.get("num_requests", 300), workload, rate, load.get("stream", False), load.get("concurrency", 32)
-        ),
+        benches.Load(num_requests, workload, arrivals, load.get("stream", False), load.get("concurrency", 32)),
         load.get("seed", 0),
         engine=engine,
         batching=batching,
-        profile=profile_of(of, _given(profile)) if calibrate and isinstance(of, Plan) else None,
+        profile=profile_of(of, _given(profile)) if profile is not None and isinstance(of, Plan) else None,
+        calibrate=calibrate,
         ca_file=None if ca_file is None else Path(ca_file),
     )
 
@@ -442,6 +445,19 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
         benches.served(_plan(plan), Path(directory), engine=engine, replan=replan) as url,
     ):
         yield url
+
+
+def _arrivals(load: LoadArguments, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
+    """Return the arrivals that are asked for, and the number of requests that are measured."""
+    from xgpt.arrival_process import ArrivalProcess
+
+    rates, num_requests = load.get("arrival_rate_per_s"), load.get("num_requests")
+    arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
+    of_stages = None if arrivals is None else arrivals.num_requests
+    if of_stages is not None and num_requests is not None:
+        accepted = f"the stages come to {of_stages}: leave it out, or leave the last stage's seconds out"
+        raise InputError("num_requests", num_requests, accepted)
+    return arrivals, of_stages or num_requests or default
 
 
 def _plan(given: Plan | PathLike) -> Plan:

@@ -183,10 +183,11 @@ class Engine:
     def _enter(self, generation: Generation) -> None:
         """Let a request wait; one that can never be executed ends."""
         size = len(generation.prompt), generation.max_output
+        handed_in_ns = self._now_ns if generation.arrival_ns is None else min(generation.arrival_ns, self._now_ns)
         arrival = Arrival(
             generation.id,
             *size,
-            self._now_ns,
+            handed_in_ns,
             generation.deadline_ns,
             generation.promised_output,
             generation.account,

@@ -77,6 +77,7 @@ class Generation:
         deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
             without a token.
         promised_output, account: as of `Arrival`.
+        arrival_ns: when the server took it in, on the engine's clock; None: when the engine does.
     """
 
     id: int
@@ -89,6 +90,7 @@ class Generation:
     deadline_ns: int | None = None
     promised_output: int | None = None
     account: Account = ANYONE
+    arrival_ns: int | None = None
 
 
 class Token(NamedTuple):

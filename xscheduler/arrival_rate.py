@@ -15,7 +15,7 @@ import numpy as np
 from xgpt.schema import Constraint, PolicySettings
 from xscheduler.space import Ints, Space
 from xsimulator.forecast import Forecast
-from xsimulator.queueing import NUM_LOADS, Array, Queue
+from xsimulator.queueing import NUM_LOADS, Array, max_rate
 
 STEP = 1.35
 """Between a setting and its neighbours."""
@@ -67,8 +67,8 @@ def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rate
 def rate_of(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
     """The rate that the closed form gives one placement's settings, all replicas together."""
     columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
-    queue = _queue(space, constraint, _curves(columns, space.forecast))
-    return float(space.placement.replicas * queue.max_rate()[0, -1])
+    found = space.evaluate(_curves(columns, space.forecast)).performance
+    return float(space.placement.replicas * max_rate(space.forecast.stations, found, space.lengths, constraint)[0, -1])
 
 
 def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
@@ -92,15 +92,12 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     columns = _curves(largest, space.forecast)
     evaluation = space.evaluate(columns)
     replicas = space.placement.replicas
-    queue = Queue(space.forecast.stations, evaluation.performance, space.lengths, constraint)
-    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), queue.max_rate(at_least / replicas), 0.0)
+    of = evaluation.performance
+    highest = max_rate(space.forecast.stations, of, space.lengths, constraint, at_least / replicas)
+    rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
-
-
-def _queue(space: Space, constraint: Constraint, columns: dict[str, Ints]) -> Queue:
-    return Queue(space.forecast.stations, space.evaluate(columns).performance, space.lengths, constraint)
 
 
 def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:

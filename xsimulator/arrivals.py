@@ -38,22 +38,27 @@ class Stream(NamedTuple):
     cached: Sequence[int] = ()
 
 
-class Limits(NamedTuple):
-    """Nanoseconds within which a request keeps its bounds, and how many may break them before a run is given up.
+class GoalNs(NamedTuple):
+    """Bounds that requests keep together, in nanoseconds.
 
     Attributes:
         whole_ns, first_ns: from arrival to the last token, and to the first.
         gap_ns: mean gap between tokens.
-        first, last: the requests that count, [first, last).
-        most_broken: the run ends once more of them than this have broken a bound.
+        most_broken: the run ends once more requests than this have broken one of them.
     """
 
     whole_ns: float
     first_ns: float
     gap_ns: float
+    most_broken: float
+
+
+class Limits(NamedTuple):
+    """What the requests [first, last), those that count, have to keep."""
+
+    goals: tuple[GoalNs, ...]
     first: int
     last: int
-    most_broken: int
 
 
 class Kv(NamedTuple):
@@ -162,7 +167,9 @@ class Run(ABC):
         self.first_ns = [-1] * len(self.inputs)
         self.end_ns = [-1] * len(self.inputs)
         self._limits: Limits | None = None
-        self.num_broken = 0
+        self.is_given_up = False
+        """Whether too many requests have broken their bounds."""
+        self._num_broken: list[int] = []
         self._num_left = len(self.inputs)
 
     def run(self, limits: Limits | None = None) -> bool:
@@ -170,9 +177,9 @@ class Run(ABC):
         self._limits = limits
         if limits is not None:
             self._num_left = limits.last - limits.first
+            self._num_broken = [0] * len(limits.goals)
         arrivals, count = self._arrivals_ns, len(self.inputs)
-        most = np.inf if limits is None else limits.most_broken
-        while self._num_left and self.num_broken <= most:
+        while self._num_left and not self.is_given_up:
             while self.tail < count and arrivals[self.tail] <= self.now_ns:
                 self.tail += 1
             if self._decode_on():
@@ -188,7 +195,7 @@ class Run(ABC):
                 self.now_ns = arrivals[self.tail]
             else:
                 break
-        return self.num_broken <= most
+        return not self.is_given_up
 
     def _decode_on(self) -> bool:
         """Run the steps at once that do nothing but decode; False: the next step may do something else."""
@@ -236,12 +243,12 @@ class Run(ABC):
             self._num_left -= 1
         elif limits.first <= request < limits.last:
             self._num_left -= 1
-            arrived, first = self._arrivals_ns[request], self.first_ns[request]
-            self.num_broken += (
-                now - arrived > limits.whole_ns
-                or first - arrived > limits.first_ns
-                or now - first > limits.gap_ns * (self.outputs[request] - 1)
-            )
+            whole, first = now - self._arrivals_ns[request], self.first_ns[request]
+            waited, gaps = first - self._arrivals_ns[request], self.outputs[request] - 1
+            for i, goal in enumerate(limits.goals):
+                if whole > goal.whole_ns or waited > goal.first_ns or now - first > goal.gap_ns * gaps:
+                    self._num_broken[i] += 1
+                    self.is_given_up |= self._num_broken[i] > goal.most_broken
 
     def advance(self, batch: Batch) -> list[int]:
         """Account for a decode step of a micro-batch; the requests that ended in it."""

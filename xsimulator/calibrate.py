@@ -19,8 +19,9 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.schema.step_log import StepRecord
+from xsimulator.executed import executed
 from xsimulator.placement import whole
-from xsimulator.step_cost import LaneCost, StepCounts, StepParts
+from xsimulator.step_cost import LaneCost, StepParts
 
 Array = npt.NDArray[np.float64]
 
@@ -58,30 +59,14 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
         InputError: the log is of several devices.
     """
     cost = LaneCost(plan.model, profile, whole(plan.model))
-    prompts: dict[int, int] = {}
-    generated: dict[int, int] = {}
     parts, seconds, first = [], [], []
     for record in log:
         if record.lane != "both" or record.microbatch:
             raise InputError("step log", record.lane, "calibration covers plans of one device so far")
-        for arrival in record.arrivals:
-            prompts[arrival.id], generated[arrival.id] = arrival.input_length, 0
-        for id_ in record.preempted:
-            generated[id_] *= not cost.has_encoder  # no encoder reads what was generated: it is made anew
-        encode = [
-            (id_, start, start + length, start + length == prompts[id_] + generated[id_])
-            for id_, start, length in record.encode
-        ]
-        step = StepCounts.of_requests(
-            [(start, end, int(done)) for _, start, end, done in encode],
-            [(prompts[id_], generated[id_]) for id_ in record.decode],
-            has_encoder=cost.has_encoder,
-        )
-        parts.append(cost.parts(step)[0])
-        seconds.append((record.end_ns - record.start_ns) / 1e9)
-        first.append(min([*record.decode, *(id_ for id_, *_ in encode)]))
-        for id_ in [*record.decode, *(id_ for id_, _, _, done in encode if done)]:
-            generated[id_] += 1
+    for record, counts, step_s in executed(plan, log):
+        parts.append(cost.parts(counts)[0])
+        seconds.append(step_s)
+        first.append(min([*record.decode, *(id_ for id_, _, _ in record.encode)]))
     return Steps(np.asarray(parts), np.asarray(seconds), np.asarray(first))
 
 

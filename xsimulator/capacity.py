@@ -7,17 +7,17 @@ arrivals. A run ends as soon as more requests have broken their bounds than the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, floor, inf, log, log2
 
 import numpy as np
 
 from xgpt import policies
-from xgpt.schema import Capacity, Constraint, Plan, Profile
+from xgpt.schema import Capacity, Goal, Plan, Profile
 from xgpt.workload import poisson_arrivals, sample
-from xsimulator.arrivals import Array, Kv, Limits, Run, Stream
+from xsimulator.arrivals import Array, GoalNs, Kv, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.measure import RequestTimes
 from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import lanes_of
 from xsimulator.two_lane_arrivals import TwoLaneRun
@@ -38,28 +38,6 @@ KNOWN_BEYOND = 1.02
 LEAST_SHARE = 0.1
 """Of saturation: a plan that breaks its bounds at less has no capacity."""
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What requests that arrive at a rate take, each from its arrival on. # [requests]"""
-
-    whole_s: Array
-    first_s: Array
-    gap_s: Array
-    """Mean between tokens; 0 of a request with one."""
-
-    def excess(self, constraint: Constraint) -> Array:
-        """Each request's time over its bound, the worst of all bounds, headroom not counted."""
-        worst = np.zeros(len(self.whole_s))
-        for times, bound in (
-            (self.whole_s, constraint.latency_bound_s),
-            (self.first_s, constraint.ttft_s),
-            (self.gap_s, constraint.tpot_s),
-        ):
-            if bound is not None:
-                worst = np.maximum(worst, times / bound)
-        return worst
 
 
 class Trial:
@@ -94,26 +72,25 @@ class Trial:
         arrivals_s = poisson_arrivals(1.0, total, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
-    def at(self, rate: float, slack: float | None = None) -> Seen | None:
+    def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
         """What the requests that count take at a rate, of all replicas together.
 
         Args:
-            slack: give up, and return None, once the quantile exceeds its bounds this many times; None: go on.
+            slack: give up, and return None, once a goal's quantile exceeds its bounds this many times; None: go on.
         """
         plan, last = self.plan, self.num_warm_up + self.num_requests
         arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()
         stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns)
-        most = floor((1 - self.constraint.quantile) * self.num_requests + 1e-9)
-        limits = _limits(self.constraint, slack or inf, self.num_warm_up, last, most if slack else self.num_requests)
+        goals = tuple(_in_ns(goal, slack, self.num_requests) for goal in self.constraint.goals) if slack else ()
         run = self._run(stream)
-        if not run.run(limits):
+        if not run.run(Limits(goals, self.num_warm_up, last)):
             return None
         counted = slice(self.num_warm_up, last)
         arrived, first, end, outputs = (
             np.asarray(of[counted], float) for of in (arrivals_ns, run.first_ns, run.end_ns, self._outputs)
         )
         gaps = (end - first) / np.maximum(outputs - 1, 1)
-        return Seen((end - arrived) / 1e9, (first - arrived) / 1e9, gaps / 1e9)
+        return RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests always wait."""
@@ -189,15 +166,14 @@ class CapacitySearch:
         )
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """The quantile of `Seen.excess` at a rate; infinite where that is over `slack`."""
+        """The worst goal's quantile of times over bounds at a rate; infinite where that is over `slack`."""
         known = self._excess.get(rate)
         if known is None:
-            constraint, seen = self.plan.constraint, self._trial.at(rate, slack)
+            constraint, times = self.plan.constraint, self._trial.at(rate, slack)
             known = inf
-            if seen is not None:
-                excess = seen.excess(constraint)
-                known = _upper(excess, constraint.quantile)
-                self._seen[rate] = _upper(seen.whole_s, constraint.quantile), float(np.mean(excess <= 1))
+            if times is not None:
+                known = max(_upper(times.excess(goal), goal.quantile) for goal in constraint.goals)
+                self._seen[rate] = _upper(times.whole_s, constraint.quantile), times.goodput(constraint)
             self._excess[rate] = known
         return known
 
@@ -266,10 +242,10 @@ def _upper(values: Array, quantile: float) -> float:
     return float(np.partition(values, index)[index])
 
 
-def _limits(constraint: Constraint, slack: float, first: int, last: int, most_broken: int) -> Limits:
-    bounds = (constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s)
+def _in_ns(goal: Goal, slack: float, num_requests: int) -> GoalNs:
+    bounds = (goal.latency_bound_s, goal.ttft_s, goal.tpot_s)
     whole, ttft, gap = (inf if bound is None else 1e9 * slack * bound for bound in bounds)
-    return Limits(whole, ttft, gap, first, last, most_broken)
+    return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 
 class _EngineRun(Run):

@@ -197,11 +197,16 @@ class _Journal:
         )
 
 
-def replay(schedule: Schedule, log: Sequence[StepRecord]) -> list[StepRecord]:
+def replay(
+    schedule: Schedule, log: Sequence[StepRecord], on_begin: Callable[[StepRecord, Step], None] | None = None
+) -> list[StepRecord]:
     """Feed a real engine's arrivals, cancellations, endings and clock readings to a schedule, in the log's order.
 
     The steps that come out equal the log's, or the two engines have drifted apart; what comes after the first that
     differs is left out. A log may be cut short, as when its engine was killed.
+
+    Args:
+        on_begin: told of each step as it is scheduled, in the state that the schedule then has.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []
@@ -224,8 +229,10 @@ def replay(schedule: Schedule, log: Sequence[StepRecord]) -> list[StepRecord]:
             journal.submit(arrival)
         for id_ in record.cancelled:
             journal.cancel(id_)
-        if journal.begin(record.lane, record.start_ns) is None:
+        if (step := journal.begin(record.lane, record.start_ns)) is None:
             return steps
+        if on_begin is not None:
+            on_begin(record, step)
     while journal.num_settled < len(log) and log[journal.num_settled].number < journal.num_begun:
         if not settle(log[journal.num_settled]):
             break

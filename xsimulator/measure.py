@@ -1,6 +1,7 @@
 """Throughput and latencies read off a log of steps, simulated or real: one definition for both.
 
-Latency counts from admission, the start of the step that begins to encode a request.
+Where requests always wait, latency counts from admission, the start of the step that begins to encode a request
+(`measure`); where they arrive by themselves, it counts from arrival (`request_times`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
+from xgpt.schema import Constraint, Goal
 from xgpt.schema.step_log import StepRecord
 
 Array = npt.NDArray[np.float64]
@@ -117,6 +119,81 @@ def measure(
         decode_batch=float(np.mean(decode)) if decode else 0.0,
         latencies_s=np.asarray(whole),
     )
+
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """What each request took from its arrival on, waiting included, in seconds. # each [requests]
+
+    Attributes:
+        ttft_s: to the first token.
+        tpot_s: mean gap between its tokens; 0 of a request with one.
+        whole_s: to the last token.
+        num_lost: requests that arrived and never ended.
+    """
+
+    ttft_s: Array
+    tpot_s: Array
+    whole_s: Array
+    num_lost: int = 0
+
+    def excess(self, goal: Goal) -> Array:
+        """Each request's time over its bound, the worst of the goal's bounds, headroom not counted."""
+        worst = np.zeros(len(self.whole_s))
+        for times, bound in (
+            (self.whole_s, goal.latency_bound_s),
+            (self.ttft_s, goal.ttft_s),
+            (self.tpot_s, goal.tpot_s),
+        ):
+            if bound is not None:
+                worst = np.maximum(worst, times / bound)
+        return worst
+
+    def share_kept(self, goal: Goal) -> float:
+        """Share of the requests that arrived and kept all bounds of a goal."""
+        return float(np.sum(self.excess(goal) <= 1)) / max(len(self.whole_s) + self.num_lost, 1)
+
+    def goodput(self, constraint: Constraint) -> float:
+        """Share of the requests that arrived and kept every bound."""
+        return self.share_kept(constraint.all_bounds)
+
+    def keeps(self, constraint: Constraint) -> bool:
+        """Whether as many requests kept their bounds as the constraint wants."""
+        return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Mean and quantiles of each time by name: ttft_mean_s, ttft_p50_s and so on; tpot of requests that have one
+        gap or more."""
+        found = {}
+        of_gaps = self.tpot_s[self.tpot_s > 0]
+        for name, times in (("ttft", self.ttft_s), ("tpot", of_gaps), ("whole", self.whole_s)):
+            if len(times):
+                found[f"{name}_mean_s"] = float(np.mean(times))
+                found |= {f"{name}_p{100 * q:g}_s": float(np.quantile(times, q)) for q in QUANTILES}
+        return found
+
+
+def request_times(log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool) -> RequestTimes:
+    """Return what the first requests of a log took from their arrival on.
+
+    Args:
+        num_requests: of the requests in the order of their arrival; None: all.
+        encode_emits: see `measure`.
+    """
+    steps = _Steps(log, encode_emits=encode_emits)
+    arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
+    counted = sorted(arrived, key=lambda id_: (arrived[id_], id_))[:num_requests]
+    ended = [id_ for id_ in counted if id_ in steps.last_token]
+    arrival = np.asarray([arrived[id_] for id_ in ended], float)
+    first = steps.end[[steps.first_token[id_] for id_ in ended]]
+    last = steps.end[[steps.last_token[id_] for id_ in ended]]
+    gaps = np.maximum(np.asarray([steps.num_tokens[id_] for id_ in ended], float) - 1, 1)
+    ttft, tpot, whole = (first - arrival) / 1e9, (last - first) / gaps / 1e9, (last - arrival) / 1e9
+    return RequestTimes(ttft, tpot, whole, len(counted) - len(ended))
 
 
 class _Steps:

@@ -20,13 +20,11 @@ The throughput with k inside is that of a smaller batch, saturated: one curve of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
-from xgpt.schema import Constraint
-from xgpt.schema.step_log import StepRecord
+from xgpt.schema import Constraint, Goal
 from xsimulator.forecast import Performance
 from xsimulator.forecast.base import Stations
 from xsimulator.lengths import Lengths
@@ -43,6 +41,7 @@ RATE_STEPS = 14
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
 """Shares of all output lengths, each of which stands for its mean."""
 
+P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
 
@@ -51,7 +50,8 @@ class Queue:
 
     Args:
         found: predictions at saturation. # [curves * loads], the loads of a curve side by side, rising
-        constraint: its bounds, in seconds; its quantile is that of requests that keep them.
+        goal: what a share of the requests is to keep.
+        headroom: share by which steps may take longer than predicted.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class Queue:
         stations: Stations,
         found: Performance,
         lengths: Lengths,
-        constraint: Constraint,
+        goal: Goal,
+        headroom: float = 0.0,
         num_loads: int = NUM_LOADS,
     ) -> None:
-        self._quantile = constraint.quantile
+        self._quantile = goal.quantile
         decodes, of_decodes = _groups(lengths.outputs - 1, lengths.output_probabilities, LENGTH_EDGES)
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
@@ -79,31 +80,38 @@ class Queue:
         """Requests a second at most. # [curves, loads]"""
         stay = ttft + tpot * lengths.mean_decodes
         self._inside = np.maximum.accumulate(np.maximum(self.saturation * stay, 1.0), axis=1)
-        self._set_bounds(constraint)
+        self._set_bounds(goal, 1 + headroom, (found.itl_p99 - found.tpot).reshape(shape))
         self._set_states()
         self._stay_variation = np.zeros_like(stay)
         if not stations.frees_together:
             stays = self._first + tpot[..., None] * self._decodes
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
-    def _set_bounds(self, constraint: Constraint) -> None:
-        """What is left of each bound for waiting, and the share of requests that break one without it."""
-        slack = 1 + constraint.headroom
+    def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
+        """What is left of each bound for waiting, and the share of requests that break one without it.
+
+        Args:
+            beyond: by how much the 99th percentile of gaps exceeds their mean. # [curves, loads]
+        """
         # A long prompt takes longer; the step that it is in takes as long as others at least.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
         self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
         left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)
-        if constraint.latency_bound_s is not None:
-            left = constraint.latency_bound_s / slack - self._first - self._tpot[..., None] * self._decodes
-        if constraint.ttft_s is not None:
-            left = np.minimum(left, constraint.ttft_s / slack - self._first)
-        if constraint.tpot_s is not None:
-            left = np.where((self._tpot > constraint.tpot_s / slack)[..., None], -1.0, left)
+        if goal.latency_bound_s is not None:
+            left = goal.latency_bound_s / slack - self._first - self._tpot[..., None] * self._decodes
+        if goal.ttft_s is not None:
+            left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
+        self._slow: Array = np.zeros_like(left)
+        """Share whose mean gap breaks its bound: that of few gaps varies more."""
+        if goal.tpot_s is not None:
+            deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
+            room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
+            self._slow = np.where(self._decodes > 0, 1 - ndtr(room), 0.0)
         gate = np.maximum(self._gate[..., None], 1e-12)
         with np.errstate(invalid="ignore"):
             late = np.where(np.isinf(left), 0.0, np.clip(1 - left / gate, 0.0, 1.0))
-        self._late: Array = late @ self._shares
+        self._late: Array = (self._slow + (1 - self._slow) * late) @ self._shares
         """# [curves, loads]"""
 
     def _set_states(self) -> None:
@@ -147,7 +155,9 @@ class Queue:
         p, tail = np.exp(log_p - top[:, None]), np.exp(tail - top)
         total = p.sum(axis=1) + tail
         drain = -decay * saturation
-        late = _longer(self._left[curves, loads], self._gate[curves, loads][:, None], drain[:, None]) @ self._shares
+        slow = self._slow[curves, loads]
+        late = _longer(self._left[curves, loads], self._gate[curves, loads][:, None], drain[:, None])
+        late = (slow + (1 - slow) * late) @ self._shares
         return np.where(stable, ((p * self._late_at[curves]).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
@@ -166,6 +176,14 @@ class Queue:
             low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
         found[curves, loads] = low
         return found
+
+
+def max_rate(
+    stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
+) -> Array:
+    """The highest rate at which every goal of a constraint is kept, of every point of every curve (see `Queue`)."""
+    queues = [Queue(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
+    return np.min([queue.max_rate(at_least) for queue in queues], axis=0)
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
@@ -192,10 +210,3 @@ def _longer(x: Array, gate: Array, drain: Array) -> Array:
     inside, beyond = np.clip(x, 0.0, gate), np.maximum(x - gate, 0.0)
     late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)
     return np.where(x < 0, 1.0, late)
-
-
-def whole_times(log: Sequence[StepRecord], skip_requests: int = 0) -> Array:
-    """Seconds from arrival to the last token of each request, in the order of their ends, simulated or real."""
-    arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
-    times = [record.end_ns - arrived[id_] for record in log for id_ in record.finished]
-    return np.asarray(times[skip_requests:], float) / 1e9

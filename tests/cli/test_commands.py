@@ -354,8 +354,39 @@ def test_simulated_arrivals_say_which_share_kept_the_bound(xgpt: Xgpt) -> None:
     assert found is not None
     at = ("simulate", "served.json", "--requests", "1000", "--json", "--arrival-rate")
     half, above = (json.loads(xgpt(*at, str(factor * found.rate_per_s)).out) for factor in (0.5, 1.5))
-    assert half["share_within_bound"] >= 0.99 > above["share_within_bound"]
-    assert half["whole_time_s"] <= 4 < above["whole_time_s"]
+    assert half["goodput"] >= 0.99 > above["goodput"]
+    assert half["whole_p99_s"] <= 4 < above["whole_p99_s"]
+
+
+def test_simulated_arrivals_tell_times_from_arrival(xgpt: Xgpt, plan: Path) -> None:
+    at = ("simulate", str(plan), "--requests", "400", "--arrival-rate", "4")
+    figures = json.loads(xgpt(*at, "--json").out)
+    for name in ("ttft", "tpot", "whole"):
+        assert figures[f"{name}_p50_s"] <= figures[f"{name}_p90_s"] <= figures[f"{name}_p99_s"]
+        assert figures[f"{name}_mean_s"] > 0
+    assert not {"ttft_s", "latency_s"} & figures.keys()  # those count from admission
+    assert "time to first token, s" in xgpt(*at).out
+    stages = json.loads(xgpt("simulate", str(plan), "--arrival-rate", "2:50,8:25,2:50", "--json").out)
+    assert stages["ttft_p99_s"] >= 0
+    line = xgpt.fails(2, "simulate", str(plan), "--arrival-rate", "2:50", "--requests", "9")
+    assert "stages come to 100" in line
+    for wrong in ("2:", "0", "2:5:6", "2,3", "nan"):
+        assert "--arrival-rate" in xgpt.fails(2, "simulate", str(plan), "--arrival-rate", wrong)
+
+
+def test_a_bound_has_a_quantile_of_its_own(xgpt: Xgpt) -> None:
+    asked = ("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "chunked", "--json")
+    bounds = ("--ttft", "1", "--tpot", "0.02")
+    document, together = (
+        json.loads(xgpt(*asked, *bounds, *more).out)
+        for more in (("--ttft-quantile", "0.9", "--tpot-quantile", "0.9"), ())
+    )
+    assert document["constraint"]["ttft_quantile"] == 0.9
+    rates = [of["estimate"]["capacity"]["rate_per_s"] for of in (document, together)]
+    assert rates[0] >= rates[1] > 0
+    assert "--ttft: give that" in xgpt.fails(2, *asked, "--ttft-quantile", "0.9")
+    line = xgpt.fails(2, *asked, *bounds, "--ttft-quantile", "0.9", "--objective", "saturated")
+    assert "--ttft-quantile" in line and "arrivals" in line
 
 
 def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:

@@ -84,3 +84,29 @@ def test_the_same_input_gives_the_same_plan() -> None:
         ]
 
     assert text(again) == text(by_arrivals(scenario))
+
+
+def test_bounds_with_quantiles_of_their_own_are_each_kept() -> None:
+    """MLPerf's server scenario: a share of all requests keeps each bound, whatever becomes of the other one."""
+    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    bounds = {"ttft_s": 0.5, "tpot_s": 0.012}
+    quantiles = {"ttft_quantile": 0.9, "tpot_quantile": 0.99}
+    together = Constraint(objective="arrivals", quantile=0.99, **bounds)
+    plans = plan_each(of.under(together.model_copy(update=quantiles)))
+    assert len(plans) >= 3
+    for plan in plans.values():
+        found, slack = plan.estimate.capacity, 1 + plan.constraint.headroom
+        assert found is not None
+        times = Trial(plan, of.profile, by_request=True).at(found.rate_per_s)
+        assert times is not None
+        assert np.mean(times.ttft_s <= 0.5 / slack) >= 0.9
+        assert np.mean(times.tpot_s <= 0.012 / slack) >= 0.99
+        assert times.goodput(plan.constraint) == pytest.approx(found.share_kept)
+    best = next(iter(plans.values()))
+    assert rate_of(best) >= rate_of(next(iter(plan_each(of.under(together)).values())))
+    above = Trial(best, of.profile).at((1 + 1.5 * PRECISION) * rate_of(best))
+    assert above is not None
+    tight = best.constraint.model_copy(
+        update={name: bound / (1 + best.constraint.headroom) for name, bound in bounds.items()}
+    )
+    assert not above.keeps(tight)

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.numbers": set(),
     "xgpt.io": {"xgpt.schema", "xgpt.errors"},
     "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers"},
+    "xgpt.arrival_process": {"xgpt.errors", "xgpt.workload"},
     "xgpt.machine": BASE,
     "xgpt.checkpoint": BASE | {"xgpt.config_fields", "xgpt.config_readers"},
     "xgpt.config_fields": BASE,

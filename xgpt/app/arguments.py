@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from xgpt.errors import InputError, nearest
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from xscheduler.search import Method
 
 PathLike = str | os.PathLike[str]
+Rates = float | Sequence[tuple[float, float | None]]
+"""Requests a second, or stages of them: (rate, seconds)."""
 
 
 class ProblemArguments(TypedDict, total=False):
@@ -42,6 +44,8 @@ class ProblemArguments(TypedDict, total=False):
     sla: Sla | None
     ttft_s: float | None
     tpot_s: float | None
+    ttft_quantile: float | None
+    tpot_quantile: float | None
     headroom: float | None
     search: Method | None
     kv: KvPromise
@@ -61,8 +65,8 @@ class LoadArguments(TypedDict, total=False):
     """The requests that a plan is simulated or measured with."""
 
     workload: PathLike | Workload | None
-    num_requests: int
-    arrival_rate_per_s: float | None
+    num_requests: int | None
+    arrival_rate_per_s: Rates | None
     seed: int
 
 

@@ -14,31 +14,35 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.app.profiles import profile_of
 from xgpt.app.simulating import (
-    ArrivalProcess,
     check_fits,
     outstanding_requests,
     read_log,
     requests_to_send,
-    simulate,
+    run_requests,
+    times_of,
     warm_up_requests,
 )
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import BenchReport, Comparison, EngineKind, Estimate, Plan, Profile, UrlReport, Workload
+from xgpt.schema import BenchReport, Comparison, EngineKind, Plan, Profile, UrlReport, Workload
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from xgpt.arrival_process import ArrivalProcess
     from xgpt.client import ClientRequest, ClientResult
     from xgpt.policies.tcb import Batching
     from xgpt.schema.step_log import StepRecord
-    from xsimulator.measure import Measured
+    from xgpt.workload import Floats, Ints
+    from xsimulator.measure import Measured, RequestTimes
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
+FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
+"""Of a log, latencies from admission."""
 URL_VOCABULARY = 1000
 """Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
 
@@ -50,7 +54,7 @@ class Load:
     Attributes:
         num_requests: requests that are measured; more are sent, so that they are measured in a steady state.
         workload: their lengths; None: the plan's own, of an endpoint summarisation's.
-        arrival_rate_per_s: of Poisson arrivals; None: the loop is closed.
+        arrivals: when they come; None: the loop is closed.
         stream: have answers streamed. All figures of a plan come from the engine's log in any case; but the client
             shares the machine with the engine, and reading every token by itself makes decode steps on two cores a
             tenth longer.
@@ -59,7 +63,7 @@ class Load:
 
     num_requests: int = 300
     workload: Workload | None = None
-    arrival_rate_per_s: float | None = None
+    arrivals: ArrivalProcess | None = None
     stream: bool = False
     concurrency: int = 32
 
@@ -87,6 +91,7 @@ def bench(
     engine: EngineKind = "native",
     batching: Batching = "flat",
     profile: Profile | None = None,
+    calibrate: bool = False,
     ca_file: Path | None = None,
 ) -> Benched:
     """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
@@ -94,7 +99,8 @@ def bench(
     Args:
         seed: of the requests.
         batching: how a whole batch is laid out.
-        profile: the plan's, to be fitted to the measured steps; None: nothing is fitted.
+        profile: the plan's; None: the one kept here.
+        calibrate: fit it to the measured steps.
         ca_file: the authorities that may vouch for an https endpoint; None: the system's.
 
     Raises:
@@ -108,15 +114,22 @@ def bench(
 
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
-        if load.arrival_rate_per_s is not None:
+        if load.arrivals is not None:
             accepted = "a URL is measured in a closed loop; give `concurrency`"
-            raise InputError("arrival_rate_per_s", load.arrival_rate_per_s, accepted)
+            raise InputError("arrival_rate_per_s", load.arrivals.stages[0].rate_per_s, accepted)
         workload = load.workload or load_workload("summarization")
         return Benched(bench_url(target, replace(load, workload=workload), rng, ca_file))
     server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
-    report, steps = bench_plan(target, load, rng, engine=engine, server=server)
     if profile is None:
+        try:
+            profile = profile_of(target)
+        except InputError:  # at saturation the plan says what to expect
+            if calibrate or load.arrivals is not None or load.workload is not None:
+                raise
+    report, steps = bench_plan(target, load, rng, engine=engine, profile=profile, server=server)
+    if not calibrate:
         return Benched(report, tuple(steps))
+    assert profile is not None
     fitted, calibration = fit(target, profile, steps)
     return Benched(report.model_copy(update={"calibration": calibration}), tuple(steps), fitted)
 
@@ -126,14 +139,18 @@ def bench_plan(
     load: Load,
     rng: np.random.Generator,
     *,
+    profile: Profile | None,
     engine: EngineKind = "native",
     server: Server | None = None,
 ) -> tuple[BenchReport, list[StepRecord]]:
     """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
 
-    Without an arrival rate the loop is closed: as many requests are outstanding as keep the engine saturated, the
-    prediction is the plan's estimate. With it, arrivals are Poisson. At a rate, and for another workload than the
-    plan's, the prediction is the simulated engine's.
+    Without arrivals the loop is closed: as many requests are outstanding as keep the engine saturated, and the
+    prediction is the plan's estimate. With them, and for another workload than the plan's, it is what the simulated
+    engine does with the same requests.
+
+    Args:
+        profile: the plan's; None: it is not here, and not needed where the plan's own workload saturates it.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -143,8 +160,9 @@ def bench_plan(
     from xgpt.io import read_step_log
 
     load = replace(load, workload=load.workload or plan.workload)
-    requests = _requests(plan, load, rng)
-    calibration = [calibrate()]
+    drawn = _draw(plan, load, rng)
+    requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
+    rates = [gflops()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
         start = server or partial(served, engine=engine)
@@ -153,86 +171,137 @@ def bench_plan(
                 replay(
                     url,
                     requests,
-                    concurrency=outstanding_requests(plan) if load.arrival_rate_per_s is None else None,
+                    concurrency=outstanding_requests(plan) if load.arrivals is None else None,
                     enough=load.num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
                     stream=load.stream,
                 )
             )
         log = read_step_log(step_log)
-    calibration.append(calibrate())
+    rates.append(gflops())
     if all(result.error is not None for result in results):
         raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
-    return _report(plan, load, rng, log, results).model_copy(update={"calibration_gflops": tuple(calibration)}), log
+    report = _report(plan, profile, load, drawn, log, results)
+    return report.model_copy(update={"calibration_gflops": tuple(rates)}), log
 
 
-def _requests(plan: Plan, load: Load, rng: np.random.Generator) -> list[ClientRequest]:
-    """Requests of the load's lengths, with prompts of random tokens.
+class _Drawn(NamedTuple):
+    """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
+
+    inputs: Ints
+    outputs: Ints
+    arrivals_s: Floats
+    max_output: int
+
+
+def _draw(plan: Plan, load: Load, rng: np.random.Generator) -> _Drawn:
+    """Draw the lengths and arrivals of a load.
 
     Raises:
         InputError: the plan cannot hold them.
     """
-    from xgpt.client import ClientRequest
-    from xgpt.workload import poisson_arrivals, sample
+    import numpy as np
 
-    workload, rate = load.workload or plan.workload, load.arrival_rate_per_s
+    from xgpt.workload import sample
+
+    workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
-    total = requests_to_send(plan, load.num_requests, saturated=rate is None)
+    total = requests_to_send(plan, load.num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
-    times = None if rate is None else poisson_arrivals(rate, total, rng)
+    times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
+    return _Drawn(inputs, outputs, times, workload.output.lengths[-1])
+
+
+def _requests(plan: Plan, drawn: _Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
+    """The drawn requests, with prompts of random tokens."""
+    from xgpt.client import ClientRequest
+
     return [
         ClientRequest(
-            prompt_ids=rng.integers(0, plan.model.vocab_size, int(inputs[i])).tolist(),
-            output_length=int(outputs[i]),
-            max_tokens=workload.output.lengths[-1],
-            send_at_s=None if times is None else float(times[i]),
+            prompt_ids=rng.integers(0, plan.model.vocab_size, int(length)).tolist(),
+            output_length=int(output),
+            max_tokens=drawn.max_output,
+            send_at_s=None if closed else float(arrival),
         )
-        for i in range(total)
+        for length, output, arrival in zip(drawn.inputs, drawn.outputs, drawn.arrivals_s, strict=True)
     ]
 
 
 def _report(
-    plan: Plan, load: Load, rng: np.random.Generator, log: list[StepRecord], results: Sequence[ClientResult]
+    plan: Plan,
+    profile: Profile | None,
+    load: Load,
+    drawn: _Drawn,
+    log: list[StepRecord],
+    results: Sequence[ClientResult],
 ) -> BenchReport:
-    """Return the measurements with the predictions of them."""
+    """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
     from xgpt.io import sha256
+    from xsimulator.executed import paces
 
-    workload, rate = load.workload or plan.workload, load.arrival_rate_per_s
-    closed = rate is None
-    measured = read_log(plan, workload, log, load.num_requests, saturated=closed)
-    predicted: Estimate | Measured = plan.estimate
-    if not closed or workload != plan.workload:
-        arrivals = None if rate is None else ArrivalProcess(rate)
-        predicted, _ = simulate(plan, profile_of(plan), workload, load.num_requests, rng, arrivals)
+    workload, arrivals = load.workload or plan.workload, load.arrivals
+    measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
+    times = None if arrivals is None else times_of(plan, log, load.num_requests)
+    steps = None if profile is None else paces(plan, profile, log)
+    pace = None if steps is None else steps.ratio
+    predicted = _predicted(plan, profile, load, drawn, 1.0)
+    at_pace = {} if pace is None else _predicted(plan, profile, load, drawn, pace)
+    seen = _figures(measured, times)
     constraint, bound = plan.constraint, plan.constraint.latency_bound_s
-    whole_s = [result.end_s - result.send_s for result in results if result.error is None]
     kept: bool | None = None
     share: float | None = None
-    if bound is not None and not constraint.maximises_arrivals:
+    if times is not None and constraint.maximises_arrivals:
+        kept, share = times.keeps(constraint), times.goodput(constraint)
+    elif bound is not None and not constraint.maximises_arrivals:
         kept = (measured.latency_s if constraint.sla == "length" else measured.request_latency_s) <= bound
         share = measured.share_within(bound)
-    elif bound is not None and not closed:
-        share = sum(seconds <= bound for seconds in whole_s) / len(results)
-        kept = share >= constraint.quantile
+    whole_s = [result.end_s - result.send_s for result in results]
     return BenchReport(
         plan_sha256=sha256(plan),
         policy=plan.policy.kind,
         workload=workload.name,
-        arrival_rate_per_s=rate,
-        num_requests=measured.num_requests,
+        arrival_rate_per_s=None if arrivals is None else arrivals.mean_rate(load.num_requests),
+        num_requests=measured.num_requests if times is None else len(times.whole_s),
         num_failed=sum(result.error is not None for result in results),
         window_s=measured.window_s,
         figures=tuple(
-            Comparison(metric=name, predicted=getattr(predicted, name), measured=getattr(measured, name))
-            for name in ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
+            Comparison(metric=name, predicted=predicted[name], measured=seen[name], at_pace=at_pace.get(name))
+            for name in seen
+            if name in predicted
         ),
+        pace=pace,
         latency_bound_s=bound,
         bound_kept=kept,
         share_within_bound=share,
         quantile=constraint.quantile,
         counts_waiting=constraint.maximises_arrivals,
-        end_to_end_p99_s=_quantile([result.end_s - result.send_s for result in results], 0.99),
+        end_to_end_p99_s=_quantile(whole_s, 0.99),
         failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
     )
+
+
+def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: _Drawn, pace: float) -> dict[str, float]:
+    """What is predicted of a load where every step takes `pace` times as long as the plan says."""
+    workload = load.workload or plan.workload
+    closed = load.arrivals is None
+    if closed and workload == plan.workload:
+        e = plan.estimate
+        return {"throughput_rps": e.throughput_rps / pace} | {
+            name: pace * getattr(e, name) for name in FIGURES if name != "throughput_rps"
+        }
+    assert profile is not None
+    slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
+    log = run_requests(plan.model_copy(update={"profile": slower}), profile, *drawn)
+    measured = read_log(plan, workload, log, load.num_requests, saturated=closed)
+    return _figures(measured, None if closed else times_of(plan, log, load.num_requests))
+
+
+def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
+    """Figures by name; where requests arrive, their times count from arrival."""
+    found = {name: float(getattr(measured, name)) for name in FIGURES}
+    if times is not None:
+        del found["ttft_s"]
+        found |= times.figures
+    return found
 
 
 def bench_url(url: str, load: Load, rng: np.random.Generator, ca_file: Path | None = None) -> UrlReport:
@@ -324,7 +393,7 @@ def served(
         process.stderr.close()
 
 
-def calibrate() -> float:
+def gflops() -> float:
     """GFLOP/s of a fixed matrix product: tells in which state the machine's clock is."""
     import numpy as np
 

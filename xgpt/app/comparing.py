@@ -15,7 +15,7 @@ from xgpt.app.current import read_vllm_command
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve, scheduler
 from xgpt.errors import InputError
-from xgpt.schema import BenchReport, ChunkedSettings, Plan
+from xgpt.schema import BenchReport, ChunkedSettings, Plan, Profile
 
 if TYPE_CHECKING:
     from xgpt.app.current import Deployment
@@ -89,7 +89,9 @@ def compare(
         relaxed=relax(problem, request.search),
         current=scored,
         notes=() if running is None else running.notes,
-        measured={} if measured is None else measure_each(plans, measured, np.random.default_rng(seed), on_start),
+        measured={}
+        if measured is None
+        else measure_each(plans, problem.profile, measured, np.random.default_rng(seed), on_start),
     )
 
 
@@ -171,15 +173,20 @@ def relax(problem: Problem, search: Method) -> dict[float | None, Plan]:
 
 
 def measure_each(
-    plans: dict[str, Plan], load: Load, rng: np.random.Generator, on_start: OnStart = lambda plan: None
+    plans: dict[str, Plan],
+    profile: Profile,
+    load: Load,
+    rng: np.random.Generator,
+    on_start: OnStart = lambda plan: None,
 ) -> dict[str, BenchReport]:
     """Run each plan on the same engine, one after the other, with the same load.
 
     Args:
+        profile: of all plans.
         on_start: so that a plan's prediction is on record before it runs.
     """
     reports = {}
     for kind, plan in plans.items():
         on_start(plan)
-        reports[kind] = bench_plan(plan, load, rng)[0]
+        reports[kind] = bench_plan(plan, load, rng, profile=profile)[0]
     return reports

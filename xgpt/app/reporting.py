@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xgpt.app import figures
-from xgpt.app.arrivals import predicted_rate, with_capacity
+from xgpt.app.arrivals import predicted_rate, rate_of, with_capacity
 from xgpt.app.problems import scheduler
 from xgpt.app.simulating import simulate
 from xgpt.app.wording import (
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS = 400
 """Requests of the simulated run whose figures stand next to the prediction."""
+LOAD_WITHOUT_BOUNDS = 0.8
+"""Share of saturation at which requests arrive in the report of a plan without bounds."""
 HISTOGRAM_BINS = 40
 
 
@@ -68,6 +70,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{100 * constraint.headroom:.1f}% is kept under the bounds. Maximised was "
             f"{objective_in_words(constraint)}; {'; '.join(arrivals_in_words(rated))}."
         ),
+        arriving=_arriving(rated, profile),
         charts=_charts(plan, profile, spans),
         stages=[
             {
@@ -139,6 +142,26 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
         )
         rows.insert(1, whole | {"predicted": "-"})
     return rows
+
+
+def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
+    """What requests take from their arrival on at the highest rate that keeps the bounds, without bounds at a share of
+    saturation; None where the bounds are kept at none."""
+    from xsimulator.capacity import Trial
+
+    bounded = plan.constraint.bounds_latency
+    rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
+    times = Trial(plan, profile).at(rate) if rate else None
+    if times is None:
+        return None
+    seen = times.figures
+    names = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
+    rows = [
+        {"name": label} | {end: f"{seen.get(f'{name}_{end}_s', 0.0):,.3f}" for end in ("mean", "p50", "p90", "p99")}
+        for name, label in names.items()
+    ]
+    goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
+    return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson), times from arrival{goodput}."}
 
 
 def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:

@@ -92,9 +92,14 @@ def _check_objective(given: dict[str, Any]) -> None:
     other = "arrivals" if saturated else "saturated"
     by_rate = "arrival_rate_per_s" in given and not saturated
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
-    for name in ("arrival_rate_per_s",) if saturated else ("sla", "search"):
+    of_arrivals = ("arrival_rate_per_s", "ttft_quantile", "tpot_quantile")
+    for name in of_arrivals if saturated else ("sla", "search"):
         if name in given:
             raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")
+    for name in ("ttft", "tpot"):
+        if f"{name}_quantile" in given and f"{name}_s" not in given:
+            accepted = f"it is the share of requests that keep `{name}_s`: give that, too"
+            raise InputError(f"{name}_quantile", given[f"{name}_quantile"], accepted)
 
 
 def _check_clusters(given: dict[str, Any]) -> None:

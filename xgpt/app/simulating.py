@@ -11,15 +11,22 @@ from xgpt.errors import InputError
 from xgpt.schema import Plan, Profile, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
+    from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies import Schedule
     from xgpt.schema.step_log import StepRecord
     from xgpt.workload import Floats, Ints, Lengths
     from xsimulator.clock import OnSpan, Span
     from xsimulator.events import StepClock
-    from xsimulator.measure import Measured
+    from xsimulator.measure import Measured, RequestTimes
     from xsimulator.request_law import RequestLaw
+
+
+FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
+"""Figures that count from admission."""
 
 
 def warm_up_requests(plan: Plan) -> int:
@@ -41,19 +48,6 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
 
 
 @dataclass(frozen=True)
-class ArrivalProcess:
-    """When requests arrive.
-
-    Attributes:
-        rate_per_s: requests a second in the mean.
-        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
-    """
-
-    rate_per_s: float
-    burstiness: float = 1.0
-
-
-@dataclass(frozen=True)
 class Simulated:
     """A run of one replica of a plan on the simulated engine.
 
@@ -61,30 +55,28 @@ class Simulated:
         measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
         steps: what was executed, and when.
         spans: when each stage was busy.
-        whole_s: time from arrival to the last token of each request; None: requests always wait. # [requests]
+        times: what each request took from its arrival on; None: requests always wait.
     """
 
     plan: Plan
     measured: Measured
     steps: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
-    whole_s: Floats | None = None
+    times: RequestTimes | None = None
 
     @property
     def figures(self) -> dict[str, float]:
-        """Every figure by its name; of requests that arrive also the share that kept the bound, waiting included."""
-        import numpy as np
-
+        """Every figure by its name; of requests that arrive, times count from arrival, and the goodput is the share
+        that keeps every bound."""
         from xsimulator.timeline import idle_shares
 
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         idle = idle_shares(self.spans)
         found["idle_share"] = sum(idle.values()) / len(idle)
-        if self.whole_s is not None:
-            constraint = self.plan.constraint
-            found["whole_time_s"] = float(np.quantile(self.whole_s, constraint.quantile))
-            if constraint.latency_bound_s is not None:
-                found["share_within_bound"] = float(np.mean(self.whole_s <= constraint.latency_bound_s))
+        if self.times is not None:
+            found = {name: value for name, value in found.items() if name not in FROM_ADMISSION} | self.times.figures
+            if self.plan.constraint.bounds_latency:
+                found["goodput"] = self.times.goodput(self.plan.constraint)
         return found
 
     def chrome_trace(self) -> str:
@@ -120,7 +112,6 @@ def run_simulation(
 
     from xgpt.resolve import workload_of
     from xgpt.workload import read_lengths
-    from xsimulator.queueing import whole_times
 
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
@@ -132,8 +123,8 @@ def run_simulation(
     else:
         rng = np.random.default_rng(seed)
         measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
-    whole_s = whole_times(steps) if own_times or arrivals is not None else None
-    return Simulated(plan, measured, tuple(steps), tuple(spans), whole_s)
+    times = times_of(plan, steps, num_requests) if own_times or arrivals is not None else None
+    return Simulated(plan, measured, tuple(steps), tuple(spans), times)
 
 
 def simulate(
@@ -154,18 +145,14 @@ def simulate(
     """
     import numpy as np
 
-    from xgpt.workload import gamma_arrivals, sample
+    from xgpt.workload import sample
 
     check_fits(plan, workload)
     saturated = arrivals is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
     inputs, outputs = sample(workload, total, rng)
-    arrivals_s = (
-        np.zeros(total)
-        if arrivals is None
-        else gamma_arrivals(arrivals.rate_per_s / plan.replicas, total, arrivals.burstiness, rng)
-    )
-    log = _run(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
+    arrivals_s = np.zeros(total) if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
+    log = run_requests(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=saturated)
     measured = replace(
         measured,
@@ -204,9 +191,8 @@ def request_latencies(
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated
         outputs[:first], longest[:first] = left, longest[:first] - generated
-    log = _run(plan, profile, inputs, outputs, np.zeros(total), longest)
-    emits = plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder
-    return request_law(log, lengths, skipped, num_requests, encode_emits=emits)
+    log = run_requests(plan, profile, inputs, outputs, np.zeros(total), longest)
+    return request_law(log, lengths, skipped, num_requests, encode_emits=_encode_emits(plan))
 
 
 def replay_trace(
@@ -232,7 +218,7 @@ def replay_trace(
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
     columns = (trace.input[:total], trace.output[:total], trace.timestamp_s[:total])
-    log = _run(plan, profile, *columns, workload.output.lengths[-1], on_span)
+    log = run_requests(plan, profile, *columns, workload.output.lengths[-1], on_span)
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 
@@ -253,7 +239,7 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: Lengths, num_request
     inputs, outputs = trace.input[chosen], trace.output[chosen]
     found = []
     for paired in (outputs, rng.permutation(outputs)):
-        log = _run(plan, profile, inputs, paired, np.zeros(total), plan.workload.output.lengths[-1])
+        log = run_requests(plan, profile, inputs, paired, np.zeros(total), plan.workload.output.lengths[-1])
         found.append(read_log(plan, plan.workload, log, num_requests, saturated=True))
     pairs, apart = found
     joint = JointLengths(
@@ -264,7 +250,7 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: Lengths, num_request
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"joint_lengths": joint})})
 
 
-def _run(
+def run_requests(
     plan: Plan,
     profile: Profile,
     inputs: Ints,
@@ -273,6 +259,7 @@ def _run(
     max_output: int | Ints,
     on_span: OnSpan | None = None,
 ) -> list[StepRecord]:
+    """The steps of these requests, in the order of their arrival, on one replica. # each [requests]"""
     import numpy as np
 
     from xgpt import policies
@@ -316,5 +303,17 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         quantile_output=quantile(workload.output, plan.constraint.quantile),
         skip_requests=warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
-        encode_emits=plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder,
+        encode_emits=_encode_emits(plan),
     )
+
+
+def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
+    """What the first requests of a log of this plan took from their arrival on."""
+    from xsimulator.measure import request_times
+
+    return request_times(log, num_requests, encode_emits=_encode_emits(plan))
+
+
+def _encode_emits(plan: Plan) -> bool:
+    """Whether the step that ends a prompt makes its first token."""
+    return plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder

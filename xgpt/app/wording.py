@@ -65,7 +65,12 @@ def bounds_in_words(constraint: Constraint) -> str:
         "ttft_s": "to the first token",
         "tpot_s": "between tokens in the mean",
     }
-    return ", ".join(f"{bound:g} s {text}" for name, text in names.items() if (bound := getattr(constraint, name)))
+    own = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
+    return ", ".join(
+        f"{bound:g} s {text}" + (f" (p{100 * share:g})" if (share := own.get(name)) else "")
+        for name, text in names.items()
+        if (bound := getattr(constraint, name))
+    )
 
 
 def arrivals_in_words(plan: Plan) -> list[str]:

@@ -79,6 +79,27 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
     return complete
 
 
+class Rates(click.ParamType):
+    """Arrivals a second: R, or stages R:SECONDS,R:SECONDS,R."""
+
+    name = "rates"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from xgpt.numbers import decimal
+
+        stages = []
+        for part in str(value).split(","):
+            rate, colon, seconds = part.strip().partition(":")
+            try:
+                stage = decimal(rate), decimal(seconds) if colon else None
+            except ValueError:
+                self.fail(f"{part!r} is not accepted; write R, or stages R:SECONDS,R:SECONDS,R", param, ctx)
+            if any(number is not None and not number > 0 for number in stage):
+                self.fail(f"{part!r} is not accepted; rates and seconds are above 0", param, ctx)
+            stages.append(stage)
+        return stages
+
+
 def _add(options: list[Callable[[F], F]], command: F) -> F:
     for option in reversed(options):
         command = option(command)
@@ -168,6 +189,16 @@ def constraint_options(command: F) -> F:
             click.option(
                 "--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token."
             ),
+            *(
+                click.option(
+                    f"--{name}-quantile",
+                    type=Decimal(0, 1, min_open=True, max_open=True),
+                    metavar="SHARE",
+                    help=f"Share of requests that must keep --{name} by itself, as in MLPerf's server scenario.  "
+                    "[default: --quantile of requests keep all bounds together]",
+                )
+                for name in ("ttft", "tpot")
+            ),
             click.option(
                 "--headroom",
                 type=Decimal(0, 1, max_open=True),
@@ -212,16 +243,16 @@ def load_options(num_requests: int) -> Callable[[F], F]:
                     "--requests",
                     "num_requests",
                     type=Whole(1),
-                    default=num_requests,
-                    show_default=True,
-                    help="Number of requests that are measured; some more run before and after them.",
+                    help="Number of requests that are measured; some more run before and after them.  [default: "
+                    f"{num_requests}; what the stages of --arrival-rate come to]",
                 ),
                 click.option(
                     "--arrival-rate",
                     "arrival_rate_per_s",
-                    type=Decimal(0, min_open=True),
-                    metavar="R",
-                    help="Poisson arrivals a second. Default: requests are always waiting.",
+                    type=Rates(),
+                    metavar="R|R:S,…",
+                    help="Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for "
+                    "30 s, then 2. Default: requests are always waiting.",
                 ),
                 click.option(
                     "--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from xgpt.app.profiles import Progress
+    from xgpt.app.simulating import Simulated
     from xgpt.app.sizing import Choice
     from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 
@@ -146,36 +147,71 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     return table("what relaxing the latency bound buys", ["bound", "best", rate, "gain"], rows)
 
 
+ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
+TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
+"""What requests take from their arrival on, by the beginning of a figure's name."""
+
+
+def simulated_tables(run: Simulated) -> list[Table]:
+    """Return what a simulated run shows; of requests that arrive, their times in a table of their own."""
+    figures = run.figures
+    of_times = [] if run.times is None else [*run.times.figures]
+    rows = [[name, f"{value:.4g}"] for name, value in figures.items() if name not in of_times]
+    found = [table(f"{run.plan.policy.kind}, simulated", ["figure", "value"], rows)]
+    if of_times:
+        rows = [
+            [label, *(f"{figures[name + end]:.4g}" if name + end in figures else "-" for end in ENDS)]
+            for name, label in TIMES.items()
+        ]
+        found.append(table("from arrival, waiting included", ["", "mean", "p50", "p90", "p99"], rows))
+    return found
+
+
 METRICS = {
     "throughput_rps": "throughput, req/s",
     "latency_s": "latency at the quantile's length, s",
     "ttft_s": "time to first token, s",
     "itl_p99_s": "inter-token latency p99, s",
-}
+} | {f"{name}{end}": label.replace(", s", f" {end.split('_')[1]}, s") for name, label in TIMES.items() for end in ENDS}
 
 
 def bench_table(report: BenchReport) -> Table:
+    """Return a table of the figures predicted and measured, with the error and what is left of it at the machine's
+    pace."""
     rows = [
-        [METRICS[f.metric], f"{f.predicted:.3f}", f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"] for f in report.figures
+        [
+            METRICS[f.metric],
+            f"{f.predicted:.3f}",
+            f"{f.measured:.3f}",
+            f"{100 * f.error:+.1f}%",
+            "-" if f.error_at_pace is None else f"{100 * f.error_at_pace:+.1f}%",
+        ]
+        for f in report.figures
     ]
     return table(
         f"{report.policy} on {report.workload}: {report.num_requests} requests in {report.window_s:.0f} s",
-        ["", "predicted", "measured", "error"],
+        ["", "predicted", "measured", "error", "the model's"],
         rows,
     )
 
 
 def bench_notes(report: BenchReport) -> list[str]:
     notes = [f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}"]
-    rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:g} requests/s"
-    if report.latency_bound_s is not None and report.share_within_bound is not None:
+    if report.pace is not None:
+        slower = f"{100 * abs(report.pace - 1):.1f}% {'longer' if report.pace >= 1 else 'shorter'}"
+        notes.append(
+            f"pace: steps took {slower} than the profile says; the model's error is what is left of the prediction "
+            "for a machine at that pace"
+        )
+    rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:.4g} requests/s"
+    if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
-        share = f"{100 * report.share_within_bound:.1f}% of all requests within it"
+        share = f"{100 * report.share_within_bound:.1f}% of all requests"
         if report.counts_waiting:
-            what = f"{share} from arrival to the last token{rate}, {100 * report.quantile:g}% were to be"
+            notes.append(f"bounds: {kept}; goodput{rate}: {share} within all bounds from arrival on")
         else:
-            what = f"by the plan's own latency, from admission; {share}"
-        notes.append(f"latency bound {report.latency_bound_s:g} s: {kept}; {what}")
+            bound = f"latency bound {report.latency_bound_s:g} s"
+            notes.append(f"{bound}: {kept}; by the plan's own latency, from admission; {share} within it")
     notes.append(f"end to end with waiting{rate}, p99: {report.end_to_end_p99_s:.2f} s")
     notes.append("machine before and after: " + ", ".join(f"{rate:.0f} GFLOP/s" for rate in report.calibration_gflops))
     notes += [f"failure: {failure}" for failure in report.failures]

@@ -27,8 +27,9 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
     """Run a plan request by request on the simulated engine.
 
     \b
-    Example:
+    Examples:
       xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --trace timeline.json
+      xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
     """
     import json
     from pathlib import Path
@@ -43,5 +44,4 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
     if as_json:
         click.echo(json.dumps(run.figures, indent=1))
     else:
-        rows = [[name, f"{value:.4g}"] for name, value in run.figures.items()]
-        render.show(render.table(f"{run.plan.policy.kind}, simulated", ["figure", "value"], rows))
+        render.show(*render.simulated_tables(run))

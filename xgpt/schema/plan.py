@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -32,6 +32,22 @@ Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
 
 
+class Goal(NamedTuple):
+    """Bounds that a share of all requests keeps together, each from its arrival on.
+
+    Attributes:
+        quantile: the share.
+        latency_bound_s: to the last token; None: no bound.
+        ttft_s: to the first token.
+        tpot_s: on the mean gap between the request's tokens.
+    """
+
+    quantile: float
+    latency_bound_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
 class Constraint(Frozen):
     """What a plan must keep.
 
@@ -58,6 +74,10 @@ class Constraint(Frozen):
     """Bound on the time to first token; None: no bound."""
     tpot_s: PositiveFloat | None = None
     """Bound on the mean time per output token; None: no bound."""
+    ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """Share of requests that must keep `ttft_s` by itself; None: `quantile` of them keep all bounds together."""
+    tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain; None: as high as possible."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
@@ -81,6 +101,32 @@ class Constraint(Frozen):
     def bounds_latency(self) -> bool:
         """Whether there is any bound."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
+
+    @property
+    def all_bounds(self) -> Goal:
+        """All bounds together: the share of requests that keeps them is the goodput."""
+        return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What shares of requests that arrive must keep: `quantile` of them the bounds that have no quantile of their
+        own, together; and each of the others for itself."""
+        together, apart = self.all_bounds, []
+        if self.ttft_quantile is not None and self.ttft_s is not None:
+            together = together._replace(ttft_s=None)
+            apart.append(Goal(self.ttft_quantile, ttft_s=self.ttft_s))
+        if self.tpot_quantile is not None and self.tpot_s is not None:
+            together = together._replace(tpot_s=None)
+            apart.append(Goal(self.tpot_quantile, tpot_s=self.tpot_s))
+        return ((together,) if any(together[1:]) else ()) + tuple(apart)
+
+    @model_validator(mode="after")
+    def _check(self) -> Constraint:
+        for name, bound in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            own = getattr(self, f"{name}_quantile")
+            if own is not None and bound is None:
+                raise ValueError(f"{name}_quantile: {own:g} is a share of requests that keep {name}_s: give that, too")
+        return self
 
 
 class Admission(Frozen):

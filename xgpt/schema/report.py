@@ -6,16 +6,28 @@ from xgpt.schema.base import Frozen
 
 
 class Comparison(Frozen):
-    """One figure, predicted and measured."""
+    """One figure, predicted and measured.
+
+    Attributes:
+        at_pace: predicted for a machine at the pace of the measured steps; None: not known.
+    """
 
     metric: str
     predicted: float
     measured: float
+    at_pace: float | None = None
 
     @property
     def error(self) -> float:
         """(predicted - measured) / measured."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
+
+    @property
+    def error_at_pace(self) -> float | None:
+        """What is left of the error at the machine's pace: that of the model. None: the pace is not known."""
+        if self.at_pace is None:
+            return None
+        return self.at_pace / self.measured - 1 if self.measured else 0.0
 
 
 class Calibration(Frozen):
@@ -40,8 +52,9 @@ class Calibration(Frozen):
 class BenchReport(Frozen):
     """A replay of a workload against a plan.
 
-    For a plan that maximises arrivals, `bound_kept` and `share_within_bound` are about all requests, from arrival to
-    the last token, and None where requests are always waiting. For other plans they count from admission, and
+    For a plan that maximises arrivals, `bound_kept` says whether as many of all requests as were to keep their bounds
+    from arrival on did, `share_within_bound` which share kept every bound (the goodput); both are None where requests
+    are always waiting. For other plans they count from admission, and
     `bound_kept` is about the latency that the plan bounds.
 
     `calibration_gflops` is the rate of a fixed matrix product before and after the run, by which a change of the
@@ -56,6 +69,8 @@ class BenchReport(Frozen):
     num_failed: int
     window_s: float
     figures: tuple[Comparison, ...]
+    pace: float | None = None
+    """How many times as long as predicted all steps together took; None: not known."""
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None

@@ -247,6 +247,7 @@ class EngineThread:
             deadline_ns=None if submission.end_s == math.inf else round(submission.end_s * 1e9),
             promised_output=allowance.promised_output,
             account=submission.account,
+            arrival_ns=round(submission.read_s * 1e9),
         )
         stream = Stream(
             generation.id,

@@ -42,7 +42,12 @@ def test_steps_that_tell_of_the_machine_are_left_out() -> None:
     plan = Scheduler(PROBLEM).best(("rra",))
     _, log = simulate(plan, PROBLEM.profile, plan.workload, 400, np.random.default_rng(0))
     rng = np.random.default_rng(1)
-    stalled = [r._replace(end_ns=r.end_ns + 10**9) if rng.random() < 0.03 else r for r in log]
+    late_ns = 10**9 * np.cumsum(rng.random(len(log)) < 0.03)
+    starts_ns = np.concatenate([[0], late_ns[:-1]])
+    stalled = [
+        r._replace(start_ns=r.start_ns + int(before), end_ns=r.end_ns + int(after))
+        for r, before, after in zip(log, starts_ns, late_ns, strict=True)
+    ]
     _, found = calibrate(plan, PROBLEM.profile, stalled)
     assert all(factor == pytest.approx(1, abs=0.02) for factor in found.factors.values())
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from xgpt.errors import InputError
+from xgpt.schema import Constraint
 from xgpt.schema.step_log import Arrival, StepRecord
-from xsimulator.measure import Measured, mean_gaps, measure
+from xsimulator.measure import Measured, RequestTimes, mean_gaps, measure, request_times
 
 S = 10**9
 
@@ -108,3 +109,28 @@ def test_where_steps_mix_the_mean_gap_counts() -> None:
 def test_a_log_too_short_is_refused() -> None:
     with pytest.raises(InputError, match=r"requests: 11 is not accepted; the log needs over 14 finished requests"):
         measured(skip_requests=4, num_requests=10)
+
+
+def test_times_count_from_arrival() -> None:
+    log = [
+        StepRecord(100, 200, ((0, 0, 5),), (), (), (Arrival(0, 5, 9, 30), Arrival(1, 5, 9, 90)), ()),
+        StepRecord(200, 400, ((1, 0, 5),), (0,), (), (Arrival(2, 5, 9, 150),), ()),
+        StepRecord(400, 500, (), (0, 1), (0, 1), (), ()),
+    ]
+    found = request_times(log, encode_emits=True)
+    assert found.ttft_s == pytest.approx([170e-9, 310e-9])
+    assert found.whole_s == pytest.approx([470e-9, 410e-9])
+    assert found.tpot_s == pytest.approx([150e-9, 100e-9])
+    assert found.num_lost == 1
+    assert len(request_times(log, 1, encode_emits=True).whole_s) == 1
+
+
+def test_goodput_counts_requests_that_keep_every_bound() -> None:
+    seconds = np.asarray([1.0, 2.0, 3.0, 4.0])
+    times = RequestTimes(seconds, seconds / 10, 2 * seconds, num_lost=1)
+    assert times.goodput(Constraint(latency_bound_s=6.0, ttft_s=2.0)) == 2 / 5
+    apart = Constraint(objective="arrivals", quantile=0.6, latency_bound_s=6.0, ttft_s=2.0, ttft_quantile=0.4)
+    assert times.keeps(apart)
+    assert not times.keeps(apart.model_copy(update={"ttft_quantile": None}))  # together only two of five keep them
+    assert times.figures["ttft_p50_s"] == 2.5
+    assert times.figures["whole_mean_s"] == 5.0

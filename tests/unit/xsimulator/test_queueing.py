@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.schema import Constraint, Histogram, Workload
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.schema import Goal, Histogram, Workload
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.lengths import Lengths
-from xsimulator.queueing import Queue, whole_times
+from xsimulator.queueing import Queue
 
 ONE_LENGTH = Histogram(lengths=(8,), probabilities=(1.0,))
 
@@ -23,8 +22,8 @@ def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> Queue:
     rest = dict.fromkeys(Performance.__dataclass_fields__, ones)
     inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
     lengths = Lengths(Workload(name="one", input=ONE_LENGTH, output=ONE_LENGTH))
-    constraint = Constraint(latency_bound_s=bound_s, quantile=quantile)
-    return Queue(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, constraint, num_loads=2)
+    goal = Goal(quantile, latency_bound_s=bound_s)
+    return Queue(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, goal, num_loads=2)
 
 
 def late(queue: Queue, rate: float) -> float:
@@ -78,12 +77,3 @@ def test_other_bounds_cost_rate() -> None:
     assert 0 < ttft < free
     assert 0 < tpot < free
     assert rate(ttft_s=1e-4) == 0
-
-
-def test_whole_times_count_from_arrival() -> None:
-    log = [
-        StepRecord(100, 200, ((0, 0, 5),), (), (), (Arrival(0, 5, 9, 30), Arrival(1, 5, 9, 90)), ()),
-        StepRecord(200, 400, ((1, 0, 5),), (0,), (0,), (), ()),
-        StepRecord(400, 500, (), (1,), (1,), (), ()),
-    ]
-    assert whole_times(log) == pytest.approx([370e-9, 410e-9])

@@ -10,15 +10,16 @@ import pytest
 from tests.contract.scenarios import problem
 from xgpt.app.planning import plan_each
 from xgpt.app.request import PolicyChoice
-from xgpt.app.simulating import ArrivalProcess, simulate
+from xgpt.app.simulating import simulate
 from xgpt.app.sizing import cheapest
 from xgpt.app.verifying import request_law
+from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.queueing import whole_times
+from xsimulator.measure import request_times
 
 
 def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Problem:
@@ -134,8 +135,8 @@ def test_an_arrival_rate_is_kept_in_simulation() -> None:
     found = next(iter(plan_each(of.under(constraint), "orca").values()))
     assert found.constraint.latency_bound_s == 8.0
     rng = np.random.default_rng(1)
-    _, log = simulate(found, of.profile, of.workload, 2000, rng, ArrivalProcess(20.0))
-    assert np.quantile(whole_times(log, skip_requests=200), 0.99) <= 1.05 * 8.0
+    _, log = simulate(found, of.profile, of.workload, 2000, rng, ArrivalProcess.at(20.0))
+    assert np.quantile(request_times(log, encode_emits=True).whole_s[200:], 0.99) <= 1.05 * 8.0
 
 
 def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
