@@ -146,16 +146,17 @@ def _together(
         threads = max(1, num_cores() // cluster.num_devices)
         torch.set_num_threads(threads)
         layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices))
-    found = ranks.measure(
-        spec,
-        dtype,
-        cluster.num_devices,
+    settings = WorkerSettings(
+        spec=spec,
+        dtype=dtype,
         checkpoint=checkpoint,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
         device=device,
         threads=threads,
         layouts=layouts,
-        progress=progress,
     )
+    found = ranks.measure(settings, cluster.num_devices, progress)
     profile = assembled(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_degree)
     profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)

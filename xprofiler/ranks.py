@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import Curve, DType, ModelSpec
-from xprofiler.bench import BLOCK_SIZE, NUM_BLOCKS, Measured, Progress, timed
+from xgpt.schema import Curve, ModelSpec
+from xprofiler.bench import BLOCK_SIZE, Measured, Progress, timed
 from xprofiler.measure import bench_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
@@ -43,14 +43,9 @@ REPEATS = 5
 class Task:
     """What every rank measures; `store`: the file where they find each other."""
 
-    spec: ModelSpec
-    dtype: DType
-    checkpoint: Path | None
-    device: str
-    threads: int
+    settings: WorkerSettings
     num_devices: int
     degrees: tuple[int, ...]
-    layouts: dict[str, str]
     store: str
 
 
@@ -76,29 +71,15 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def measure(
-    spec: ModelSpec,
-    dtype: DType,
-    num_devices: int,
-    *,
-    checkpoint: Path | None,
-    device: str,
-    threads: int,
-    layouts: dict[str, str],
-    progress: Progress,
-) -> Together:
+def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> Together:
     """Measure with a process for each device.
-
-    Args:
-        layouts: how weights are kept (see `xrunner.packed.pack`).
 
     Raises:
         MachineError: a process dies over it.
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
-        task = Task(spec, dtype, checkpoint, device, threads, num_devices, degrees(spec, num_devices), layouts, store)
-        return _measure_together(task, progress)
+        return _measure_together(Task(settings, num_devices, degrees(settings.spec, num_devices), store), progress)
 
 
 def _measure_together(task: Task, progress: Progress) -> Together:
@@ -126,7 +107,9 @@ def _measure_together(task: Task, progress: Progress) -> Together:
 
 def _run(task: Task, rank: int, sender: Connection) -> None:
     """One rank; the first reports."""
-    torch.set_num_threads(task.threads)
+    spec, threads = task.settings.spec, task.settings.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
     interface = interface_of(HOST)
     if interface is not None:
         os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -137,17 +120,8 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
         groups = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
         group = RankGroup(groups[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
         worker = build_worker(
-            WorkerSettings(
-                spec=task.spec,
-                dtype=task.dtype,
-                checkpoint=task.checkpoint,
-                num_blocks=NUM_BLOCKS,
-                block_size=BLOCK_SIZE,
-                device=_device(task, rank),
-                threads=task.threads,
-                layouts=task.layouts,
-            ),
-            part=replace(Part.whole(task.spec), rank=rank % degree, degree=degree),
+            replace(task.settings, device=_device(task, rank)),
+            part=replace(Part.whole(spec), rank=rank % degree, degree=degree),
             group=group,
         )
 
@@ -159,7 +133,7 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
             by_degree[degree] = _mean_of_ranks(bench_of(worker)(worker, report, _seconds_together).measure())
         if degree == 1:
             hop = _curve(HOP_TOKENS, partial(_hop, task, rank))
-            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, worker, Part.whole(task.spec)))
+            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, worker, Part.whole(spec)))
         del worker
     if rank == 0:
         sender.send(Together(by_degree, hop, transfer))
@@ -171,7 +145,8 @@ def _curve(points: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
 
 
 def _device(task: Task, rank: int) -> str:
-    return task.device if task.device == "cpu" else f"{task.device}:{rank}"
+    device = task.settings.device
+    return device if device == "cpu" else f"{device}:{rank}"
 
 
 def _seconds_together(run: Callable[[], object]) -> float:
@@ -188,9 +163,9 @@ def _mean_of_ranks(measured: Measured) -> Measured:
 
 def _hop(task: Task, rank: int, num_tokens: int) -> float:
     """Hidden states from one device to another: half of there and back."""
-    hidden = torch.zeros(
-        num_tokens, task.spec.hidden_size, dtype=state_dtype(task.dtype, task.device), device=_device(task, rank)
-    )
+    of = task.settings
+    dtype = state_dtype(of.dtype, of.device)
+    hidden = torch.zeros(num_tokens, of.spec.hidden_size, dtype=dtype, device=_device(task, rank))
     return _there_and_back(rank, lambda: dist.send(hidden, 1 - rank), lambda: dist.recv(hidden, 1 - rank)) / 2
 
 

@@ -98,7 +98,6 @@ class Space:
 
     Args:
         models: called when the first point is predicted.
-        bound: throughput, all replicas together, that no point exceeds.
         wish: a user's own objective and constraint, of which no bound and no direction is known.
     """
 
@@ -110,7 +109,6 @@ class Space:
         models: Callable[[], Models],
         constraint: Constraint,
         limits: Limits,
-        bound: float = np.inf,
         wish: Wish | None = None,
     ) -> None:
         self.kind = kind
@@ -119,7 +117,8 @@ class Space:
         self.lengths = lengths
         self.constraint = constraint
         self.limits = limits
-        self.bound = bound
+        self.bound = np.inf
+        """Throughput, all replicas together, that no point exceeds."""
         self.wish = wish
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models

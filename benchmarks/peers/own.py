@@ -8,6 +8,7 @@ from answer import Request, answer
 
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.policies.admission import make_queue
 from xgpt.schema import DType
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
@@ -35,7 +36,8 @@ def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
 
     def run(requests: list[Request]) -> int:
         rule = OneLane(
-            LaneSettings(mix=True, token_budget=level_budget(requests)), Pool(NUM_BLOCKS, BLOCK_SIZE, order="lpt")
+            LaneSettings(mix=True, token_budget=level_budget(requests)),
+            Pool(NUM_BLOCKS, BLOCK_SIZE, waiting=make_queue("lpt")),
         )
         engine = Engine(rule, worker)
         for id_, request in enumerate(requests):

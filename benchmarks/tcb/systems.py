@@ -293,7 +293,7 @@ def serve(
 
 def serve_iterations(machine: Machine, order: AdmissionOrder, most: int, row_tokens: int, demand: Demand) -> Outcome:
     """The flattened default, iteration by iteration (ORCA's settings), with at most `most` requests inside."""
-    pool = Pool(10**6, 16, order=order, row_tokens=row_tokens if order in ROW_ORDERS else None)
+    pool = Pool(10**6, 16, waiting=make_queue(order, row_tokens if order in ROW_ORDERS else None))
     log = machine.run_iterations(OneLane(LaneSettings(mix=True, max_batch=most), pool), demand)
     outcome = Outcome(seconds=log[-1].end_ns / 1e9, batches=len(log))
     requests = {one.id: one for one in demand.requests}

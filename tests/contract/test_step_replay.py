@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
+from xgpt.policies.admission import make_queue
 from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
@@ -140,9 +141,7 @@ def schedule_for(
 ) -> Schedule:
     row_tokens = 3 * LONGEST_INPUT if "das" in order else None
     hold = isinstance(lane, LaneSettings) and lane.refill_when_empty
-    pool = Pool(
-        blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, order=order, row_tokens=row_tokens, patience_ns=patience_ns
-    )
+    pool = Pool(blocks, BLOCK_SIZE, kv=kv, hold_finished=hold, waiting=make_queue(order, row_tokens, patience_ns))
     return TwoLane(lane, pool) if isinstance(lane, TwoLaneSettings) else OneLane(lane, pool)
 
 

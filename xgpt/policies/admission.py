@@ -60,6 +60,10 @@ class Queue:
         self._next: _Choice | None = None
         """What `_choose` has found, until anything changes."""
 
+    def fresh(self) -> Queue:
+        """Return an empty queue of the same arguments."""
+        return Queue(self._make_order, self.patience_ns)
+
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
 
@@ -313,6 +317,6 @@ class _Account:
         prune(self._arrived, self.order.numbers, len(self.order))
 
 
-def make_queue(order: AdmissionOrder, row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
+def make_queue(order: AdmissionOrder = "fcfs", row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
     """An empty queue; `row_tokens`: prompt tokens that das looks at together."""
     return Queue(partial(make_order, order, row_tokens), patience_ns)

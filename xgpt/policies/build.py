@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from xgpt.errors import InputError
+from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.pool import Pool
 from xgpt.policies.row_pool import RowPool
 from xgpt.policies.rule import LaneSettings, lane_settings
@@ -58,16 +59,13 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
         raise InputError("batching", batching, accepted)
-    admission = plan.admission
     pool = RowPool(
         _fewest_blocks(plan.stages),
         plan.block_size,
         batching=batching,
         row_tokens=row_tokens(plan),
-        max_running=admission.max_running,
-        order=admission.order,
-        order_tokens=admission.row_tokens,
-        patience_ns=plan.patience_ns,
+        max_running=plan.admission.max_running,
+        waiting=queue_of(plan),
     )
     return OneLane(settings, pool, plan.stages)
 
@@ -94,10 +92,13 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
         kv=plan.admission.kv,
         max_running=plan.admission.max_running,
         hold_finished=hold_finished,
-        order=plan.admission.order,
-        row_tokens=plan.admission.row_tokens,
-        patience_ns=plan.patience_ns,
+        waiting=queue_of(plan),
     )
+
+
+def queue_of(plan: Plan) -> Queue:
+    """Return an empty queue in the plan's order of admission."""
+    return make_queue(plan.admission.order, plan.admission.row_tokens, plan.patience_ns)
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:

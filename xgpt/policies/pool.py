@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 
-from xgpt.policies.admission import make_queue
+from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.blocks import NO_CHAINS, Blocks, Table
 from xgpt.policies.request import MicroBatch, Request, Step
-from xgpt.schema import AdmissionOrder, KvPromise
+from xgpt.schema import KvPromise
 from xgpt.schema.step_log import Chain
 
 
@@ -34,9 +34,7 @@ class Pool:
         max_running: requests inside at most, under "quantile": as many as fit with the plan's probability.
         hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Such a
             batch is set aside whole, so this goes with "reserve" alone.
-        order: which of the waiting requests enters next.
-        row_tokens: prompt tokens that the order "das" looks at together.
-        patience_ns: after which a waiting request is overdue (see `admission`); None: never.
+        waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
     """
 
     def __init__(
@@ -47,9 +45,7 @@ class Pool:
         kv: KvPromise = "reserve",
         max_running: int | None = None,
         hold_finished: bool = False,
-        order: AdmissionOrder = "fcfs",
-        row_tokens: int | None = None,
-        patience_ns: int | None = None,
+        waiting: Queue | None = None,
     ) -> None:
         assert kv == "reserve" or not hold_finished
         self.kv_blocks = kv_blocks
@@ -57,8 +53,6 @@ class Pool:
         self.kv = kv
         self.max_running = max_running
         self.hold_finished = hold_finished
-        self._order: AdmissionOrder = order
-        self._row_tokens = row_tokens
         self.encode_emits = True
         """Whether the step that ends a prompt makes its first output token, too."""
         self.blocks = self.prompts = Blocks(kv_blocks)
@@ -66,7 +60,7 @@ class Pool:
         self._promised = 0
         """Blocks that requests have been promised and do not have yet."""
         self.num_preemptions = 0
-        self.waiting = make_queue(order, row_tokens, patience_ns)
+        self.waiting = make_queue() if waiting is None else waiting
         self.running: dict[int, Request] = {}
         """Requests inside, in the order in which they entered."""
         self.batches: list[MicroBatch] = []
@@ -88,9 +82,7 @@ class Pool:
             kv=self.kv,
             max_running=self.max_running,
             hold_finished=self.hold_finished,
-            order=self._order,
-            row_tokens=self._row_tokens,
-            patience_ns=self.waiting.patience_ns,
+            waiting=self.waiting.fresh(),
         )
 
     def follow(self, other: Pool) -> None:

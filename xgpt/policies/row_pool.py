@@ -8,11 +8,11 @@ batch has ended. Slots that have ended leave before that (early memory cleaning,
 
 from __future__ import annotations
 
+from xgpt.policies.admission import Queue
 from xgpt.policies.blocks import Table
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request
 from xgpt.policies.tcb import LEAVING_SHARE, Batching, lay_out
-from xgpt.schema import AdmissionOrder
 
 
 class RowPool(Pool):
@@ -31,19 +31,9 @@ class RowPool(Pool):
         batching: Batching,
         row_tokens: int,
         max_running: int | None = None,
-        order: AdmissionOrder = "fcfs",
-        order_tokens: int | None = None,
-        patience_ns: int | None = None,
+        waiting: Queue | None = None,
     ) -> None:
-        super().__init__(
-            kv_blocks,
-            block_size,
-            max_running=max_running,
-            hold_finished=True,
-            order=order,
-            row_tokens=order_tokens,
-            patience_ns=patience_ns,
-        )
+        super().__init__(kv_blocks, block_size, max_running=max_running, hold_finished=True, waiting=waiting)
         self.batching = batching
         self.layout_tokens = row_tokens
         self._members: list[Request] = []
@@ -59,9 +49,7 @@ class RowPool(Pool):
             batching=self.batching,
             row_tokens=self.layout_tokens,
             max_running=self.max_running,
-            order=self._order,
-            order_tokens=self._row_tokens,
-            patience_ns=self.waiting.patience_ns,
+            waiting=self.waiting.fresh(),
         )
 
     def is_shaped_like(self, other: Pool) -> bool:

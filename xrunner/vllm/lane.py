@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from xgpt.errors import InputError
 from xgpt.policies import OneLane, Pool
+from xgpt.policies.build import queue_of
 from xgpt.policies.build import settings_of as lane_settings_of
 from xgpt.policies.rule import LaneSettings
 from xgpt.schema import Plan, WaaSettings
@@ -61,9 +62,7 @@ def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
         room.block_size,
         kv=admission.kv,
         max_running=most,
-        order=admission.order,
-        row_tokens=admission.row_tokens,
-        patience_ns=plan.patience_ns,
+        waiting=queue_of(plan),
     )
     return OneLane(settings_of(plan), pool)
 

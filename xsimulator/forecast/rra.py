@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr
@@ -14,8 +15,8 @@ from xsimulator.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack
-from xsimulator.forecast.phases import phases_of
-from xsimulator.forecast.pipeline import expected_max_deviate
+from xsimulator.forecast.phases import PhaseColumns, phases_of
+from xsimulator.forecast.pipeline import Pipeline, expected_max_deviate
 from xsimulator.forecast.placements import LeastSteps, Terms
 from xsimulator.lengths import Lengths, steady_decode_batch
 
@@ -83,76 +84,44 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         parts = [slice(start, start + AT_ONCE) for start in range(0, len(encode_batch), AT_ONCE)]
         found = [(p, _predict(model, encode_batch[p], decode_iterations[p], microbatches[p])) for p in parts]
         return stack(len(encode_batch), found)
-    lengths, pipeline, kinds = model.lengths, model.pipeline, len(model.lane.kinds)
+    lengths, pipeline = model.lengths, model.pipeline
     phase = phases_of(lengths, model.quantile_decodes)(decode_iterations)
-    weights, table = phase.weights, model.decode_table
     each = encode_batch / microbatches  # requests that a micro-batch encodes
     tokens = each * lengths.mean_input
-    encoding = model.encode_table(each)
-    te, own = encoding[:kinds], encoding[kinds]  # [kinds, n], [n]
-    down, down_without_hops = encoding[kinds + 1 :].reshape(2, -1, len(each))  # [ends, n]
-
-    # A phase ends early where no request is left in decode: the probability that one is, and the batch given that.
-    # That is one at least, and hardly over its peak and one more.
-    column, m = each[:, None], microbatches[:, None]
-    present = column * phase.share
-    running = np.maximum(-np.expm1(column * phase.log_empty), present / (np.maximum(present[:, :1], 1.0) + 1))
-    running = np.maximum(np.minimum(running, present), 1e-300)
-    decode = table(present / running, table.locate(model.self_context + phase.age))  # [.., n, segments]
-    td, own_way = decode[:kinds], decode[kinds]
-    # Phases begin together: a round takes place where any request is left, with the micro-batches that have one.
-    anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
-    active = (m * running / anywhere) * td  # [kinds, n, segments]
-    rounds = np.maximum(np.maximum.reduce(active), own_way)  # [n, segments]
-    times = anywhere * weights
-    spent = rounds * anywhere
-    decoding, first_round, last_round = (rounds * times).sum(axis=1), spent[:, 0], spent[:, -1]
-
+    encoding = _encoding(model, each)
+    rounds = _rounds(model, phase, each, microbatches)
     # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
     raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
-    at_end = anywhere[:, -1]
-    slowest_then = pipeline.slowest_from(te)
     held = expected_max_deviate(microbatches) * raggedness
-    at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(td[..., -1] * at_end), slowest_then)
-    at_runs -= held * slowest_then
-    change = pipeline.before @ (decode[kinds + 1 :, :, -1] * at_end) + down + held * down_without_hops
-    change += at_runs[pipeline.run_of_end]
-    stage_s = active * times  # [kinds, n, segments]
-    work = microbatches * te + stage_s.sum(axis=2)  # [kinds, n]
-    slowest = np.maximum.reduce(te)
-    own_cycle = own + held * (own - slowest) + (own_way * times).sum(axis=1)
-    until = pipeline.slowest_until(stage_s).sum(axis=2) - pipeline.slowest_until(active[..., -1] * at_end)
-    cycle = np.maximum(
-        np.maximum(np.maximum.reduce(work), own_cycle), np.maximum.reduce(until[pipeline.run_of_end] + change)
-    )
-    around = own_way[:, 0] * anywhere[:, 0] + decoding - first_round - last_round + np.maximum.reduce(change)
-    cycle = np.where(decode_iterations >= 2, np.maximum(cycle, around), cycle)
+    cycle, work = _cycle(pipeline, encoding, rounds, microbatches, held, decode_iterations)
 
     # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
     # As long as it runs, a request is left in decode: none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
-    whole = cycle + (rounds * weights).sum(axis=1) - decoding
-    unneeded = (rounds * phase.unneeded).sum(axis=1)
-    spacing = np.maximum(np.maximum.reduce(td[..., -1]), own_way[:, -1] / microbatches)
-    queue = (microbatches - 1) / 2 * np.maximum(slowest - spacing, 0.0)
+    whole = cycle + (rounds.seconds * phase.weights).sum(axis=1) - rounds.decoding
+    unneeded = (rounds.seconds * phase.unneeded).sum(axis=1)
+    stages = rounds.stages[..., -1]
+    spacing = np.maximum(np.maximum.reduce(stages), rounds.own_way[:, -1] / microbatches)
+    queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(encoding.stages) - spacing, 0.0)
 
     # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean; a
     # request meets a large phase more often than a small one.
-    met = raggedness**2 * own
-    ttft = own + met + queue
+    met = raggedness**2 * encoding.own_way
+    ttft = encoding.own_way + met + queue
     latency = num_phases * whole - unneeded + met if decodes else ttft
 
     # Gaps that span an encode phase: one for each phase after a request's first.
-    spanning = cycle - (decoding - first_round) + np.maximum(phase.boundary_deviate, 0.0) * raggedness * own
+    spanning = cycle - (rounds.decoding - rounds.mean(0))
+    spanning += np.maximum(phase.boundary_deviate, 0.0) * raggedness * encoding.own_way
     carried = encode_batch * phase.share[:, 0]
-    filling = pipeline.all_stages(decode[kinds + 1 :, :, -1]) - np.maximum.reduce(td[..., -1])
+    filling = pipeline.all_stages(rounds.ends[:, :, -1]) - np.maximum.reduce(stages)
     return Performance(
         throughput=encode_batch / cycle,
         latency=latency,
         ttft=ttft,
         tpot=(latency - ttft) / max(decodes, 1),
-        itl_p99=np.where(phase.boundary > 0.01, spanning, np.maximum.reduce(rounds, axis=1)),
+        itl_p99=np.where(phase.boundary > 0.01, spanning, np.maximum.reduce(rounds.seconds, axis=1)),
         encode_batch=encode_batch,
         encode_tokens=encode_batch * lengths.mean_input,
         decode_batch=carried,
@@ -160,8 +129,93 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
         peak_tokens=1.1 * tokens + lengths.max_input,
         cycle=cycle,
         bubble=pipeline.bubble(work, cycle),
-        filling=filling * at_end,
+        filling=filling * rounds.anywhere[:, -1],
     )
+
+
+class _Encoding(NamedTuple):
+    """Seconds of a micro-batch's encode step. # [kinds, n], [n], [ends, n] each"""
+
+    stages: Array
+    own_way: Array
+    """Through all stages."""
+    down: Array
+    down_without_hops: Array
+
+
+class _Rounds(NamedTuple):
+    """Decode rounds, by stretches of a phase. # [.., n, segments]"""
+
+    stages: Array
+    """Seconds of a decode step on each kind of stage."""
+    own_way: Array
+    """Through all stages."""
+    ends: Array
+    anywhere: Array
+    """Probability that any micro-batch has a request left."""
+    active: Array
+    """Seconds on each kind of stage of the micro-batches that have one, in a round that takes place."""
+    seconds: Array
+    """Of a round that takes place."""
+    times: Array
+    """Rounds that take place."""
+    decoding: Array
+    """Seconds of a phase's rounds. # [n]"""
+
+    def mean(self, stretch: int) -> Array:
+        """Mean seconds of a round of one stretch, those that do not take place included. # [n]"""
+        return self.seconds[:, stretch] * self.anywhere[:, stretch]
+
+
+def _encoding(model: OneLaneModel, each: Array) -> _Encoding:
+    kinds, encoding = len(model.lane.kinds), model.encode_table(each)
+    return _Encoding(encoding[:kinds], encoding[kinds], *encoding[kinds + 1 :].reshape(2, -1, len(each)))
+
+
+def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches: Array) -> _Rounds:
+    # A phase ends early where no request is left in decode: the probability that one is, and the batch given that.
+    # That is one at least, and hardly over its peak and one more.
+    kinds, table = len(model.lane.kinds), model.decode_table
+    column, m = each[:, None], microbatches[:, None]
+    present = column * phase.share
+    running = np.maximum(-np.expm1(column * phase.log_empty), present / (np.maximum(present[:, :1], 1.0) + 1))
+    running = np.maximum(np.minimum(running, present), 1e-300)
+    decode = table(present / running, table.locate(model.self_context + phase.age))
+    stages, own_way = decode[:kinds], decode[kinds]
+    # Phases begin together: a round takes place where any request is left, with the micro-batches that have one.
+    anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
+    active = (m * running / anywhere) * stages
+    seconds = np.maximum(np.maximum.reduce(active), own_way)
+    times = anywhere * phase.weights
+    decoding = (seconds * times).sum(axis=1)
+    return _Rounds(stages, own_way, decode[kinds + 1 :], anywhere, active, seconds, times, decoding)
+
+
+def _cycle(
+    pipeline: Pipeline, encoding: _Encoding, rounds: _Rounds, microbatches: Array, held: Array, iterations: Ints
+) -> tuple[Array, Array]:
+    """Return the seconds of a cycle, and of each kind of stage's work in it. # [n], [kinds, n]
+
+    Args:
+        held: by which share of an encode step the longest micro-batch holds the others up.
+    """
+    at_end, last = rounds.anywhere[:, -1], rounds.stages[..., -1]
+    slowest_then = pipeline.slowest_from(encoding.stages)
+    at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(last * at_end), slowest_then)
+    at_runs -= held * slowest_then
+    change = pipeline.before @ (rounds.ends[:, :, -1] * at_end) + encoding.down + held * encoding.down_without_hops
+    change += at_runs[pipeline.run_of_end]
+    stage_s = rounds.active * rounds.times  # [kinds, n, segments]
+    work = microbatches * encoding.stages + stage_s.sum(axis=2)
+    slowest = np.maximum.reduce(encoding.stages)
+    own_way = encoding.own_way + held * (encoding.own_way - slowest) + (rounds.own_way * rounds.times).sum(axis=1)
+    until = pipeline.slowest_until(stage_s).sum(axis=2) - pipeline.slowest_until(rounds.active[..., -1] * at_end)
+    cycle = np.maximum(
+        np.maximum(np.maximum.reduce(work), own_way), np.maximum.reduce(until[pipeline.run_of_end] + change)
+    )
+    around = rounds.own_way[:, 0] * rounds.anywhere[:, 0] + rounds.decoding - rounds.mean(0) - rounds.mean(-1)
+    around += np.maximum.reduce(change)
+    return np.where(iterations >= 2, np.maximum(cycle, around), cycle), work
 
 
 def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:

@@ -9,6 +9,7 @@ import pytest
 
 from xgpt.errors import MachineError
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
+from xgpt.policies.admission import make_queue
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime, WorkerLost
@@ -127,7 +128,7 @@ def test_a_log_begins_anew_and_replays() -> None:
 
 def test_deadlines_and_order_outlive_a_loss() -> None:
     def schedule() -> Schedule:
-        return OneLane(LaneSettings(mix=True, max_batch=1), Pool(BLOCKS, BLOCK_SIZE, order="edf"))
+        return OneLane(LaneSettings(mix=True, max_batch=1), Pool(BLOCKS, BLOCK_SIZE, waiting=make_queue("edf")))
 
     log: list[StepRecord] = []
     engine = Engine(schedule(), Counting((2,), resumes=True), clock=lambda: 0, on_step=log.append)

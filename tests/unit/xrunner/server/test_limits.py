@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import SPEC, FakeExecutor, byte_codec, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.policies.admission import make_queue
 from xgpt.schema import Account, Admission, AdmissionOrder, Histogram, StaticSettings, Workload
 from xrunner.server import ApiKeys, Limits, Watch
 from xrunner.server.access.keys import Key
@@ -155,7 +156,7 @@ def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: Admi
         now_s += rng.exponential(20 / (3 * capacity_per_s))
         size = int(rng.integers(1, 20)), output, output
         requests.append(SimulatedRequest(id_, *size, round(now_s * 1e9), account=account))
-    pool = Pool(10_000, 16, order=order, row_tokens=100 if "das" in order else None, patience_ns=2 * 10**9)
+    pool = Pool(10_000, 16, waiting=make_queue(order, 100 if "das" in order else None, 2 * 10**9))
     lane = OneLane(LaneSettings(mix=True, max_batch=8), pool)
     tokens = {"a": 0, "b": 0}
     engine = SimulatedEngine(lane, lambda start_ns, step: start_ns + 10_000_000, requests)
