@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema import Experts, ModelSpec, Quantization, Surface
+from xprofiler.experts import Routing
 from xprofiler.tables import Tables, interpolate, surface_of
 
 Array = npt.NDArray[np.float64]
@@ -38,6 +39,7 @@ class ExpertTable:
     def __init__(self, tables: Tables, spec: ModelSpec, dtype: str) -> None:
         assert spec.experts is not None
         self._tables, self._hidden, self._experts, self._dtype = tables, spec.hidden_size, spec.experts, dtype
+        self._distribution: str | None = None
 
     @cached_property
     def rows(self) -> Rows | None:
@@ -49,7 +51,8 @@ class ExpertTable:
             chosen = (rows["moe_dtype"] == self._dtype) & (rows["num_experts"] == of.number)
             for name, value in wanted:
                 chosen &= rows[name] == value
-            chosen &= rows["distribution"] == _distribution(of, set(rows["distribution"][chosen].tolist()))
+            self._distribution = _distribution(of, set(rows["distribution"][chosen].tolist()))
+            chosen &= rows["distribution"] == self._distribution
             if chosen.any():
                 tables.note("moe", path)
                 return {name: column[chosen] for name, column in rows.items()}
@@ -64,7 +67,19 @@ class ExpertTable:
         return {(a * b, b) for a, b in zip(slices, parts, strict=True)}
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
-        """# [n] -> [n]"""
+        """Return what tokens take that choose their experts independently of each other. # [n] -> [n]
+
+        Balanced tables deal tokens to experts in turn: that evens out devices, and meets more experts than chance does.
+        """
+        if self._distribution != "balanced":
+            return self._at(tokens, t, ep)
+        number, active = self._experts.number, self._experts.active
+        busiest = tokens * Routing(self._experts, ep).unevenness(tokens)
+        in_turn = np.minimum(busiest, number / active)
+        met = number / active * (1 - (1 - active / number) ** busiest) if active < number else in_turn
+        return self._at(busiest, t, ep) - self._at(in_turn, t, ep) + self._at(np.minimum(met, in_turn), t, ep)
+
+    def _at(self, tokens: Array, t: int, ep: int) -> Array:
         assert self.rows is not None
         chosen = (self.rows["moe_tp_size"] == t // ep) & (self.rows["moe_ep_size"] == ep)
         points, place = np.unique(self.rows["num_tokens"][chosen], return_inverse=True)

@@ -49,11 +49,14 @@ class Routing:
         self._ep_degree = ep_degree
         self._chances = chances(experts)[::ep_degree]
 
+    def unevenness(self, tokens: npt.ArrayLike) -> Array:
+        """Return how many times the mean of all devices the busiest has to do by chance. # [n] -> [n]"""
+        ep = self._ep_degree
+        spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
+        return np.minimum(1 + spread, ep)
+
     def expected(self, tokens: float) -> tuple[Array, Array]:
         """Return the tokens of each of its experts, and the chance that there is one. # two of [experts]"""
-        ep = self._ep_degree
-        if ep > 1:
-            spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * tokens))
-            tokens = tokens * min(1 + float(spread), ep)
+        tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens
         return tokens * self._chances, 1 - missed

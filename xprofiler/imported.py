@@ -159,13 +159,15 @@ def _layers(
             yield _layer(spec, tables, kernels, (t, 1), engine, None)
         return
     of = ExpertTable(tables, spec, stored_as(spec.quantization, tables.dtype))
-    degrees, held = analytic.tp_degrees(spec, cluster), of.groups
-    if held:
-        groups = sorted(group for group in held if group[0] in degrees)
-    else:
-        groups = list(analytic.groups(spec, cluster))
+    degrees = analytic.tp_degrees(spec, cluster)
+    held = {group for group in of.groups if group[0] in degrees}
+    usual = set(analytic.groups(spec, cluster))
+    if not held:
         tables.provenance["experts"] = "datasheet: no table has this shape in this type"
-    for group in groups:
+    elif usual - held:
+        of_missing = ", ".join(f"{t} devices in {ep} parts" for t, ep in sorted(usual - held))
+        tables.provenance["experts"] = f"of {of_missing}: scaled by the datasheet's ratios"
+    for group in sorted(held | usual):
         yield _layer(spec, tables, kernels, group, engine, of)
 
 
@@ -233,11 +235,20 @@ def _feed_forward(
     if spec.experts is None or experts is None:
         return block(spec.ffn_size // t)
     tokens, share = np.asarray(TOKENS, float), spec.num_expert_layers() / spec.num_layers
-    if group in experts.groups:
+
+    def roofline(of: tuple[int, int]) -> Array:
+        assert spec.experts is not None
+        routing, each = Routing(spec.experts, of[1]), spec.expert_params / (of[0] // of[1])
+        return np.asarray([kernels.grouped(n, each, routing, stored) for n in TOKENS])
+
+    held = experts.groups
+    if group in held:
         routed = experts.seconds(tokens, t, ep)
+    elif held:
+        near = min(held, key=lambda other: (abs(np.log(other[0] / t)), abs(np.log(other[1] / ep))))
+        routed = experts.seconds(tokens, *near) * roofline(group) / roofline(near)
     else:
-        routing, each = Routing(spec.experts, ep), spec.expert_params / (t // ep)
-        routed = np.asarray([kernels.grouped(n, each, routing, stored) for n in TOKENS])
+        routed = roofline(group)
     found = share * (routed + tables.product(tokens, spec.experts.number, spec.hidden_size, "bfloat16"))
     if spec.experts.shared_ffn_size:
         found = found + share * block(spec.experts.shared_ffn_size // t)

@@ -34,8 +34,18 @@ class Tables:
         self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
 
     def product(self, m: npt.ArrayLike, n: float, k: float, dtype: str | None = None) -> Array:
-        """Of [m, k] and [k, n]."""
+        """Of [m, k] and [k, n].
+
+        In eight bits by blocks, small products were measured launch by launch, at tens of microseconds more than in
+        half precision, with twice the bytes to read. Captured graphs launch nothing: the shorter of both is taken.
+        """
         dtype = dtype or self.dtype
+        if dtype == "fp8_block":
+            self.provenance["fp8_block products"] = "no longer than in bfloat16"
+            return np.minimum(self._product(m, n, k, dtype), self._product(m, n, k, "bfloat16"))
+        return self._product(m, n, k, dtype)
+
+    def _product(self, m: npt.ArrayLike, n: float, k: float, dtype: str) -> Array:
         if dtype not in self._products:
             rows = self._read("gemm", "gemm", ("gemm_dtype", "m", "n", "k", "latency"))
             known = sorted(set(rows["gemm_dtype"].tolist()))

@@ -6,7 +6,7 @@ Tables of operators and `silicon_sample.csv` are read from the wheel of aiconfig
 'xgpt[fidelity]'`). Sources without a known licence are read from where --measured says: `vllm_open_loop.csv`
 (experiment, model, device, tp, max_num_batched_tokens, max_num_seqs, input_tokens, output_tokens, rate_per_s, and mean
 and p99 of e2e and ttft in ms) and `trtllm_max_throughput.csv` (version, model, device, dtype, tp, input_tokens,
-output_tokens, output_tokens_per_s). None of them is part of this repository.
+output_tokens, output_tokens_per_s, and of models with experts ep). None of them is part of this repository.
 
 Figures of engines (configs/engines) were fitted to the rows that are marked so, and to no others.
 """
@@ -20,8 +20,9 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.truth.places import SOURCES
 from benchmarks.truth.score import plot, table
-from benchmarks.truth.sources import SOURCES, Row
+from benchmarks.truth.sources import Row
 
 QUICK = 60
 """Rows of each source, with --quick."""

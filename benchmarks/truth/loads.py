@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, lane_settings
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xgpt.schema import ChunkedSettings, DType, EngineSpec, Profile
+from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
 from xsimulator.arrivals import Kv, Stream
 from xsimulator.memory import LaneMemory
@@ -23,6 +23,8 @@ from xsimulator.step_cost import LaneCost
 
 Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
+Stored = Literal["fp8", "fp8_block", "int4", "int8"]
+"""Formats of all weights."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Served:
 
     Attributes:
         imported: step times from others' tables; otherwise from the datasheet.
+        ep: parts into which the devices divide the experts of a layer.
+        stored: format of the weights, where it is not the model's own.
+        kv_dtype: type of K/V; None: the dtype.
         engine: its name; `changes` are what was set otherwise than the engine does by itself.
     """
 
@@ -43,6 +48,14 @@ class Served:
     token_budget: int
     imported: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
+    ep: int = 1
+    stored: Stored | None = None
+    kv_dtype: DType | None = None
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The model, its weights as they were stored."""
+        return _model(self.model, self.stored)
 
     @property
     def spec(self) -> EngineSpec:
@@ -55,7 +68,8 @@ class Served:
         Raises:
             InputError: there are no step times of this model on this device.
         """
-        return _cost(self.model, self.cluster, self.dtype, self.engine, self.tp, self.imported)
+        made = self.model, self.stored, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
+        return _cost(made, self.tp, self.ep)
 
     @property
     def lane(self) -> LaneSettings:
@@ -71,28 +85,41 @@ class Served:
         Raises:
             InfeasibleError: the weights do not fit.
         """
-        spec, _ = load_model(self.model)
+        spec = self.model_spec
         cluster, of = load_cluster(self.cluster), self.spec
         if of.memory_share is not None:
             device = cluster.device.model_copy(update={"usable_memory": of.memory_share})
             cluster = cluster.model_copy(update={"device": device})
-        memory = LaneMemory(spec, cluster, self.dtype, whole(spec, self.tp), of.block_size, of.framework, of)
+        memory = LaneMemory(
+            spec, cluster, self.dtype, whole(spec, self.tp), of.block_size, of.framework, of, self.kv_dtype
+        )
         return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
 
 
+Made = tuple[str, Stored | None, str, DType, DType | None, str, bool]
+"""What a profile is made of: model and its weights, cluster, dtype and that of K/V, engine, and whether by import."""
+
+
 @cache
-def _profile(model: str, cluster: str, dtype: DType, engine: str, is_imported: bool) -> Profile:
-    spec, _ = load_model(model)
+def _model(name: str, stored: Stored | None) -> ModelSpec:
+    spec, _ = load_model(name)
+    if stored is None:
+        return spec
+    return spec.model_copy(update={"quantization": Quantization(kind=stored)})
+
+
+@cache
+def _profile(of: Made) -> Profile:
+    model, stored, cluster, dtype, kv_dtype, engine, is_imported = of
     make = imported.profile if is_imported else analytic.profile
-    return make(spec, load_cluster(cluster), dtype, load_engine(engine))
+    return make(_model(model, stored), load_cluster(cluster), dtype, load_engine(engine), kv_dtype=kv_dtype)
 
 
 @cache
-def _cost(model: str, cluster: str, dtype: DType, engine: str, tp: int, is_imported: bool) -> LaneCost:
-    spec, _ = load_model(model)
-    return LaneCost(
-        spec, _profile(model, cluster, dtype, engine, is_imported), whole(spec, tp), engine=load_engine(engine)
-    )
+def _cost(of: Made, tp: int, ep: int) -> LaneCost:
+    model, stored, *_, engine, _ = of
+    spec = _model(model, stored)
+    return LaneCost(spec, _profile(of), whole(spec, tp, ep), engine=load_engine(engine))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import numpy as np
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, needs, open_loop
 from xgpt.errors import XgptError
 from xgpt.schema import DType
-from xprofiler import imported
 
 Figures = dict[str, float]
 """Seconds, or tokens a second, by quantity."""
@@ -61,16 +59,16 @@ class Source:
     peers: str = ""
 
 
-def _thinned(rows: list[dict[str, str]], most: int | None) -> list[dict[str, str]]:
+def thinned(rows: list[dict[str, str]], most: int | None) -> list[dict[str, str]]:
     return rows if most is None or len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def _predicted(predict: Callable[[], Figures]) -> tuple[Figures, str]:
+def predicted(predict: Callable[[], Figures]) -> tuple[Figures, str]:
     try:
         return predict(), ""
     except XgptError as error:
@@ -93,9 +91,9 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     Prompts were repeated with prefix caching on: but for the first hundred of an experiment, all except the last block
     is cached.
     """
-    raws = _read(path)
+    raws = read(path)
     first_of = {raw["experiment"]: raw for raw in reversed(raws)}
-    for raw in _thinned(raws, most):
+    for raw in thinned(raws, most):
         cold = NUM_PROMPTS if raw is first_of[raw["experiment"]] else 0
         numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
         lengths = int(numbers["input_tokens"]), int(numbers["output_tokens"])
@@ -130,7 +128,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
             for name, column in names.items()
             for of in ("mean", "p99")
         }
-        found, why_not = _predicted(predict)
+        found, why_not = predicted(predict)
         is_fitted = raw["model"] in OPEN_FITTED
         group = f"{raw['model']} {raw['device']}"
         note = f"{raw['experiment']} {raw['rate_per_s']}/s"
@@ -146,7 +144,7 @@ MOST_OFFLINE = 3000
 
 def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
     """TensorRT-LLM 1.0's own maximum throughput: lengths all equal, all requests at hand."""
-    for raw in _thinned(_read(path), most):
+    for raw in thinned([raw for raw in read(path) if not raw.get("ep")], most):
         lengths = int(raw["input_tokens"]), int(raw["output_tokens"])
         served = Served(
             raw["model"],
@@ -166,7 +164,7 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
             inputs, outputs = ([length] * count for length in lengths)
             return {"throughput": all_at_once(served, inputs, outputs)}
 
-        found, why_not = _predicted(predict)
+        found, why_not = predicted(predict)
         kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
         source = "TensorRT-LLM, offline" + ("" if is_imported else ", datasheet")
         measured = {"throughput": float(raw["output_tokens_per_s"])}
@@ -208,8 +206,8 @@ def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
     Lengths of InferenceX are uniform from 80% to 100% of what is stated, as its generator draws them; the others' are
     taken to be as stated, as generators of fixed lengths do.
     """
-    raws = [raw for raw in _read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
-    for raw in _thinned(raws, most):
+    raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
+    for raw in thinned(raws, most):
         isl, osl = int(float(raw["isl"])), int(float(raw["osl"]))
         clients, tp = int(float(raw["batch_size"])), int(float(raw["tp_size"]))
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
@@ -239,42 +237,5 @@ def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
             times = closed_loop(served, clients, inputs, outputs)
             return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
 
-        found, why_not = _predicted(predict)
+        found, why_not = predicted(predict)
         yield Row("silicon", group, is_fitted, measured, found, note, why_not)
-
-
-# Where they are -----------------------------------------------------------------------------------------------------
-
-
-def _in_folder(name: str) -> Callable[[Path | None], Path | None]:
-    def find(folder: Path | None) -> Path | None:
-        path = None if folder is None else folder / name
-        return path if path is not None and path.is_file() else None
-
-    return find
-
-
-@cache
-def _in_wheel(folder: Path | None) -> Path | None:
-    try:
-        path = imported.wheel_folder() / "silicon_sample.csv"
-    except XgptError:
-        return None
-    return path if path.is_file() else None
-
-
-SOURCES = (
-    Source(
-        "vLLM, open loop",
-        _in_folder("vllm_open_loop.csv"),
-        open_rows,
-        "BLIS: e2e mean 5.5 to 6.5, TTFT mean 9.5 to 12.2; AIConfigurator: e2e mean 7.9, TTFT mean 740 (medians)",
-    ),
-    Source("TensorRT-LLM, offline", _in_folder("trtllm_max_throughput.csv"), offline_rows),
-    Source(
-        "TensorRT-LLM, offline, datasheet",
-        _in_folder("trtllm_max_throughput.csv"),
-        lambda path, most: offline_rows(path, most, is_imported=False),
-    ),
-    Source("silicon", _in_wheel, silicon_rows, "AIConfigurator 0.12 on 21 such rows: TPOT 6.3, TTFT 53.6 (means)"),
-)

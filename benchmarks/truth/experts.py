@@ -1,0 +1,118 @@
+"""Measurements of models with experts: served ones of AIConfigurator's wheel, and TensorRT-LLM's own offline.
+
+What the sources leave open is assumed once: requests as those of dense models are, K/V in half precision, experts that
+are all equally busy. Rows whose degrees of experts do not make up their devices are counted and not predicted, as are
+those with attention by data parallelism, which is not planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs
+from benchmarks.truth.sources import (
+    BUDGETS,
+    CLUSTERS,
+    MOST_OFFLINE,
+    OFFLINE_CLUSTERS,
+    REQUESTS_A_CLIENT,
+    SHORTEST,
+    Figures,
+    Row,
+    predicted,
+    read,
+    thinned,
+)
+
+MODELS: dict[str, tuple[str, Stored | None]] = {
+    "MiniMaxAI/MiniMax-M2.5": ("minimax-m2", None),
+    "Qwen/Qwen3-235B-A22B-FP8": ("qwen3-235b-a22b", "fp8_block"),
+    "openai/gpt-oss-120b": ("gpt-oss-120b", None),
+    "deepseek-ai/DeepSeek-V3": ("deepseek-v3", None),
+    "deepseek-ai/DeepSeek-R1": ("deepseek-v3", None),
+}
+"""Each as it is served, and the format of its weights where it is not the model's own."""
+FOUR_BITS = ("nvfp4", "int4_wo")
+ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
+
+
+def served_rows(path: Path, most: int | None) -> Iterator[Row]:
+    """Clients in a closed loop, as for dense models. gpt-oss stands there as nvfp4, and is served in its own mxfp4."""
+    raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
+    for raw in thinned(raws, most):
+        name, stored = MODELS[raw["model_path"]]
+        backend, clients = raw["backend"], _count(raw["batch_size"])
+        tp, slices, ep = (_count(raw[column]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
+        measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
+        row = Row("silicon, experts", f"{name} {raw['system']} {backend}", False, measured, note=raw["id"])
+        if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
+            yield replace(row, why_not=why_not)
+            continue
+        cluster = CLUSTERS[raw["system"]]
+        served = Served(
+            name, cluster, "bfloat16", tp, ENGINES[backend], clients, BUDGETS[backend], ep=ep, stored=stored
+        )
+        lengths = _count(raw["isl"]), _count(raw["osl"])
+
+        def predict(served: Served = served, clients: int = clients, lengths: tuple[int, int] = lengths) -> Figures:
+            needs(served, sum(lengths))
+            rng = np.random.default_rng(0)
+            num = REQUESTS_A_CLIENT * clients
+            inputs, outputs = (rng.integers(round(SHORTEST * n), n + 1, num).tolist() for n in lengths)
+            times = closed_loop(served, clients, inputs, outputs)
+            return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
+
+        found, why_not = predicted(predict)
+        yield replace(row, predicted=found, why_not=why_not)
+
+
+def _count(text: str) -> int:
+    return int(float(text or 1))
+
+
+def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> str | None:
+    if raw["system"] not in CLUSTERS:
+        return f"no times of {raw['system']}"
+    if _count(raw["attention_dp_size"]) > 1:
+        return "attention by data parallelism"
+    if raw["moe_quant_mode"] in FOUR_BITS and name != "gpt-oss-120b":
+        return f"{raw['moe_quant_mode']} is no type that is planned for"
+    if tp != slices * ep:
+        return "degrees of experts do not make up the devices"
+    return None
+
+
+def offline_rows(path: Path, most: int | None) -> Iterator[Row]:
+    """TensorRT-LLM 1.0's own maximum throughput, experts divided among all devices.
+
+    Its commands also divide requests, not heads, among devices (enable_attention_dp), which is not predicted.
+    """
+    for raw in thinned([raw for raw in read(path) if raw.get("ep")], most):
+        lengths, tp = (_count(raw["input_tokens"]), _count(raw["output_tokens"])), _count(raw["tp"])
+        served = Served(
+            raw["model"],
+            OFFLINE_CLUSTERS[raw["device"]],
+            "float8",
+            tp,
+            "tensorrt-llm-1.0",
+            max_batch=2048,
+            token_budget=8192,
+            ep=_count(raw["ep"]),
+        )
+
+        def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:
+            needs(served, sum(lengths))
+            inside = min(served.max_batch, served.kv.blocks // served.kv.of(sum(lengths)))
+            count = min(MOST_OFFLINE, max(4 * inside, 200))
+            inputs, outputs = ([length] * count for length in lengths)
+            return {"throughput": all_at_once(served, inputs, outputs)}
+
+        found, why_not = predicted(predict)
+        kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
+        measured = {"throughput": float(raw["output_tokens_per_s"])}
+        note = f"{raw['model']} {raw['device']} TP {tp} {lengths[0]}/{lengths[1]}"
+        yield Row("TensorRT-LLM, offline, experts", kind, False, measured, found, note, why_not)
