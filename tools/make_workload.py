@@ -1,20 +1,30 @@
-"""A trace into a compact workload file: `python -m tools.make_workload trace.csv --name N --source S`."""
+"""Workloads: a trace's lengths as histograms, or a synthetic trace of requests that begin alike.
+
+python -m tools.make_workload lengths trace.csv --name N --source S -o workload.yaml
+python -m tools.make_workload conversations --requests 5000 --think-s 30 -o conversations.jsonl
+python -m tools.make_workload shared-prompts --prompts 100 -o agents.jsonl
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import yaml
 
+from tools.structured import BLOCK, conversations, shared_prompts, write
 from xgpt.errors import XgptError
 from xgpt.schema import Histogram
-from xgpt.workload import histogram_of, read_lengths
+from xgpt.workload import Lengths, histogram_of, read_lengths
+from xsimulator.reuse import ReuseCurve
 
 LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 + np.arange(20) * 0.001])
 """Where bins begin, as values of the cdf: narrower in the tail, where latency bounds look."""
+
+STRUCTURED: dict[str, Callable[..., Lengths]] = {"conversations": conversations, "shared-prompts": shared_prompts}
 
 
 def compact(histogram: Histogram) -> Histogram:
@@ -45,24 +55,48 @@ def render(name: str, source: str, inputs: Histogram, outputs: Histogram) -> str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path, help="CSV or JSON lines, as `xgpt plan --workload` takes")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--source", required=True, help="where the trace comes from, with its licence")
-    parser.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
-    args = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    lengths = commands.add_parser("lengths", help="a trace's lengths as histograms")
+    lengths.add_argument("trace", type=Path, help="CSV or JSON lines, as `xgpt plan --workload` takes")
+    lengths.add_argument("--name", required=True)
+    lengths.add_argument("--source", required=True, help="where the trace comes from, with its licence")
+    for name, make in STRUCTURED.items():
+        made = commands.add_parser(name, help=str(make.__doc__).splitlines()[0])
+        made.add_argument("--requests", type=int, default=5000)
+        made.add_argument("--seed", type=int, default=0)
+        for option, default in (make.__kwdefaults__ or {}).items():
+            made.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
+    for command in commands.choices.values():
+        command.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
+    args = vars(parser.parse_args())
+    command, output = args.pop("command"), args.pop("output")
     try:
-        lengths = read_lengths(args.trace)
+        text = _lengths(**args) if command == "lengths" else _structured(STRUCTURED[command], **args)
     except XgptError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    sides = (compact(histogram_of(side)) for side in (lengths.input, lengths.output))
-    text = render(args.name, args.source, *sides)
-    if args.output:
-        args.output.write_text(text, encoding="utf-8")
+    if output:
+        output.write_text(text, encoding="utf-8")
     else:
         print(text, end="")
     return 0
+
+
+def _lengths(trace: Path, name: str, source: str) -> str:
+    lengths = read_lengths(trace)
+    sides = (compact(histogram_of(side)) for side in (lengths.input, lengths.output))
+    return render(name, source, *sides)
+
+
+def _structured(make: Callable[..., Lengths], requests: int, seed: int, **options: float) -> str:
+    """Make a trace, and say on standard error how much of it is reusable, and with how large a cache."""
+    trace = make(requests, np.random.default_rng(seed), **options)
+    curve = ReuseCurve(trace, BLOCK)
+    print(f"prompt tokens: {trace.input.sum()}, reusable at most: {curve.most:.1%}", file=sys.stderr)
+    for tokens in curve.sizes(5):
+        print(f"with a cache of {tokens:.0f} tokens: {curve.share(tokens):.1%}", file=sys.stderr)
+    return write(trace)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xgpt.errors import InputError
 from xgpt.numbers import decimal, whole
+from xgpt.prefixes import Prefixes, block_size_of, read_ids, read_output_ids
 from xgpt.schema.workload import (
     Constant,
     Histogram,
@@ -45,8 +47,20 @@ _JSON_KEYS = ("input_length", "output_length", "timestamp")
 _HEADER_HELP = "the header must name the columns input,output or ContextTokens,GeneratedTokens"
 
 
-Row = tuple[str, tuple[object, object, object]]
-"""Where it stands in its file, then input, output and timestamp (None: none) as written."""
+class Row(NamedTuple):
+    """A request as its file says it.
+
+    Attributes:
+        where: the place in the file.
+        timestamp: None: none.
+        fields: what else a line of JSON has.
+    """
+
+    where: str
+    input: object
+    output: object
+    timestamp: object
+    fields: Mapping[str, object] = MappingProxyType({})
 
 
 class Lengths(NamedTuple):
@@ -56,11 +70,13 @@ class Lengths(NamedTuple):
         input: prompt tokens, [requests].
         output: output tokens, [requests].
         timestamp_s: seconds since the first request, [requests]; None: the trace has no times.
+        prefixes: what requests have in common; None: the trace does not say.
     """
 
     input: Ints
     output: Ints
     timestamp_s: Floats | None
+    prefixes: Prefixes | None = None
 
 
 def histogram(distribution: LengthDistribution) -> Histogram:
@@ -185,7 +201,8 @@ def read_lengths(path: Path) -> Lengths:
 
     Accepted: CSV with the header `input,output` (and perhaps `timestamp`) or the Azure trace's
     `TIMESTAMP,ContextTokens,GeneratedTokens`; and, in a file that ends in .jsonl, an object a line with
-    `input_length`, `output_length` (and perhaps `timestamp`). Times are seconds or ISO 8601.
+    `input_length`, `output_length` (and perhaps `timestamp`). Times are seconds or ISO 8601. Where lines have
+    `hash_ids`, the file is in Mooncake's format, and times are milliseconds (`xgpt.prefixes`).
 
     Raises:
         InputError: naming the line and the value.
@@ -198,17 +215,28 @@ def read_lengths(path: Path) -> Lengths:
     inputs: list[int] = []
     outputs: list[int] = []
     times: list[float] = []
-    for where, (input_, output, time) in rows:
-        inputs.append(_length(where, "input", input_))
-        outputs.append(_length(where, "output", output))
-        if time is not None:
-            times.append(_seconds(where, time))
+    prompts: list[tuple[int, ...]] = []
+    answers: list[tuple[int, ...]] = []
+    sizes: set[int] = set()
+    for row in rows:
+        inputs.append(_length(row.where, "input", row.input))
+        outputs.append(_length(row.where, "output", row.output))
+        if row.timestamp is not None:
+            times.append(_seconds(row.where, row.timestamp))
         if len(times) not in (0, len(inputs)):
-            raise InputError(where, time, "either every request or none must have a timestamp")
+            raise InputError(row.where, row.timestamp, "either every request or none must have a timestamp")
+        if "hash_ids" in row.fields:
+            of_row = row.where, row.fields, inputs[-1], outputs[-1]
+            prompts.append(read_ids(*of_row))
+            answers.append(read_output_ids(*of_row))
+            sizes.add(block_size_of(row.where, row.fields))
+        if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
+            raise InputError(row.where, "hash_ids", "every request or none must have them, of blocks of one size")
     if not inputs:
         raise InputError("workload", str(path), "it holds no requests")
-    lengths = Lengths(np.array(inputs), np.array(outputs), np.array(times) if times else None)
-    return _in_order(lengths)
+    prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
+    seconds = np.array(times) / (1000 if prefixes else 1) if times else None
+    return _in_order(Lengths(np.array(inputs), np.array(outputs), seconds, prefixes))
 
 
 def _in_order(lengths: Lengths) -> Lengths:
@@ -216,7 +244,8 @@ def _in_order(lengths: Lengths) -> Lengths:
         return lengths
     order = np.argsort(lengths.timestamp_s, kind="stable")
     times = lengths.timestamp_s[order]
-    return Lengths(lengths.input[order], lengths.output[order], times - times[0])
+    prefixes = None if lengths.prefixes is None else lengths.prefixes.take(order)
+    return Lengths(lengths.input[order], lengths.output[order], times - times[0], prefixes)
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:
@@ -234,7 +263,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
                 continue
             if len(cells) != len(header):
                 raise InputError(where, ",".join(cells), f"the header names {len(header)} columns")
-            yield where, (cells[wanted[0]], cells[wanted[1]], cells[wanted[2]] if wanted[2:] else None)
+            yield Row(where, cells[wanted[0]], cells[wanted[1]], cells[wanted[2]] if wanted[2:] else None)
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV") from None
 
@@ -262,7 +291,7 @@ def _json_rows(path: Path, text: str) -> Iterator[Row]:
             if key not in row:
                 raise InputError(where, line.strip()[:80], f"{key} is missing")
         input_, output, time = (row.get(key) for key in _JSON_KEYS)
-        yield where, (input_, output, time)
+        yield Row(where, input_, output, time, row)
 
 
 def _length(where: str, name: str, value: object) -> int:

@@ -223,8 +223,7 @@ class _Steps:
                 decoding[self._batch_of.get(id_, batch)].discard(id_)
             for id_, start, length in record.encode:
                 # A preempted request is encoded again: its admission and its first token stay where they were.
-                if start == 0:
-                    self.admitted.setdefault(id_, i)
+                self.admitted.setdefault(id_, i)
                 if start + length == prompts[id_] + self.num_tokens.get(id_, 0) and encode_emits:
                     self.first_token.setdefault(id_, i)
                     self.num_tokens[id_] = self.num_tokens.get(id_, 0) + 1

@@ -126,8 +126,8 @@ class _Seen:
                     inside[batch] = set(record.decode)
                 steps[batch].append(i)
             for id_, start, length in record.encode:
-                if start == 0:
-                    self._admitted.setdefault(id_, i)
+                if id_ not in self._admitted:
+                    self._admitted[id_] = i
                     waiting -= 1
                 if start + length == prompts[id_]:
                     self.first_token.setdefault(id_, i)

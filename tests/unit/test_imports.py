@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
-BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.workload", "xgpt.__version__"}
+BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.prefixes", "xgpt.workload", "xgpt.__version__"}
 SHELL = BASE | {"xgpt.machine", "xgpt.checkpoint"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.errors": set(),
     "xgpt.numbers": set(),
     "xgpt.io": {"xgpt.schema", "xgpt.errors"},
-    "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers"},
+    "xgpt.prefixes": {"xgpt.schema", "xgpt.errors"},
+    "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.prefixes"},
     "xgpt.arrival_process": {"xgpt.errors", "xgpt.workload"},
     "xgpt.machine": BASE,
     "xgpt.checkpoint": BASE | {"xgpt.config_fields", "xgpt.config_readers"},

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies import Schedule
+    from xgpt.prefixes import Prefixes
     from xgpt.schema.step_log import StepRecord
     from xgpt.workload import Floats, Ints, Lengths
     from xsimulator.clock import OnSpan, Span
@@ -73,6 +74,8 @@ class Simulated:
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         idle = idle_shares(self.spans)
         found["idle_share"] = sum(idle.values()) / len(idle)
+        if any(arrival.chain for record in self.steps for arrival in record.arrivals):
+            found["reused_share"] = reused_share(self.steps)
         if self.times is not None:
             found = {name: value for name, value in found.items() if name not in FROM_ADMISSION} | self.times.figures
             if self.plan.constraint.bounds_latency:
@@ -218,7 +221,8 @@ def replay_trace(
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
     columns = (trace.input[:total], trace.output[:total], trace.timestamp_s[:total])
-    log = run_requests(plan, profile, *columns, workload.output.lengths[-1], on_span)
+    prefixes = trace.prefixes if shares_prompts(plan) else None
+    log = run_requests(plan, profile, *columns, workload.output.lengths[-1], on_span, prefixes)
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 
@@ -258,18 +262,47 @@ def run_requests(
     arrivals_s: Floats,
     max_output: int | Ints,
     on_span: OnSpan | None = None,
+    prefixes: Prefixes | None = None,
 ) -> list[StepRecord]:
-    """The steps of these requests, in the order of their arrival, on one replica. # each [requests]"""
+    """The steps of these requests, in the order of their arrival, on one replica. # each [requests]
+
+    Args:
+        prefixes: what they have in common; None: nothing.
+    """
     import numpy as np
 
     from xgpt import policies
     from xsimulator.events import SimulatedEngine, SimulatedRequest
 
     schedule = policies.build(plan)
+    size = plan.block_size
     most = np.broadcast_to(max_output, len(inputs))
     columns = zip(*(of.tolist() for of in (inputs, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True)
     requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
+    if prefixes is not None:
+        requests = [
+            request._replace(
+                chain=prefixes.chain(request.id, request.input_length, size),
+                output_chain=prefixes.output_chain(request.id, request.input_length, request.output_length, size),
+            )
+            for request in requests
+        ]
     return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
+
+
+def reused_share(log: Sequence[StepRecord]) -> float:
+    """Return the share of prompt tokens that requests of a log found when they first entered."""
+    asked = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
+    found: dict[int, int] = {}
+    for record in log:
+        for id_, start, _ in record.encode:
+            found.setdefault(id_, start)
+    return sum(found.values()) / max(1, sum(asked[id_] for id_ in found))
+
+
+def shares_prompts(plan: Plan) -> bool:
+    """Whether the engine that a plan is for shares what prompts have in common: ours, where no encoder reads them."""
+    return plan.profile.engine != "vllm" and not plan.model.is_encoder_decoder
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:

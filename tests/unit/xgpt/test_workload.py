@@ -278,3 +278,36 @@ def test_rendered_workload_reads_back(tmp_path: Path) -> None:
     for q in (0.5, 0.9, 0.99):
         read = workload.quantile(workload.histogram(spec.output), q)
         assert read == pytest.approx(workload.quantile(full, q), rel=0.05)
+
+
+def test_a_trace_says_what_requests_have_in_common(tmp_path: Path) -> None:
+    lines = (
+        '{"timestamp": 2000, "input_length": 40, "output_length": 9, "block_size": 16, "hash_ids": [1, 2, 7],'
+        ' "output_hash_ids": [3, 4]}\n'
+        '{"timestamp": 0, "input_length": 33, "output_length": 1, "block_size": 16, "hash_ids": [1, 2, 8]}\n'
+    )
+    trace = workload.read_lengths(write(tmp_path, lines, "trace.jsonl"))
+    assert trace.timestamp_s is not None and trace.timestamp_s.tolist() == [0.0, 2.0], "milliseconds, in order"
+    prefixes = trace.prefixes
+    assert prefixes is not None
+    first, second = prefixes.chain(0, 33, 16), prefixes.chain(1, 40, 16)
+    assert len(first) == 2 and first == second, "whole blocks alone"
+    assert len(prefixes.chain(1, 40, 4)) == 10 and prefixes.chain(1, 40, 4)[:8] == prefixes.chain(0, 33, 4)
+    assert len(prefixes.output_chain(1, 40, 9, 16)) == 1, "its last token is never fed"
+    assert prefixes.output_chain(0, 33, 1, 16) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ('"hash_ids": [1]', "hash_ids"),
+        ('"hash_ids": [1, 2, "x"]', "hash_ids"),
+        ('"hash_ids": [1, 2, 3], "block_size": 0', "block_size"),
+        ('"hash_ids": [1, 2, 3], "output_hash_ids": [4]', "output_hash_ids"),
+    ],
+)
+def test_ids_that_do_not_go_with_the_lengths(tmp_path: Path, fields: str, field: str) -> None:
+    size = "" if "block_size" in fields else ', "block_size": 16'
+    line = f'{{"input_length": 40, "output_length": 9{size}, {fields}}}\n'
+    with pytest.raises(InputError, match=field):
+        workload.read_lengths(write(tmp_path, line, "trace.jsonl"))

@@ -1,0 +1,42 @@
+"""The curve of reuse, put to the engine's own blocks at each size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tools.structured import conversations, shared_prompts
+from xgpt.workload import Lengths
+from xsimulator.reuse import ReuseCurve, _greater_before, exact_share
+
+BLOCK = 16
+
+
+def test_greater_values_before_each() -> None:
+    values = np.random.default_rng(0).integers(-1, 50, 137)
+    assert _greater_before(values).tolist() == [int((values[:i] > v).sum()) for i, v in enumerate(values)]
+
+
+@pytest.mark.parametrize("make", [conversations, shared_prompts])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_curve_at_eight_sizes(make, seed: int) -> None:
+    """Within 3 points of what blocks that are shared, kept and given up one by one find."""
+    trace: Lengths = make(1500, np.random.default_rng(seed))
+    curve = ReuseCurve(trace, BLOCK)
+    longest = int((trace.input + trace.output).max())
+    sizes = np.geomspace(1.2 * longest, max(curve.sizes(8)[-1], 3 * longest), 8)
+    predicted = [curve.share(size) for size in sizes]
+    exact = [exact_share(trace, int(size) // BLOCK, BLOCK) for size in sizes]
+    assert np.abs(np.subtract(predicted, exact)).max() < 0.03
+    assert np.ptp(exact) > 0.1 and sorted(predicted) == predicted
+    assert predicted[-1] == pytest.approx(curve.most, abs=0.01)
+
+
+def test_requests_with_nothing_in_common() -> None:
+    trace = shared_prompts(100, np.random.default_rng(0))
+    assert trace.prefixes is not None
+    alone = tuple(tuple(range(1000 * i, 1000 * i + len(p))) for i, p in enumerate(trace.prefixes.prompts))
+    lengths = trace._replace(prefixes=replace(trace.prefixes, prompts=alone))
+    assert ReuseCurve(lengths, BLOCK).most == 0.0
