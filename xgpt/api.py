@@ -65,6 +65,8 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         search: with "saturated"; None: branch-and-bound.
         kv: "reserve", the default, each request's maximum of K/V memory, or admit to a "quantile" of what is used.
         order: which of the waiting requests enters next, by default fcfs.
+        fix: values that control variables are held at, by name (token_budget, max_batch, ...), and those of placements:
+            tp, pp, replicas.
         devices: take at most this number; "auto": the fewest that sustain the arrival rate.
         among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate.
 

@@ -95,6 +95,8 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     of = evaluation.performance
     highest = max_rate(space.forecast.stations, of, space.lengths, constraint, at_least / replicas)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
+    if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
+        rates[:, :-1] = 0.0  # what grows along a curve is held at its end
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
@@ -142,9 +144,9 @@ def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
 
 def _largest(space: Space, outer: Ints) -> Ints:
     """Return the largest batch that memory holds together with each value of the other variable."""
-    most = max(int(space.capacity), 1)
+    most = space.fixed.get(space.forecast.load, max(int(space.capacity), 1))
     axis, inner, counts = space.lines
-    if axis is None or inner.variable.name != space.forecast.load:
+    if axis is None or inner.variable.name != space.forecast.load or space.forecast.load in space.fixed:
         return np.full(len(outer), most)
     lines = np.searchsorted(axis.values, outer)
     least = space.least_requests

@@ -7,7 +7,7 @@ as fast as it can be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -19,6 +19,9 @@ from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.placement import Lane, degrees, lane, lane_of, spread
 
+PLACED = ("tp", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
+"""Variables that belong to a placement: tensor-parallel degree of every stage, stages of the lane that decodes, and
+so on."""
 MAX_SPLITS = 6
 """Values of tp_devices tried for a degree: every multiple of it where there are no more, else evenly spaced ones."""
 FEW_DEVICES = 8
@@ -83,6 +86,12 @@ class Placement:
     def is_uniform(self) -> bool:
         """Replicas of equal stages: what other planners offer."""
         return len(self.layouts) == 1 and self.layouts[0].is_uniform
+
+    def has(self, fixed: Mapping[str, int]) -> bool:
+        """Whether it has these values of variables in `PLACED`."""
+        shapes = [shape for layout in self.layouts for shape in layout.lane]
+        values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}, "tp": {shape.tp for shape in shapes}}
+        return all(values.get(name, {self.fixed.get(name, 1)}) == {fixed[name]} for name in PLACED if name in fixed)
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from xgpt.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
 from xscheduler.placement import Placement
@@ -18,6 +19,7 @@ class Problem:
         max_devices: the most devices of the cluster to take.
         uniform: only placements that are replicas of equal stages.
         replicas: only this number of replicas.
+        fixed: values that control variables and those of placements are held at.
         placement: only this one. It need not be one that would be tried.
         wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
     """
@@ -33,6 +35,7 @@ class Problem:
     max_devices: int | None = None
     uniform: bool = False
     replicas: int | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
     placement: Placement | None = None
     wish: Wish | None = None
 

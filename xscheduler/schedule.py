@@ -63,7 +63,7 @@ class Scheduler:
         for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
             if problem.uniform and not placement.is_uniform:
                 continue
-            if problem.replicas not in (None, placement.replicas):
+            if problem.replicas not in (None, placement.replicas) or not placement.has(problem.fixed):
                 continue
             limits = self._limits(placement)
             if limits is not None:
@@ -91,7 +91,9 @@ class Scheduler:
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
-        return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
+        return Space(
+            kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish, fixed=self.problem.fixed
+        )
 
     def _limits(self, placement: Placement) -> Limits | None:
         """None where the weights do not fit."""
@@ -322,7 +324,7 @@ class Scheduler:
                 binding="devices",
             )
         if not nearest:
-            return self._no_memory()
+            return self._no_memory() if not self.problem.fixed else self._not_held(kinds)
         bounds = {name: getattr(constraint, name) for name in nearest}
         broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
         binding = broken[0] if broken else "latency_bound_s"
@@ -331,6 +333,16 @@ class Scheduler:
             f"the nearest bound that one keeps is {round_up(nearest[binding])} s",
             nearest_bound_s=nearest["latency_bound_s"],
             binding=binding,
+        )
+
+    def _not_held(self, kinds: Sequence[str]) -> InfeasibleError:
+        """Return an error that says which values nothing can be held at."""
+        held = ", ".join(f"{name}={value}" for name, value in self.problem.fixed.items())
+        return InfeasibleError(
+            f"fix: no schedule of {', '.join(kinds)} on {self.problem.cluster.name} fits in memory with {held}; leave "
+            "one of them out",
+            nearest_bound_s=None,
+            binding="fix",
         )
 
     def _no_memory(self) -> InfeasibleError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -99,6 +99,7 @@ class Space:
     Args:
         models: called when the first point is predicted.
         wish: a user's own objective and constraint, of which no bound and no direction is known.
+        fixed: values that control variables are held at.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Space:
         constraint: Constraint,
         limits: Limits,
         wish: Wish | None = None,
+        fixed: Mapping[str, int] | None = None,
     ) -> None:
         self.kind = kind
         self.forecast = CHOICES[kind]
@@ -120,6 +122,7 @@ class Space:
         self.bound = np.inf
         """Throughput, all replicas together, that no point exceeds."""
         self.wish = wish
+        self.fixed = fixed or {}
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
@@ -147,7 +150,7 @@ class Space:
         return [axis for axis in self.axes if axis.variable.latency == "none"]
 
     def _values(self, name: str) -> Ints:
-        return self.forecast.values(name, self._room)
+        return np.asarray([self.fixed[name]]) if name in self.fixed else self.forecast.values(name, self._room)
 
     @property
     def _room(self) -> Room:

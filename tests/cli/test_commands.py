@@ -389,6 +389,73 @@ def test_a_bound_has_a_quantile_of_its_own(xgpt: Xgpt) -> None:
     assert "--ttft-quantile" in line and "arrivals" in line
 
 
+FIXED = {
+    "chunked": {"token_budget": 1024, "max_batch": 40},
+    "orca": {"max_batch": 24},
+    "rra": {"encode_batch": 6, "decode_iterations": 12},
+    "static": {"batch": 20},
+}
+
+
+@pytest.mark.parametrize("objective", ["arrivals", "saturated"])
+@pytest.mark.parametrize("kind", FIXED)
+def test_control_variables_are_held(xgpt: Xgpt, kind: str, objective: str) -> None:
+    """Each by itself, and all together: then there is one plan, and it is what `search` says is left of the space."""
+    asked = ("plan", "--latency-bound", "30", *PROBLEM, "--policy", kind, "--objective", objective, "--json")
+    held = [f"--fix={name}={value}" for name, value in FIXED[kind].items()]
+    for words in (*[[word] for word in held], held):
+        document = json.loads(xgpt(*asked, *words).out)
+        for name, value in (word.removeprefix("--fix=").split("=") for word in words):
+            assert document["policy"][name] == int(value)
+    assert document["search"]["space_size"] == 1
+    if objective == "arrivals":
+        assert document["estimate"]["capacity"]["rate_per_s"] > 0
+
+
+def test_placements_are_held(xgpt: Xgpt) -> None:
+    of = ("--model", "opt-13b", "--cluster", "a40x4", "--workload", "summarization")
+    document = json.loads(xgpt("plan", "--latency-bound", "60", *of, "--fix", "tp=2", "--fix", "pp=2", "--json").out)
+    assert document["replicas"] == 1
+    assert [stage["tp"] for stage in document["stages"]] == [2, 2]
+    waa = json.loads(
+        xgpt("plan", "--latency-bound", "60", *of, "--policy", "waa", "--fix", "encode_batch=3", "--json").out
+    )
+    assert waa["policy"]["encode_batch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fix", "code", "said"),
+    [
+        ("max_bach=3", 2, "did you mean max_batch?"),
+        ("max_batch=0", 2, "a whole number of at least 1"),
+        ("max_batch", 2, "write NAME=N"),
+        ("tp=3", 1, "fits in memory with tp=3"),
+        ("max_batch=9999", 1, "fits in memory with max_batch=9999"),
+    ],
+)
+def test_what_cannot_be_held_is_said_in_a_line(xgpt: Xgpt, fix: str, code: int, said: str) -> None:
+    for objective in ("arrivals", "saturated"):
+        asked = ("plan", "--latency-bound", "30", *PROBLEM, "--policy", "orca", "--objective", objective)
+        assert said in xgpt.fails(code, *asked, "--fix", fix)
+    assert "orca has no such variable" in xgpt.fails(2, *asked, "--fix", "token_budget=64")
+
+
+def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
+    path = str(tmp_path / "current.json")
+    command = "vllm serve llama --max-num-seqs 64 --max-num-batched-tokens 2048"
+    asked = ("compare", "--latency-bound", "8", *PROBLEM)
+    ran = xgpt(*asked, "--current", command, "-o", path)
+    assert ran.code == 0 and "for each device" in " ".join(ran.out.split())
+    plan = load_json(Path(path), Plan, "plan")
+    assert plan.search.method == "given"
+    assert (plan.policy.kind, plan.policy.max_batch, plan.policy.token_budget) == ("chunked", 64, 2048)
+    rate = plan.estimate.capacity.rate_per_s
+    figures = json.loads(xgpt("simulate", path, "--arrival-rate", str(rate), "--requests", "400", "--json").out)
+    assert figures["goodput"] > 0.95
+    assert xgpt("report", path, "-o", str(tmp_path / "report.html")).code == 0
+    assert "goes with --current" in xgpt.fails(2, *asked, "-o", path)
+
+
 def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
     ran = xgpt("plan", "--latency-bound", "15", "--sla", "request", *PROBLEM[:4], "--workload", "azure-conv")
     assert ran.code == 0

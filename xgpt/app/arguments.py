@@ -59,6 +59,7 @@ class PlanArguments(ProblemArguments, total=False):
     order: AdmissionOrder
     devices: int | Literal["auto"] | None
     among: Mapping[str, float] | None
+    fix: Mapping[str, int]
 
 
 class LoadArguments(TypedDict, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,20 @@ OnStart = Callable[[Plan], None]
 """A function that is given each plan before it is measured."""
 
 
+class Gain(NamedTuple):
+    """By which factor the best plan's highest arrival rate exceeds that of what runs now.
+
+    Attributes:
+        per_device: the same for each device.
+        num_devices, current_devices: of the best plan, and of what runs now.
+    """
+
+    arrivals: float
+    per_device: float
+    num_devices: int
+    current_devices: int
+
+
 @dataclass(frozen=True)
 class Compared:
     """Every policy at its own best under one bound.
@@ -54,6 +68,11 @@ class Compared:
     def best(self) -> Plan:
         """The best plan of all."""
         return next(iter(self.plans.values()))
+
+    @property
+    def gain(self) -> Gain | None:
+        """Of the best plan over what runs now; None: nothing was given, or it keeps the bounds at no arrival rate."""
+        return None if self.current is None else gain_of(self.best, self.current)
 
 
 def compare(
@@ -124,16 +143,24 @@ def score_current(problem: Problem, current: Deployment) -> Plan:
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
+def gain_of(best: Plan, current: Plan) -> Gain | None:
+    """The gain of a plan over what runs now; None: that keeps the bounds at no arrival rate."""
+    if rate_of(current) <= 0:
+        return None
+    devices = [plan.replicas * plan.devices_per_replica for plan in (best, current)]
+    gain = rate_of(best) / rate_of(current)
+    return Gain(gain, gain * devices[1] / devices[0], devices[0], devices[1])
+
+
 def gain_in_words(best: Plan, current: Plan) -> str:
     """How the best plan compares with what runs now: arrival rates at which both keep the bounds, for each device."""
-    devices = [plan.replicas * sum(stage.tp for stage in plan.stages) for plan in (best, current)]
-    if rate_of(current) <= 0:
+    gain = gain_of(best, current)
+    if gain is None:
         return "what runs now keeps the bounds at no arrival rate worth speaking of"
-    gain = rate_of(best) / rate_of(current)
-    each = gain * devices[1] / devices[0]
     return (
-        f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {devices[0]} devices, what runs "
-        f"now up to {rate_of(current):.4g} on {devices[1]}: {gain:.2f} times as many, {each:.2f} times for each device"
+        f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, what "
+        f"runs now up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as many for "
+        f"each device, {gain.arrivals:.2f} times in all"
     )
 
 

@@ -10,13 +10,16 @@ from xgpt.app.arrivals import best_by_arrivals
 from xgpt.app.problems import scheduler
 from xgpt.app.request import POLICY_GROUPS, PolicyChoice
 from xgpt.app.verifying import best_of_each
-from xgpt.errors import InfeasibleError, InputError
+from xgpt.errors import InfeasibleError, InputError, nearest
 from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan
 from xgpt.workload import mean
-from xscheduler.placement import Placement
+from xscheduler.placement import PLACED, Placement
 from xscheduler.space import UNCUT, runnable
+from xsimulator.forecast import CHOICES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from xgpt.app.profiles import Progress
     from xscheduler.problem import Problem
     from xscheduler.search import Method
@@ -71,11 +74,35 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     kinds = POLICY_GROUPS.get(policy, (policy,))
     if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
-    found = runnable(kinds, problem.model)
+    found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
         raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
     return found
+
+
+def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of some policies that have all variables which are held.
+
+    Raises:
+        InputError: there is no such variable, or none of the policies has it.
+    """
+    of_kind = {kind: _variables(kind) for kind in CHOICES}
+    known = set().union(*of_kind.values())
+    for name, value in fixed.items():
+        if name not in known:
+            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{nearest(name, known)}")
+        if kinds and not any(name in of_kind[kind] for kind in kinds):
+            having = ", ".join(kind for kind, names in of_kind.items() if name in names)
+            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has")
+    return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])
+
+
+def _variables(kind: str) -> set[str]:
+    """The variables of a policy that can be held."""
+    settings = CHOICES[kind].settings
+    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "pp", "replicas"})
+    return placed | {variable.name for variable in settings.variables}
 
 
 def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
@@ -101,6 +128,9 @@ def is_uniform(plan: Plan) -> bool:
 def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
     """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
     of, kinds = scheduler(replace(problem, uniform=True), search), runnable(UNIFORM_KINDS, problem.model)
+    kinds = tuple(kind for kind in kinds if problem.fixed.keys() <= _variables(kind))
+    if not kinds:
+        return None
     try:
         if problem.constraint.maximises_arrivals:
             return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))

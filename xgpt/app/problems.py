@@ -50,6 +50,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         engine=engine,
         constraint=request.constraint,
         kv=request.kv,
+        fixed=request.fix,
         max_devices=most,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from xgpt.errors import InputError
 from xgpt.io import parse_arguments
@@ -46,6 +46,7 @@ class PlanRequest(Frozen):
         price: of one device for an hour; None: what the cluster says.
         constraint: the bounds, and what is maximised under them.
         devices: the most devices of the cluster to take; "auto": the fewest that keep the arrival rate; None: all.
+        fix: values that control variables, `tp`, `pp` and `replicas` are held at.
         among: instead of `cluster`, clusters with the price of one device for an hour: the cheapest is taken.
     """
 
@@ -63,6 +64,7 @@ class PlanRequest(Frozen):
     order: AdmissionOrder = "fcfs"
     devices: PositiveInt | Literal["auto"] | None = None
     among: dict[str, PositiveFloat] | None = None
+    fix: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
 def plan_request(**asked: Any) -> PlanRequest:

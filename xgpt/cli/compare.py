@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 @click.option(
     "--current", metavar="COMMAND", help="The `vllm serve` command that runs today: scored in the same table."
 )
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write --current as a plan, which simulate, report and bench take."
+)
 @click.option("--measure", is_flag=True, help="Also run each plan on this machine.")
 @click.option(
     "--requests",
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure.")
 @json_option
-def command(as_json: bool, **asked: Any) -> None:
+def command(output: str | None, as_json: bool, **asked: Any) -> None:
     """Compare every policy, each at its own best under the same bound.
 
     \b
@@ -38,27 +41,35 @@ def command(as_json: bool, **asked: Any) -> None:
       xgpt compare --latency-bound 9.8
       xgpt compare --latency-bound 9.8 --measure --requests 300
       xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
-        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048'
+        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
     """
     import json
+    from pathlib import Path
 
     from xgpt import api
     from xgpt.app.comparing import gain_in_words
     from xgpt.app.wording import settings_text
     from xgpt.cli import render
-    from xgpt.io import sha256
+    from xgpt.errors import InputError
+    from xgpt.io import dump_json, sha256, write_atomic
+
+    if output is not None and asked["current"] is None:
+        raise InputError("--output", output, "it goes with --current: only what runs now is written")
 
     def announce(plan: Plan) -> None:
         click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
 
     with render.progress_bar() as progress:
         found = api.compare(**asked, progress=progress, on_start=announce)
+    if output is not None and found.current is not None:
+        write_atomic(Path(output), dump_json(found.current))
     if as_json:
         document = {
             "plans": {kind: plan.model_dump(mode="json") for kind, plan in found.plans.items()},
             "relaxed": [plan.model_dump(mode="json") for plan in found.relaxed.values()],
             "current": None if found.current is None else found.current.model_dump(mode="json"),
             "current_notes": found.notes,
+            "gain": None if found.gain is None else found.gain._asdict(),
             "measured": {kind: report.model_dump(mode="json") for kind, report in found.measured.items()},
         }
         click.echo(json.dumps(document, indent=1))
@@ -67,6 +78,8 @@ def command(as_json: bool, **asked: Any) -> None:
     if found.current is not None:
         table = render.plans_table({"current": found.current}, "what runs now, up to its own arrival rate")
         render.show(table, *found.notes, gain_in_words(found.best, found.current))
+        if output is not None:
+            render.show(f"wrote {output}; next: xgpt simulate {output} --arrival-rate R")
     if found.relaxed:
         render.show(render.relaxed_table(found.best, found.relaxed))
     if found.measured:

@@ -52,9 +52,18 @@ if TYPE_CHECKING:
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
     "(TCB); slotted-das, the same for rows in slots.",
 )
+@click.option(
+    "--fix",
+    multiple=True,
+    metavar="NAME=N",
+    help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128, or one of the "
+    "placement: tp, pp, replicas. Policies without that variable are left out.",
+)
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option
-def command(devices: str | None, among: str | None, output: str, as_json: bool, **asked: Any) -> None:
+def command(
+    devices: str | None, among: str | None, fix: tuple[str, ...], output: str, as_json: bool, **asked: Any
+) -> None:
     """Find the schedule that serves the most under a latency bound, and write plan.json.
 
     Served most is what --objective says: by default the highest rate at which requests may arrive.
@@ -64,6 +73,7 @@ def command(devices: str | None, among: str | None, output: str, as_json: bool, 
       xgpt plan --latency-bound 9.8
       xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
       xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
     """
     from pathlib import Path
@@ -77,7 +87,7 @@ def command(devices: str | None, among: str | None, output: str, as_json: bool, 
         del asked["cluster"]
     clusters = None if among is None else _priced(among)
     with render.progress_bar() as progress:
-        planned = api.solve(**asked, devices=_count(devices), among=clusters, progress=progress)
+        planned = api.solve(**asked, devices=_count(devices), among=clusters, fix=_held(fix), progress=progress)
     text = dump_json(planned.best)
     write_atomic(Path(output), text)
     if as_json:
@@ -122,6 +132,23 @@ def _summary(planned: Planned) -> Iterator[object]:
 def _count(devices: str | None) -> Any:
     """A number of devices as one; what is none is refused by name."""
     return int(devices) if devices is not None and devices.isdecimal() else devices
+
+
+def _held(fix: tuple[str, ...]) -> dict[str, int]:
+    """Return the names and values in texts like max_batch=128."""
+    from xgpt.errors import InputError
+    from xgpt.numbers import whole
+
+    found = {}
+    for part in fix:
+        name, _, value = (text.strip() for text in part.partition("="))
+        try:
+            found[name] = whole(value)
+        except ValueError:
+            found[name] = 0
+        if not name or found[name] < 1:
+            raise InputError("--fix", part, "write NAME=N, a whole number of at least 1")
+    return found
 
 
 def _priced(among: str) -> dict[str, float]:

@@ -38,7 +38,10 @@ class Rra(Forecast[OneLaneModel]):
         return super().values(name, room)
 
     def line_counts(self, outer: Ints, inner: Ints, room: Room) -> Array:
-        return np.floor(room.capacity / np.maximum(_phases(room.lengths), 1.0) + 1e-9) - inner[0] + 1
+        phases = _phases(room.lengths)
+        return (
+            np.floor(room.capacity / np.maximum(phases[np.minimum(outer, len(phases)) - 1], 1.0) + 1e-9) - inner[0] + 1
+        )
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
         iterations = columns["decode_iterations"].astype(int)

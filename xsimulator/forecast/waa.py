@@ -41,7 +41,7 @@ class Waa(Forecast[TwoLaneModel]):
         return super().values(name, room._replace(least=1) if name == "encode_batch" else room)
 
     def line_counts(self, outer: Ints, inner: Ints, room: Room) -> Ints:
-        return outer  # a batch larger than the cap never enters
+        return outer - inner[0] + 1  # a batch larger than the cap never enters
 
     def curve_values(self, values: Ints) -> Ints:
         return values[: max(1, len(values) // 2)]  # a cap of fewer than two encode batches makes static batches
