@@ -239,6 +239,8 @@ class Engine:
 
     def _begin(self, step: Step) -> None:
         self._executor.release(step.preempted)
+        if not self._executor.resumes:
+            self._progress.repeat(step.preempted)
         for chunk in step.encode:
             request = self.pool.running[chunk.id]
             if chunk.start == request.cached:

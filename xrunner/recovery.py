@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from xgpt.policies import Request
@@ -50,6 +50,10 @@ class Progress:
             output_length=None if generation.output_length is None else generation.output_length - count,
             num_resumed=generation.num_resumed + count,
         )
+
+    def repeat(self, ids: Iterable[int]) -> None:
+        """Note that these requests generate their tokens anew."""
+        self._repeated |= {id_: len(self._generated[id_]) for id_ in ids if id_ in self._generated}
 
     def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
         """The request as it enters a schedule once more, on workers that know nothing of it.

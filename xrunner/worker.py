@@ -56,6 +56,7 @@ class Worker(OneAtATime):
     ) -> None:
         super().__init__()
         self.model = model
+        self.resumes = not model.decoder_start
         self.cache = cache
         self.backend = backend
         self.readings: dict[int, Tensor] = {}

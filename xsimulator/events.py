@@ -63,7 +63,8 @@ class SimulatedEngine:
         self.schedule = schedule
         self._clock = clock
         self._requests = list(requests)
-        self._tokens_left = {request.id: request.output_length for request in requests}
+        self._outputs_whole = {request.id: request.output_length for request in requests}
+        self._tokens_left = dict(self._outputs_whole)
         self._output_chain = {request.id: request.output_chain for request in requests if request.output_chain}
         self._num_arrived = 0
         self._journal = _Journal(schedule)
@@ -77,6 +78,8 @@ class SimulatedEngine:
             self._take_in()
             for lane in self.schedule.lanes:
                 while (step := self._journal.begin(lane, self.now_ns)) is not None:
+                    if self.schedule.pool.encoder:
+                        self._tokens_left |= {id_: self._outputs_whole[id_] for id_ in step.preempted}
                     heapq.heappush(self._ends, (self._clock(self.now_ns, step), self._journal.num_begun - 1))
             arrival_ns = self._next_arrival_ns()
             if self._ends and (arrival_ns is None or self._ends[0][0] <= arrival_ns):
@@ -90,7 +93,7 @@ class SimulatedEngine:
     def submit(self, request: SimulatedRequest) -> None:
         """Submit a further request, no earlier than those before: as a closed loop does whenever one has ended."""
         self._requests.append(request)
-        self._tokens_left[request.id] = request.output_length
+        self._outputs_whole[request.id] = self._tokens_left[request.id] = request.output_length
         if request.output_chain:
             self._output_chain[request.id] = request.output_chain
 

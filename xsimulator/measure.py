@@ -71,6 +71,7 @@ def measure(
     skip_requests: int,
     num_requests: int,
     encode_emits: bool = True,
+    has_encoder: bool = False,
 ) -> Measured:
     """Read a log after its first `skip_requests` endings, over about `num_requests` more.
 
@@ -78,11 +79,12 @@ def measure(
 
     Args:
         encode_emits: the step that ends a prompt makes the first token (not so where WAA's encode lane is an encoder).
+        has_encoder: a preempted request generates its tokens anew.
 
     Raises:
         InputError: the log is too short for that.
     """
-    steps = _Steps(log, encode_emits=encode_emits)
+    steps = _Steps(log, encode_emits=encode_emits, has_encoder=has_encoder)
     first, last = steps.window(skip_requests, num_requests)
     window_s = (steps.start[last] - steps.start[first]) / 1e9
     finished = [id_ for record in log[first:last] for id_ in record.finished]
@@ -199,7 +201,7 @@ def request_times(log: Sequence[StepRecord], num_requests: int | None = None, *,
 class _Steps:
     """A log, indexed."""
 
-    def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool) -> None:
+    def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool, has_encoder: bool = False) -> None:
         self.log = log
         self.start = np.asarray([record.start_ns for record in log], float)
         self.end = np.asarray([record.end_ns for record in log], float)
@@ -221,6 +223,8 @@ class _Steps:
             inside = decoding[batch]
             for id_ in (*record.cancelled, *record.preempted):
                 decoding[self._batch_of.get(id_, batch)].discard(id_)
+                if has_encoder:
+                    self.num_tokens[id_] = 0
             for id_, start, length in record.encode:
                 # A preempted request is encoded again: its admission and its first token stay where they were.
                 self.admitted.setdefault(id_, i)

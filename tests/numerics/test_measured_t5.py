@@ -90,6 +90,7 @@ def test_measured_plans_on_one_device_give_the_tokens_of_transformers(checkpoint
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(num_cores() < 2, reason="two devices need a core each")
 @pytest.mark.parametrize("name", ["t5-tied", "t5-few-buckets"])
 def test_measured_plans_on_two_devices_give_the_tokens_of_transformers(checkpoint, measured_problem, name):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -60,15 +63,22 @@ def fleet():
         yield started
 
 
-def served_on(fleet, plan):
-    """Tokens of a plan for the fleet's two devices."""
+@contextmanager
+def engine_on(fleet, plan):
+    """The engine of a plan for the fleet's two devices."""
     assert plan.devices_per_replica == 2
     executor = RemoteExecutor(fleet, Deployment.of(plan))
     executor.deploy()
     try:
-        return run(Engine(policies.build(plan), executor))
+        yield Engine(policies.build(plan), executor)
     finally:
         executor.disconnect()
+
+
+def served_on(fleet, plan):
+    """Tokens of a plan for the fleet's two devices."""
+    with engine_on(fleet, plan) as engine:
+        return run(engine)
 
 
 def served_here(plan):
@@ -87,6 +97,17 @@ def test_waa_plans_of_an_encoder_decoder(fleet, checkpoint, name):
     encode = plan.stages[0]
     assert encode.decode_layers == (0, 0) and encode.kv_blocks > 100
     assert served_on(fleet, plan) == greedy(model)
+
+
+@pytest.mark.parametrize("kind", ["orca", "waa"])
+def test_an_encoder_decoder_whose_requests_are_preempted(fleet, checkpoint, kind):
+    directory, model = checkpoint("t5-tied")
+    two = replace(problem_of(directory, 2), kv="quantile")
+    plan = planned(two, kind, placements_of(two, kind)[0])
+    few = [s if s.lane == "encode" else s.model_copy(update={"kv_blocks": 9}) for s in plan.stages]
+    with engine_on(fleet, plan.model_copy(update={"stages": tuple(few)})) as engine:
+        assert run(engine) == greedy(model)
+        assert engine.pool.num_preemptions
 
 
 def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):

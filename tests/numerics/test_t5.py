@@ -16,10 +16,10 @@ from tests.numerics.checkpoints import T5_START, VOCABULARY
 from tests.numerics.test_families import compare, make_worker, must_differ
 from tests.numerics.test_weights import copy_with
 from xgpt import policies
+from xgpt.app.simulating import simulate
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import Admission
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
@@ -28,6 +28,7 @@ from xrunner.models import EncoderDecoderModel
 from xrunner.weights import load_checkpoint
 from xrunner.worker import slices
 from xscheduler.schedule import Scheduler
+from xsimulator.events import replay
 
 CHUNKED = LaneSettings(mix=True, token_budget=16, max_batch=9)
 ORCA = LaneSettings(mix=True, max_batch=9)
@@ -123,10 +124,10 @@ def test_a_warm_worker_computes_the_same(checkpoint):
     compare(worker, model)
 
 
-def run(directory, lane, cancelled=()):
+def run(directory, lane, cancelled=(), **memory):
     """Tokens of eight requests; `cancelled` leave after the second step."""
     worker = make_worker(directory, "reference")
-    pool = Pool(64, 8)
+    pool = Pool(**{"kv_blocks": 64, "block_size": 8, "encoder": True} | memory)
     engine = Engine(OneLane(lane, pool), worker)
     rng = np.random.default_rng(2)
     outputs = {id_: [] for id_ in range(8)}
@@ -162,13 +163,36 @@ def test_a_request_that_leaves_between_its_pieces(checkpoint):
     assert all(rest[id_] == everyone[id_] for id_ in everyone if id_ not in {0, *begun})
 
 
+@pytest.mark.parametrize("kv_blocks", [9, 14])
+def test_preempted_requests_have_the_same_tokens(checkpoint, monkeypatch, kv_blocks):
+    directory, _ = checkpoint("t5-tied")
+    whole, _ = run(directory, ORCA)
+    preempted = []
+    take_out = Pool._preempt_last
+    monkeypatch.setattr(Pool, "_preempt_last", lambda pool: preempted.append(take_out(pool)))
+    assert run(directory, ORCA, kv_blocks=kv_blocks, kv="quantile")[0] == whole
+    assert len(preempted) > 1
+
+
+@pytest.mark.parametrize("kind", ["rra", "orca", "waa"])
+def test_quantile_plans_are_simulated_and_replayed(kind):
+    of = replace(problem("t5-11b", "a40x4", "translation", 20.0), kv="quantile")
+    plan = Scheduler(of).best([kind])
+    assert plan.admission.kv == "quantile" and plan.admission.max_running
+    stages = tuple(
+        stage if stage.lane == "encode" else stage.model_copy(update={"kv_blocks": stage.kv_blocks // 3})
+        for stage in plan.stages
+    )
+    for blocks in (plan.stages, stages):
+        plan = plan.model_copy(update={"stages": blocks})
+        measured, log = simulate(plan, of.profile, plan.workload, 400, np.random.default_rng(0))
+        assert replay(policies.build(plan), log) == log
+    assert measured.preemptions
+
+
 def test_what_does_not_go_with_an_encoder_is_refused(checkpoint):
     directory, _ = checkpoint("t5-tied")
     spec = read_spec(directory)
-    plan = Scheduler(problem("opt-125m", "h200x1", "orca", latency_bound_s=4.0)).best(["orca"])
-    policies.build(plan.model_copy(update={"model": spec}))
-    with pytest.raises(InputError, match=r"plan\.admission\.kv: 'quantile'.*take 'reserve'"):
-        policies.build(plan.model_copy(update={"model": spec, "admission": Admission(kv="quantile")}))
     with pytest.raises(InputError, match="t5 runs in float32, bfloat16, int8"):
         build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8))
 

@@ -337,6 +337,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         skip_requests=warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
         encode_emits=_encode_emits(plan),
+        has_encoder=plan.model.is_encoder_decoder,
     )
 
 

@@ -21,12 +21,8 @@ def build(plan: Plan) -> Schedule:
     """Return the schedule of one replica, with no request in it.
 
     Raises:
-        InputError: the plan's stages do not go with its policy, or its K/V promise not with its model.
+        InputError: the plan's stages do not go with its policy.
     """
-    if plan.admission.kv != "reserve" and plan.model.is_encoder_decoder:
-        # The step that ends a prompt also caches the token that the decoder starts with: one more than the prompt's
-        # blocks hold, and what a preempted request had generated would be no prompt for its encoder.
-        raise InputError("plan.admission.kv", plan.admission.kv, f"{plan.model.name} has an encoder: take 'reserve'")
     lanes = {stage.lane for stage in plan.stages}
     wanted = set(plan.policy.lanes)
     if lanes != wanted:
@@ -93,6 +89,7 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
         max_running=plan.admission.max_running,
         hold_finished=hold_finished,
         waiting=queue_of(plan),
+        encoder=plan.model.is_encoder_decoder,
     )
 
 

@@ -35,6 +35,8 @@ class Pool:
         hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Such a
             batch is set aside whole, so this goes with "reserve" alone.
         waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
+        encoder: whether an encoder reads prompts. K/V memory then holds the token that the decoder starts with, too;
+            and a preempted request generates its tokens anew, since no encoder reads them.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Pool:
         max_running: int | None = None,
         hold_finished: bool = False,
         waiting: Queue | None = None,
+        encoder: bool = False,
     ) -> None:
         assert kv == "reserve" or not hold_finished
         self.kv_blocks = kv_blocks
@@ -53,6 +56,7 @@ class Pool:
         self.kv = kv
         self.max_running = max_running
         self.hold_finished = hold_finished
+        self.encoder = encoder
         self.encode_emits = True
         """Whether the step that ends a prompt makes its first output token, too."""
         self.blocks = self.prompts = Blocks(kv_blocks)
@@ -83,6 +87,7 @@ class Pool:
             max_running=self.max_running,
             hold_finished=self.hold_finished,
             waiting=self.waiting.fresh(),
+            encoder=self.encoder,
         )
 
     def follow(self, other: Pool) -> None:
@@ -130,7 +135,7 @@ class Pool:
 
     def can_ever_fit(self, request: Request) -> bool:
         whole = self.blocks_for(request.longest)
-        may_return = self.kv == "quantile" or request.promised < request.longest
+        may_return = not self.encoder and (self.kv == "quantile" or request.promised < request.longest)
         prompt = whole if may_return else self.blocks_for(request.input_length)
         return whole <= self.kv_blocks and prompt <= self.prompt_blocks
 
@@ -176,7 +181,7 @@ class Pool:
         while self.reserved_blocks + request.blocks - table.found > self.kv_blocks:
             self._preempt_last()
         # One block early, where it is promised: a worker may then run a step ahead.
-        for _ in range(min(request.blocks, self.blocks_for(request.context + 1)) - table.found):
+        for _ in range(min(request.blocks, self.blocks_for(self._cached(request) + 1)) - table.found):
             self.blocks.grow(table)
         self._promised += request.blocks - len(table.blocks)
         encoded_in = table
@@ -189,6 +194,10 @@ class Pool:
         batch.encoding[request.id] = request
         self.running[request.id] = request
         return request
+
+    def _cached(self, request: Request) -> int:
+        """Count the tokens whose K/V is there once the next decode step has run, or the first step after a prompt."""
+        return request.context + self.encoder
 
     def _find(self, blocks: Blocks, request: Request) -> list[int]:
         """Return the blocks that hold the beginning of a waiting request; its last token is always executed."""
@@ -216,13 +225,13 @@ class Pool:
         Where a block is promised a request has it a token early, so that a worker may run a step ahead.
         """
         decoding = chain(batch.decoding.values(), batch.held.values())
-        for request in [r for r in decoding if self._is_full(r, r.context + 1)]:
+        for request in [r for r in decoding if self._is_full(r, self._cached(r) + 1)]:
             table = request.table
             if table is None:
                 continue  # preempted for one of those before it
             if len(table.blocks) < request.blocks:
                 self._promised -= 1
-            elif self._is_full(request, request.context):
+            elif self._is_full(request, self._cached(request)):
                 if self.kv == "reserve":
                     self._overdrawn.add(request.id)
                 while self.reserved_blocks == self.kv_blocks and request.batch is not None:
@@ -270,7 +279,7 @@ class Pool:
 
     def has_room(self, batch: MicroBatch) -> bool:
         """Whether each decoding request's next token has a block, or a free one, so that none is preempted for it."""
-        missing = sum(r.blocks * self.block_size < r.context for r in batch.decoding.values())
+        missing = sum(r.blocks * self.block_size < self._cached(r) for r in batch.decoding.values())
         return self.reserved_blocks + missing <= self.kv_blocks
 
     def is_silent(self, id_: int) -> bool:
@@ -370,7 +379,7 @@ class Pool:
 
     def _blocks_to_enter(self, request: Request) -> int:
         if self.kv == "quantile":
-            return self.blocks_for(request.context)
+            return self.blocks_for(self._cached(request))
         return self.blocks_for(request.promised)
 
     def _end_batch(self) -> list[int]:
@@ -394,6 +403,8 @@ class Pool:
         )
         request = self._take_out(id_)
         request.encoded = 0
+        if self.encoder:
+            request.generated = 0
         if is_shared:
             self.waiting.push_front(request)
         else:

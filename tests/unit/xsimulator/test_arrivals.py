@@ -31,7 +31,9 @@ def subject(model: str, cluster: str, workload: str) -> Problem:
 
 @cache
 def plans(model: str, cluster: str, workload: str, bound_s: float) -> dict[str, Plan]:
-    return plan_each(subject(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, headroom=0.0)))
+    """The best plan of each policy."""
+    found = plan_each(subject(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, headroom=0.0)))
+    return {plan.policy.kind: plan for plan in reversed(found.values())}
 
 
 def stream(plan: Plan, load: float, num_requests: int) -> Stream:
