@@ -374,6 +374,8 @@ def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve a page on this machine alone, on which one plans, until SIGTERM or SIGINT; in the main thread.
 
+        xgpt.ui(port=8001)
+
     Args:
         port: 0: any free one.
         on_ready: is told the page's address.

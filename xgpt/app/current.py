@@ -96,7 +96,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
     by_experts = given.get("enable-expert-parallel") == "yes"
     if by_experts and replicas > 1:
         accepted = "with it experts would be divided among all replicas, which is not scored; leave one of them out"
-        raise InputError("--current: --enable-expert-parallel", f"--data-parallel-size {replicas}", accepted)
+        raise InputError("current: --enable-expert-parallel", f"--data-parallel-size {replicas}", accepted)
     default_seqs, default_tokens = _defaults(cluster, degree * stages)
     tokens = _of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = _of(given, "max-num-seqs", _count, min(default_seqs, tokens))
