@@ -37,8 +37,8 @@ from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
-from xsimulator.measure import Measured, measure
-from xsimulator.placement import Lane, degrees, lane, spread
+from xsimulator.measures import Measured, measure
+from xsimulator.stages import Lane, degrees, lane, spread
 from xsimulator.step_cost import LaneCost
 
 PLACES = (

@@ -34,7 +34,7 @@ from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
 from xsimulator.memory import LaneMemory
-from xsimulator.placement import Lane, lane_of
+from xsimulator.stages import Lane, lane_of
 
 SIZES: dict[str, tuple[int, int, DType]] = {
     "125m": (12, 768, "float32"),

@@ -18,11 +18,11 @@ import numpy as np
 
 from xgpt.app.bench import Load
 from xgpt.app.comparing import measure_each
+from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.profiles import obtain_profile
 from xgpt.app.request import PolicyChoice, plan_request
-from xgpt.app.wording import settings_text
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic

@@ -24,7 +24,7 @@ from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
-from xsimulator.placement import degrees, lane, spread
+from xsimulator.stages import degrees, lane, spread
 from xsimulator.step_cost import LaneCost
 
 NUM_REQUESTS = 10_000

@@ -26,11 +26,11 @@ import httpx
 import numpy as np
 
 from xgpt.app.bench import Load, Server, bench_plan
+from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve, scheduler
 from xgpt.app.request import plan_request
 from xgpt.app.simulating import simulate
-from xgpt.app.wording import settings_text
 from xgpt.errors import InfeasibleError, MachineError
 from xgpt.io import StepLogWriter, sha256, write_atomic
 from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
@@ -38,7 +38,7 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
 from xrunner.vllm.process import package_path, preload, python, started
 from xscheduler.problem import Problem
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
 DEFAULT_TOKEN_BUDGET = 2048

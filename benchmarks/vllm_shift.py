@@ -24,11 +24,11 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, is_lost, requests_of, scaled
+from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.request import plan_request
 from xgpt.app.simulating import outstanding_requests
-from xgpt.app.wording import settings_text
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.errors import MachineError
 from xgpt.io import dump_json, read_step_log, sha256, write_atomic

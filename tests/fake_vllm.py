@@ -24,10 +24,10 @@ from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
-from xrunner.vllm.lane import Room, build_lane, change_lane
+from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 
 FAILS, DIES, HANGS = 13, 17, 19
-ROOM = Room(num_blocks=800, block_size=32, max_running=64)
+ROOM = VllmRoom(num_blocks=800, block_size=32, max_running=64)
 
 
 def program(directory: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xgpt.policies import LaneSettings, OneLane, Pool, Step, Table
+from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xgpt.schema import (
     ClusterSpec,
     Constraint,
@@ -77,7 +77,7 @@ class FakeExecutor(OneAtATime):
         self._next: dict[int, int] = {}
         self.logprobs: dict[int, Logprobs] = {}
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         self.running[generation.id] = generation
         prompt = generation.prompt[: len(generation.prompt) - generation.num_resumed]
         self._next[generation.id] = (sum(prompt) + generation.num_resumed) % VOCAB_SIZE

@@ -18,13 +18,13 @@ import yaml
 from tools.structured import BLOCK, conversations, shared_prompts, write
 from xgpt.errors import XgptError
 from xgpt.schema import Histogram
-from xgpt.workload import Lengths, histogram_of, read_lengths
+from xgpt.workload import TraceLengths, histogram_of, read_lengths
 from xsimulator.reuse import ReuseCurve
 
 LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 + np.arange(20) * 0.001])
 """Where bins begin, as values of the cdf: narrower in the tail, where latency bounds look."""
 
-STRUCTURED: dict[str, Callable[..., Lengths]] = {"conversations": conversations, "shared-prompts": shared_prompts}
+STRUCTURED: dict[str, Callable[..., TraceLengths]] = {"conversations": conversations, "shared-prompts": shared_prompts}
 
 
 def compact(histogram: Histogram) -> Histogram:
@@ -89,7 +89,7 @@ def _lengths(trace: Path, name: str, source: str) -> str:
     return render(name, source, *sides)
 
 
-def _structured(make: Callable[..., Lengths], requests: int, seed: int, **options: float) -> str:
+def _structured(make: Callable[..., TraceLengths], requests: int, seed: int, **options: float) -> str:
     """Make a trace, and say on standard error how much of it is reusable, and with how large a cache."""
     trace = make(requests, np.random.default_rng(seed), **options)
     curve = ReuseCurve(trace, BLOCK)

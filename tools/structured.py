@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from xgpt.prefixes import Prefixes
-from xgpt.workload import Lengths
+from xgpt.workload import TraceLengths
 
 BLOCK = 16
 """Tokens of a block: a K/V block's, so that all that can be shared is seen."""
@@ -38,7 +38,7 @@ def conversations(
     system_prompts: int = 3,
     system_tokens: int = 256,
     most_tokens: int = 4000,
-) -> Lengths:
+) -> TraceLengths:
     """Return requests of conversations: each turn's prompt is all that was said before, and what is asked now.
 
     Conversations begin as a Poisson process, have a geometric number of turns, and think times and lengths that are
@@ -87,7 +87,7 @@ def shared_prompts(
     exponent: float = 0.8,
     mean_input: float = 200.0,
     mean_output: float = 80.0,
-) -> Lengths:
+) -> TraceLengths:
     """Return requests of an agent's tools: one of several long prompts, and a question behind it.
 
     Args:
@@ -108,7 +108,7 @@ def shared_prompts(
     return _trace(made, ids)
 
 
-def write(trace: Lengths) -> str:
+def write(trace: TraceLengths) -> str:
     """Return the trace as JSON lines in Mooncake's format, times in milliseconds."""
     prefixes, times = trace.prefixes, trace.timestamp_s
     assert prefixes is not None and times is not None
@@ -142,7 +142,7 @@ def _length(mean: float, rng: np.random.Generator) -> int:
     return 1 + int(rng.exponential(mean - 1))
 
 
-def _trace(requests: list[_Request], ids: _Ids) -> Lengths:
+def _trace(requests: list[_Request], ids: _Ids) -> TraceLengths:
     """The last block of a prompt, and of an output, is one that no other has."""
     prompts, outputs = [], []
     for _, prompt, output, whole, answer in requests:
@@ -151,6 +151,6 @@ def _trace(requests: list[_Request], ids: _Ids) -> Lengths:
         outputs.append(answer + ids.fresh(rest - len(answer)) if answer else ())
     columns = list(zip(*[request[:3] for request in requests], strict=True))
     times = np.asarray(columns[0]) - columns[0][0]
-    return Lengths(
+    return TraceLengths(
         np.asarray(columns[1]), np.asarray(columns[2]), times, Prefixes(BLOCK, tuple(prompts), tuple(outputs))
     )

@@ -181,7 +181,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class StepLogWriter:
-    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measure` and of replays.
+    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measures` and of replays.
 
     Where a line cannot be written, on a full disk for instance, the log ends there; the engine goes on.
 

@@ -12,7 +12,7 @@ from xgpt.errors import InputError
 from xgpt.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
 from xgpt.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, Workload, WorkloadSpec
-from xgpt.workload import Lengths, histogram, histogram_of, read_lengths
+from xgpt.workload import TraceLengths, histogram, histogram_of, read_lengths
 
 _YAML = (".yaml", ".yml")
 _TRACES = (".csv", ".jsonl")
@@ -128,7 +128,7 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
     return given
 
 
-def load_trace(name: str) -> Lengths | None:
+def load_trace(name: str) -> TraceLengths | None:
     """The requests of a workload that is a trace, pair by pair; None where it is none."""
     path = find_config("workloads", name)
     return read_lengths(path) if path.suffix in _TRACES else None

@@ -63,7 +63,7 @@ class Row(NamedTuple):
     fields: Mapping[str, object] = MappingProxyType({})
 
 
-class Lengths(NamedTuple):
+class TraceLengths(NamedTuple):
     """Requests of a trace, in order of time where it has times.
 
     Attributes:
@@ -196,7 +196,7 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
     return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n))
 
 
-def read_lengths(path: Path) -> Lengths:
+def read_lengths(path: Path) -> TraceLengths:
     """Read a trace.
 
     Accepted: CSV with the header `input,output` (and perhaps `timestamp`) or the Azure trace's
@@ -236,16 +236,16 @@ def read_lengths(path: Path) -> Lengths:
         raise InputError("workload", str(path), "it holds no requests")
     prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = np.array(times) / (1000 if prefixes else 1) if times else None
-    return _in_order(Lengths(np.array(inputs), np.array(outputs), seconds, prefixes))
+    return _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))
 
 
-def _in_order(lengths: Lengths) -> Lengths:
+def _in_order(lengths: TraceLengths) -> TraceLengths:
     if lengths.timestamp_s is None:
         return lengths
     order = np.argsort(lengths.timestamp_s, kind="stable")
     times = lengths.timestamp_s[order]
     prefixes = None if lengths.prefixes is None else lengths.prefixes.take(order)
-    return Lengths(lengths.input[order], lengths.output[order], times - times[0], prefixes)
+    return TraceLengths(lengths.input[order], lengths.output[order], times - times[0], prefixes)
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:

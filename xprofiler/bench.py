@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import Curve, ModelSpec
-from xprofiler.passes import in_passes
+from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine
@@ -62,7 +62,7 @@ Sizes = Sequence[tuple[int, int]]
 Progress = Callable[[int, int, str], None]
 Timer = Callable[[Callable[[], object]], float]
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
-Measured = dict[tuple[str | int, ...], float]
+Timings = dict[tuple[str | int, ...], float]
 """Seconds by name and sizes."""
 
 
@@ -104,7 +104,7 @@ class Points:
         )
 
 
-def curve(measured: Measured, name: str, points: Sequence[int]) -> Curve:
+def curve(measured: Timings, name: str, points: Sequence[int]) -> Curve:
     return Curve(points=tuple(points), seconds=tuple(measured[name, n] for n in points))
 
 
@@ -135,7 +135,7 @@ class Bench:
         self.progress = progress
         self.seconds = seconds or timed
 
-    def measure(self) -> Measured:
+    def measure(self) -> Timings:
         """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
         # Pages that were never written all read as one page of zeros, which the processor's cache then holds.
         for cache in self.worker.cache.layers:

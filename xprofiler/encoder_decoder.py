@@ -27,8 +27,8 @@ from xprofiler.bench import (
     TOKENS,
     Bench,
     Jobs,
-    Measured,
     Sizes,
+    Timings,
     curve,
 )
 from xrunner.attention import Batch, make_batch
@@ -193,9 +193,7 @@ class CrossBench(Bench):
         )
 
 
-def layers_of(
-    spec: ModelSpec, degree: int, measured: Measured, alone: Measured
-) -> tuple[LayerTimes, EncoderLayerTimes]:
+def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -> tuple[LayerTimes, EncoderLayerTimes]:
     """A decoder's and an encoder's layer at one degree.
 
     Args:
@@ -206,12 +204,12 @@ def layers_of(
     def rest(step: str, n: int, embedded: int, num_layers: int, beside: float) -> float:
         return max(measured[step, n] - alone["embedding", embedded] - beside, 0.0) / num_layers
 
-    decoder: Measured = {}
+    decoder: Timings = {}
     for n, (prompt, own) in points.decodes.items():
         attention = measured["own attention", n, own] + measured["cross attention", n, prompt]
         beside = measured["head", n] + spec.num_layers * attention
         decoder["rest", n] = rest("decode step", n, n, spec.num_layers, beside)
-    encoder: Measured = {}
+    encoder: Timings = {}
     for n, (batch, prompt) in points.encodes.items():
         started = decoder["rest", batch] + measured["cross attention", batch, prompt] + measured["keys and values", n]
         attention = measured["encode attention", batch, prompt]

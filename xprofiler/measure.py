@@ -36,9 +36,9 @@ from xprofiler.bench import (
     NUM_BLOCKS,
     TOKENS,
     Bench,
-    Measured,
     Points,
     Progress,
+    Timings,
     curve,
 )
 from xprofiler.encoder_decoder import CrossBench, layers_of
@@ -168,7 +168,7 @@ def assembled(
     dtype: DType,
     threads: int | None,
     layouts: dict[str, str],
-    by_degree: dict[int, Measured],
+    by_degree: dict[int, Timings],
 ) -> Profile:
     alone = by_degree[1]
     layers: tuple[LayerTimes, ...]
@@ -199,9 +199,9 @@ def assembled(
     )
 
 
-def _layer(spec: ModelSpec, points: Points, degree: int, measured: Measured, alone: Measured) -> LayerTimes:
+def _layer(spec: ModelSpec, points: Points, degree: int, measured: Timings, alone: Timings) -> LayerTimes:
     """One layer at one degree. The embedding is the profile's, so what it costs more or less here is in the layers."""
-    rest: Measured = {}
+    rest: Timings = {}
     for n, sequences in points.steps.items():
         before, length = sequences[0]
         attention = "decode attention" if before else "encode attention"

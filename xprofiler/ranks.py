@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, ModelSpec
-from xprofiler.bench import BLOCK_SIZE, Measured, Progress, timed
+from xprofiler.bench import BLOCK_SIZE, Progress, Timings, timed
 from xprofiler.measure import bench_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
@@ -53,7 +53,7 @@ class Task:
 class Together:
     """What the ranks have measured."""
 
-    by_degree: dict[int, Measured]
+    by_degree: dict[int, Timings]
     hop: Curve
     kv_transfer: Curve
 
@@ -155,7 +155,7 @@ def _seconds_together(run: Callable[[], object]) -> float:
     return timed(run)
 
 
-def _mean_of_ranks(measured: Measured) -> Measured:
+def _mean_of_ranks(measured: Timings) -> Timings:
     mean = torch.tensor(list(measured.values()), dtype=torch.float64)
     dist.all_reduce(mean)
     return dict(zip(measured, (mean / dist.get_world_size()).tolist(), strict=True))

@@ -34,7 +34,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.io import read_step_log
 from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
 from xgpt.schema.step_log import StepRecord
-from xprofiler.passes import in_passes
+from xprofiler.measurement_order import in_passes
 from xrunner.vllm.command import block_size_of, computing_cores, variables
 from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
@@ -58,7 +58,7 @@ BESIDE, BESIDE_CONTEXT = 8, 512
 Progress = Callable[[int, int, str], None]
 
 
-class Point(NamedTuple):
+class Probe(NamedTuple):
     """A step to measure: `batch` requests, each of `length` tokens in the prompt or, decoding, in the context.
 
     "pieces" are several steps: a prompt of `length` tokens, cut into pieces of `piece`, with `batch` requests that
@@ -98,7 +98,7 @@ class Point(NamedTuple):
         return bool(step.decode) == (self.kind == "decode")
 
 
-def points(max_context: int, piece: int) -> list[Point]:
+def points(max_context: int, piece: int) -> list[Probe]:
     """What is measured in each pass.
 
     Args:
@@ -106,14 +106,14 @@ def points(max_context: int, piece: int) -> list[Point]:
     """
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
-    decode = [Point("decode", b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
+    decode = [Probe("decode", b, n) for b in BATCHES for n in contexts if b * n <= MAX_CACHED_TOKENS]
     sizes = {(b, SHORT) for b in BATCHES if b * SHORT <= MAX_STEP_TOKENS}
     sizes |= {(1, n) for n in HEAD_BATCHES}
     num_pieces = min(NUM_PIECES, (max_context - 2) // piece)
-    pieces = [Point("pieces", 0, num_pieces * piece, piece)]
+    pieces = [Probe("pieces", 0, num_pieces * piece, piece)]
     if max_context > BESIDE_CONTEXT + NUM_PIECES:
-        pieces.append(Point("pieces", BESIDE, min(num_pieces, NUM_MIXED) * piece, piece))
-    return decode + [Point("encode", b, n) for b, n in sorted(sizes)] + pieces
+        pieces.append(Probe("pieces", BESIDE, min(num_pieces, NUM_MIXED) * piece, piece))
+    return decode + [Probe("encode", b, n) for b, n in sorted(sizes)] + pieces
 
 
 def profile(
@@ -194,11 +194,11 @@ def _run(
         return read_step_log(log), vllm_version
 
 
-def _times(log: list[StepRecord], jobs: Sequence[Point]) -> dict[Point, list[float]]:
+def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
     """Seconds of every measured step of each point but in the first pass; the log holds `jobs` in this order."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
-    times: dict[Point, list[float]] = {job: [] for job in jobs}
+    times: dict[Probe, list[float]] = {job: [] for job in jobs}
     for record, following in pairwise(log):
         index, next_index = (job_of[next(iter(_requests(step)))] for step in (record, following))
         job = jobs[index]
@@ -214,7 +214,7 @@ def _requests(step: StepRecord) -> Iterator[int]:
 
 
 def fit(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Point, list[float]], vllm_version: str
+    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Probe, list[float]], vllm_version: str
 ) -> Profile:
     """The tables of a profile from the seconds of whole steps.
 
@@ -226,7 +226,7 @@ def fit(
         raise MachineError(f"vLLM's log holds no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
-    head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Point("encode", 1, n)]) for n in HEAD_BATCHES})
+    head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})
     tokens = {n: _more(step[_decode(n)], head(n)) for n in BATCHES if n < SHORT}
     prompts = [point for point in step if point.kind == "encode" and point.length == SHORT]
     sizes = {p.batch * SHORT: (_more(step[p], head(p.batch)), sum(times[p])) for p in prompts}
@@ -259,14 +259,14 @@ def fit(
     return fitted.model_copy(update={"provenance": fitted.provenance | {"mixed steps": told}})
 
 
-def _decode_attention(spec: ModelSpec, step: dict[Point, float], rest: _Line, head: _Line) -> Surface:
+def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, head: _Line) -> Surface:
     """Of a layer."""
     decodes = [point for point in step if point.kind == "decode"]
     each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
     return Surface.filled(each, BATCHES, [n for n in CONTEXTS if (1, n) in each])
 
 
-def _encode_attention(spec: ModelSpec, times: dict[Point, list[float]], rest: _Line) -> Surface:
+def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
     """Of a layer, for one prompt: that of several is counted as their sum.
 
     A piece of p tokens attends to those before it: to p of them costs as much as twice its own causal attention. So
@@ -284,11 +284,11 @@ def _encode_attention(spec: ModelSpec, times: dict[Point, list[float]], rest: _L
     return Surface(batches=(1,), lengths=lengths, seconds=(seconds,))
 
 
-def _mixed_error(times: dict[Point, list[float]], rest: _Line) -> tuple[float, float] | None:
+def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
     """By how much steps that decode and encode a piece of a prompt take longer than both alone, relative, and the
     standard error of that; None: not measured."""
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
-    decode = Point("decode", BESIDE, BESIDE_CONTEXT)
+    decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
         return None
     alone, mixed = pieces[False], pieces[True]
@@ -339,8 +339,8 @@ class _Line:
         return Curve(points=tuple(self._points), seconds=tuple(factor * value for value in self._seconds))
 
 
-def _decode(batch: int) -> Point:
-    return Point("decode", batch, SHORT)
+def _decode(batch: int) -> Probe:
+    return Probe("decode", batch, SHORT)
 
 
 def _more(seconds: float, than: float) -> float:

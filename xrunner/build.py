@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from xgpt.errors import InputError, MachineError
-from xgpt.policies import Chunk, Step, Table
+from xgpt.policies import BlockTable, Chunk, Step
 from xgpt.policies.tcb import Batching
 from xgpt.schema import DType, ModelSpec
 from xrunner.ahead import AheadWorker
@@ -174,7 +174,7 @@ def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = T
     All workers of a pipeline must call this together.
     """
     request = Generation(id=-1, prompt=(0,) * 4, max_output=2)
-    table = Table(range(worker.cache.num_blocks if isinstance(worker, Worker) else 0)[:6])
+    table = BlockTable(range(worker.cache.num_blocks if isinstance(worker, Worker) else 0)[:6])
     if encode:
         worker.start(request, table)
         worker.execute(Step(encode=(Chunk(-1, 0, 4),), decode=()))

@@ -13,11 +13,11 @@ from xgpt.errors import XgptError
 from xgpt.policies import Pool, Request, Schedule, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, Chain, StepRecord
-from xrunner.executor import Deploy, Executor, Use, Vacant, WorkerLost
+from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
 from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
-from xrunner.recovery import Progress
+from xrunner.recovery import Ledger
 from xrunner.redeploy import Redeployment
 from xrunner.suspects import Suspects
 
@@ -50,7 +50,7 @@ class Engine:
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
         on_step: Callable[[StepRecord], None] | None = None,
-        deploy: Deploy | None = None,
+        deploy: Deployer | None = None,
         reuse: bool = False,
     ) -> None:
         self.on_refused: Callable[[str], None] = lambda reason: None
@@ -58,7 +58,7 @@ class Engine:
         """Ends of requests that the engine has lost, not yet handed out."""
         self._suspects: Suspects[Request] = Suspects()
         self._redeployment = Redeployment(deploy)
-        self._progress = Progress()
+        self._progress = Ledger()
         self._schedule = schedule
         self._executor = executor
         self._clock = clock

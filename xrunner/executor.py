@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from xgpt.errors import XgptError
-from xgpt.policies import Schedule, Step, Table
+from xgpt.policies import BlockTable, Schedule, Step
 from xrunner.generation import Generation, Logprobs
 
 
@@ -41,7 +41,7 @@ class Executor(Protocol):
     def accept(self, generation: Generation) -> None:
         """Look at a request before anything is planned for it; raise, whatever it be, where it cannot be handed on."""
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Take in a request that is about to be encoded.
 
         Args:
@@ -136,7 +136,7 @@ class OneAtATime(ABC):
 class Vacant(OneAtATime):
     """Between two deployments, when requests may be handed in but nothing runs."""
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         raise AssertionError("nothing is deployed")
 
     def release(self, ids: Collection[int]) -> None:
@@ -146,5 +146,5 @@ class Vacant(OneAtATime):
         raise AssertionError("nothing is deployed")
 
 
-Deploy = Callable[[Schedule], Executor]
+Deployer = Callable[[Schedule], Executor]
 """Makes the executor of another plan's schedule, once the one before has been given up."""

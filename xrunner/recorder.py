@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from xgpt.policies import Step
 from xgpt.policies.blocks import NO_CHAINS
-from xgpt.schema.step_log import Arrival, Chain, Lane, StepRecord
+from xgpt.schema.step_log import Arrival, Chain, LaneName, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Recorder:
         """Begin a new log."""
         self.arrivals: list[Arrival] = []
         self.cancelled: list[int] = []
-        self._under_way: dict[tuple[Lane, int], deque[_Begun]] = defaultdict(deque)
+        self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
         """Of each lane's micro-batch, in the order in which the steps end."""
         self._num_begun = self._num_settled = 0
 

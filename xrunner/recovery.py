@@ -9,7 +9,7 @@ from xgpt.policies import Request
 from xrunner.generation import Generation, Token
 
 
-class Progress:
+class Ledger:
     """Requests and their output so far: what encodes them again where they were."""
 
     def __init__(self) -> None:

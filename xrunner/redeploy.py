@@ -6,7 +6,7 @@ import logging
 
 from xgpt.errors import MachineError
 from xgpt.policies import Schedule
-from xrunner.executor import Deploy, Executor
+from xrunner.executor import Deployer, Executor
 from xrunner.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Redeployment:
         deploy: None: no other placement can be deployed.
     """
 
-    def __init__(self, deploy: Deploy | None) -> None:
+    def __init__(self, deploy: Deployer | None) -> None:
         self._deploy = deploy
         self._next: Schedule | None = None
         self._parked: dict[int, Generation] = {}

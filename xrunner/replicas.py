@@ -17,7 +17,7 @@ from xrunner.generation import Generation, Token
 IDLE_S = 0.1
 """How long an idle replica sleeps at most before it looks whether it shall end."""
 
-Outcome = list[Token] | StepRecord | Exception
+ReplicaEvent = list[Token] | StepRecord | Exception
 
 
 class Pools:
@@ -102,7 +102,7 @@ class Replicas:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._listeners = [] if on_step is None else [on_step]
-        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._outcomes: SimpleQueue[ReplicaEvent] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()

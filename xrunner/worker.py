@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies import Chunk, Step, Table
+from xgpt.policies import BlockTable, Chunk, Step
 from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, make_batch
 from xrunner.executor import OneAtATime
@@ -75,7 +75,7 @@ class Worker(OneAtATime):
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device)
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Set aside a row, with these blocks.
 
         Behind the prompt comes what the decoder starts with, if anything: it takes the place of an output token, of
@@ -90,7 +90,7 @@ class Worker(OneAtATime):
         self._take_row(generation, table)
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
 
-    def adopt(self, generation: Generation, table: Table, cached: int) -> None:
+    def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Set aside a row for a request whose first `cached` tokens another worker has encoded.
 
         Their keys and values are to be written into the blocks before the request decodes; or, of an encoder-decoder,
@@ -103,7 +103,7 @@ class Worker(OneAtATime):
         self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
         self._context[row] = cached
 
-    def _take_row(self, generation: Generation, table: Table) -> int:
+    def _take_row(self, generation: Generation, table: BlockTable) -> int:
         """Take a row, with these blocks."""
         assert generation.id not in self._row, f"request {generation.id} has started already"
         blocks = table.blocks

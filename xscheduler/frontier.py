@@ -16,7 +16,7 @@ NUM_PLACEMENTS = 40
 """Placements that are looked at: those of the highest bounds."""
 
 
-class Point(NamedTuple):
+class TradeOff(NamedTuple):
     """A schedule that no other one looked at beats in both throughput and latency."""
 
     latency_s: float
@@ -24,7 +24,7 @@ class Point(NamedTuple):
     settings: PolicySettings
 
 
-def frontier(spaces: Sequence[Space]) -> list[Point]:
+def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
     """Schedules that fit, from the lowest latency to the highest throughput.
 
     They are found on a grid of each placement's settings: each can be reached, and between two of them better ones may
@@ -33,14 +33,14 @@ def frontier(spaces: Sequence[Space]) -> list[Point]:
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)
     ]
-    best: list[Point] = []
+    best: list[TradeOff] = []
     for point in sorted(points, key=lambda point: (point.latency_s, -point.throughput_rps)):
         if not best or point.throughput_rps > best[-1].throughput_rps:
             best.append(point)
     return best
 
 
-def of_space(space: Space) -> list[Point]:
+def of_space(space: Space) -> list[TradeOff]:
     """The frontier of one placement."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
@@ -51,4 +51,4 @@ def of_space(space: Space) -> list[Point]:
         return []
     best = np.maximum.accumulate(throughput[order])
     rises = np.concatenate([[True], best[1:] > best[:-1]])
-    return [Point(float(latency[i]), float(throughput[i]), space.settings(columns, int(i))) for i in order[rises]]
+    return [TradeOff(float(latency[i]), float(throughput[i]), space.settings(columns, int(i))) for i in order[rises]]

@@ -17,7 +17,7 @@ from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
 from xsimulator.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane, degrees, lane, lane_of, spread
+from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
 PLACED = ("tp", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
 """Variables that belong to a placement: tensor-parallel degree of every stage, stages of the lane that decodes, and
@@ -31,7 +31,7 @@ TYPICAL_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class LanePlacement:
     """One lane on some devices."""
 
     tp: TensorParallel
@@ -60,7 +60,7 @@ class Placement:
     """
 
     replicas: int
-    layouts: tuple[Layout, ...]
+    layouts: tuple[LanePlacement, ...]
     fixed: dict[str, Any]
 
     @property
@@ -106,7 +106,7 @@ class Placement:
             ep = max(stage.ep for stage in stages)
             tp = TensorParallel(degree=max(grouped, default=1), devices=sum(grouped), ep_degree=ep)
             heads = name != "encode" or not plan.model.is_encoder_decoder
-            layouts.append(Layout(tp, lane_of(stages, plan.cluster, heads=heads)))
+            layouts.append(LanePlacement(tp, lane_of(stages, plan.cluster, heads=heads)))
         return cls(plan.replicas, tuple(layouts), fixed)
 
 
@@ -130,7 +130,7 @@ class Placements:
         self._profile = profile
         self._lengths = lengths
         self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
-        self._shared: dict[tuple[int, int, bool, bool, int], tuple[Layout, ...]] = {}
+        self._shared: dict[tuple[int, int, bool, bool, int], tuple[LanePlacement, ...]] = {}
         self._seconds: dict[tuple[tuple[int, int], bool, bool], float] = {}
         self._heads: dict[int, float] = {}
         self._spread: dict[tuple[tuple[int, ...], int, int, bool, bool], tuple[int, ...]] = {}
@@ -161,7 +161,7 @@ class Placements:
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
                 yield Placement(replicas, (layout,), tp | fixed)
 
-    def _standing(self, size: int, replicas: int) -> Iterator[Layout]:
+    def _standing(self, size: int, replicas: int) -> Iterator[LanePlacement]:
         return (layout for layout in self.layouts(size) if self._fits_nodes((layout,), replicas))
 
     def _two_lanes(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
@@ -184,14 +184,14 @@ class Placements:
 
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
-    ) -> tuple[Layout, ...]:
+    ) -> tuple[LanePlacement, ...]:
         """Every lane on so many devices that has a layer for each stage, and a link between stages."""
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
         return self._shared[key]
 
-    def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[Layout]:
+    def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[LanePlacement]:
         model, profile = self._model, self._profile
         for degree, ep in profile.groups:
             for tp_devices in _splits(size, degree):
@@ -214,7 +214,7 @@ class Placements:
                 )
                 if any(stage.far for stage in stages) and profile.inter_node_hop is None:
                     continue
-                yield Layout(TensorParallel(degree=degree, devices=tp_devices, ep_degree=ep), stages)
+                yield LanePlacement(TensorParallel(degree=degree, devices=tp_devices, ep_degree=ep), stages)
 
     def _shares(
         self, tps: tuple[int, ...], ep: int, num_layers: int, encode: bool, decode: bool
@@ -296,7 +296,7 @@ class Placements:
         kv = max(total - encode - decode, 0.0)
         return round(size * encode / (encode + decode + kv))
 
-    def _fits_nodes(self, layouts: tuple[Layout, ...], replicas: int) -> bool:
+    def _fits_nodes(self, layouts: tuple[LanePlacement, ...], replicas: int) -> bool:
         """Whether no group reaches over the edge of a node, in any replica."""
         per_node = self._cluster.devices_per_node
         size = sum(layout.num_devices for layout in layouts)

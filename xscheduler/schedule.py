@@ -14,18 +14,18 @@ import numpy as np
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate
 from xscheduler.arrival_rate import by_rate, neighbours, rate_of
-from xscheduler.frontier import Point, frontier
-from xscheduler.minorant import minorant
+from xscheduler.frontier import TradeOff, frontier
+from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
-from xscheduler.plan import plan_of
+from xscheduler.placement_bounds import PlacementBounds
+from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
-from xscheduler.screen import Screen
 from xscheduler.search import SEARCHES, Method
-from xscheduler.space import POLICIES, Limits, Models, Space
+from xscheduler.space import POLICIES, Models, Space, SpaceLimits
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
-from xsimulator.placement import Lane
+from xsimulator.stages import Lane
 from xsimulator.step_cost import Degrees, LaneCost
 
 BLOCK_SIZE = 16
@@ -51,7 +51,7 @@ class Scheduler:
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
-        self._screens: dict[Constraint, Screen] = {}
+        self._placement_bounds: dict[Constraint, PlacementBounds] = {}
         self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
 
     # Spaces ----------------------------------------------------------------------------------------------------
@@ -70,16 +70,16 @@ class Scheduler:
                 space = self._space(kind, placement, constraint, limits)
                 if space.capacity >= space.least_requests:
                     found.append(space)
-        bounds = self._screen(constraint).bounds(
+        bounds = self._bounds_under(constraint).bounds(
             kind, [space.placement for space in found], [space.capacity for space in found]
         )
         for space, bound in zip(found, bounds, strict=True):
             space.bound = float(bound)
         return found
 
-    def _screen(self, constraint: Constraint) -> Screen:
-        if constraint not in self._screens:
-            self._screens[constraint] = Screen(
+    def _bounds_under(self, constraint: Constraint) -> PlacementBounds:
+        if constraint not in self._placement_bounds:
+            self._placement_bounds[constraint] = PlacementBounds(
                 self.problem.model,
                 self._models.floor,
                 self.lengths,
@@ -87,22 +87,22 @@ class Scheduler:
                 constraint,
                 self._max_batch,
             )
-        return self._screens[constraint]
+        return self._placement_bounds[constraint]
 
-    def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: Limits) -> Space:
+    def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
         return Space(
             kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish, fixed=self.problem.fixed
         )
 
-    def _limits(self, placement: Placement) -> Limits | None:
+    def _limits(self, placement: Placement) -> SpaceLimits | None:
         """None where the weights do not fit."""
         memories = [self._memory(layout.lane) for layout in placement.layouts]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
             return None
         encode, decode = memories[0], memories[-1]
         assert isinstance(encode, LaneMemory) and isinstance(decode, LaneMemory)
-        return Limits(
+        return SpaceLimits(
             decode, self._block_size, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
         )
 
@@ -129,7 +129,7 @@ class Scheduler:
 
     # Answers ---------------------------------------------------------------------------------------------------
 
-    def frontier(self, kind: str) -> list[Point]:
+    def frontier(self, kind: str) -> list[TradeOff]:
         """A policy's trade-off between latency and throughput, whatever the latency bound."""
         constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
         return frontier(self.spaces(kind, constraint))
@@ -300,7 +300,7 @@ class Scheduler:
         nearest: dict[str, float] = {}
         for kind in kinds:
             spaces = self.spaces(kind, relaxed)
-            least_s = headroom * self._screen(relaxed).least_latency([space.placement for space in spaces])
+            least_s = headroom * self._bounds_under(relaxed).least_latency([space.placement for space in spaces])
             for i in np.argsort(least_s, kind="stable"):
                 if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
                     break
@@ -364,11 +364,11 @@ class _Predictors:
     collector would look for in the middle of a later one.
 
     Attributes:
-        floor: the profile's minorant.
+        floor: the profile with lower tables.
     """
 
     def __init__(self, problem: Problem, lengths: Lengths) -> None:
-        self.floor = minorant(problem.profile)
+        self.floor = lowered(problem.profile)
         self._problem, self._lengths = problem, lengths
         self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self.floor)
         self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}

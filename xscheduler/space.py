@@ -19,7 +19,7 @@ from xgpt.schema import (
     PolicySettings,
     Variable,
 )
-from xscheduler.bound import excess_of
+from xscheduler.box_bounds import excess_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, Room
@@ -44,7 +44,7 @@ POINTS_AT_ONCE = 20_000
 
 
 @dataclass(frozen=True)
-class Limits:
+class SpaceLimits:
     """What bounds the space from outside.
 
     Attributes:
@@ -72,7 +72,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """What predicts a placement's settings: on the profile's tables, and on the minorant below them."""
+    """What predicts a placement's settings: on the profile's tables, and on the lower tables below them."""
 
     model: Any
     floor: Any
@@ -109,7 +109,7 @@ class Space:
         lengths: Lengths,
         models: Callable[[], Models],
         constraint: Constraint,
-        limits: Limits,
+        limits: SpaceLimits,
         wish: Wish | None = None,
         fixed: Mapping[str, int] | None = None,
     ) -> None:
@@ -286,7 +286,7 @@ class Space:
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """The same points' predictions on the minorant tables: periods and latencies that no point falls below."""
+        """The same points' predictions on the lower tables: periods and latencies that no point falls below."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)

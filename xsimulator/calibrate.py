@@ -20,7 +20,7 @@ from xgpt.errors import InputError
 from xgpt.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.executed import executed
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepParts
 
 Array = npt.NDArray[np.float64]

@@ -17,7 +17,7 @@ from xgpt.workload import poisson_arrivals, sample
 from xsimulator.arrivals import Array, GoalNs, Kv, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.measure import RequestTimes
+from xsimulator.measures import RequestTimes
 from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import lanes_of
 from xsimulator.two_lane_arrivals import TwoLaneRun

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xgpt.policies import Schedule, Step
-from xgpt.schema import Lane
+from xgpt.schema import LaneName
 from xsimulator.step_cost import LaneCost, StepCounts
-from xsimulator.transfer import Transfer
+from xsimulator.transfer import TransferCost
 
 
 class Span(NamedTuple):
     """A stage at work on a step. Times in ns."""
 
-    lane: Lane
+    lane: LaneName
     stage: int
     start_ns: int
     end_ns: int
@@ -59,7 +59,7 @@ class TwoLaneClock:
     def __init__(self, encode: LaneCost, decode: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
         self._lanes = {"encode": LaneClock(encode, schedule, on_span), "decode": LaneClock(decode, schedule, on_span)}
         self._schedule = schedule
-        self._transfer = Transfer(encode, decode)
+        self._transfer = TransferCost(encode, decode)
 
     def __call__(self, issue_ns: int, step: Step) -> int:
         if step.lane == "transfer":

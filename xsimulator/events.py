@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xgpt.policies import Request, Schedule, Step
-from xgpt.schema import Lane
+from xgpt.schema import LaneName
 from xgpt.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
 
@@ -154,7 +154,7 @@ class _Journal:
         self._schedule.cancel(id_)
         self._cancelled.append(id_)
 
-    def begin(self, lane: Lane, now_ns: int) -> Step | None:
+    def begin(self, lane: LaneName, now_ns: int) -> Step | None:
         self._schedule.expire(now_ns)
         step = self._schedule.next_step(lane)
         if step is not None:

@@ -18,7 +18,7 @@ from xgpt.schema import (
 )
 from xsimulator.curves import Array
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane
+from xsimulator.stages import Lane
 
 WORKSPACE_BYTES = 256 * 2**20
 """Buffers of libraries and of the engine itself, activations not included."""

@@ -45,7 +45,7 @@ P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
 
-class Queue:
+class LoadCurves:
     """Curves of candidates of one policy: along each, the batch grows, and every point of it is a candidate.
 
     Args:
@@ -181,9 +181,9 @@ class Queue:
 def max_rate(
     stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
 ) -> Array:
-    """The highest rate at which every goal of a constraint is kept, of every point of every curve (see `Queue`)."""
-    queues = [Queue(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
-    return np.min([queue.max_rate(at_least) for queue in queues], axis=0)
+    """Return the highest rate at which every goal of a constraint is kept, of every point of every curve."""
+    curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
+    return np.min([one.max_rate(at_least) for one in curves], axis=0)
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:

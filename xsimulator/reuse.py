@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies import Blocks
-from xgpt.workload import Lengths
+from xgpt.workload import TraceLengths
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class ReuseCurve:
         block_size: tokens of a K/V block, whole ones of which are found.
     """
 
-    def __init__(self, trace: Lengths, block_size: int) -> None:
+    def __init__(self, trace: TraceLengths, block_size: int) -> None:
         prefixes = trace.prefixes
         assert prefixes is not None
         self.inputs: Ints = trace.input
@@ -64,7 +64,7 @@ class ReuseCurve:
         return np.unique((needed[places] + 1) * self._size)
 
 
-def exact_share(trace: Lengths, capacity: int, block_size: int) -> float:
+def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
     """Return the share of prompt tokens found where the requests pass the engine's own blocks one after the other.
 
     Args:

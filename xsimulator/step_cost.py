@@ -25,7 +25,7 @@ from xgpt.errors import InputError
 from xgpt.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
 from xsimulator.curves import MOST_KNOWN, Array, Grid, Line, Table
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane, StageShape, lane_of
+from xsimulator.stages import Lane, StageShape, lane_of
 
 T = TypeVar("T")
 

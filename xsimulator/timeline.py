@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xgpt.schema.step_log import StepRecord
 from xsimulator.clock import Span
 
-Stage = tuple[str, int]
+StageKey = tuple[str, int]
 """Lane, and place in it."""
 
 
@@ -63,7 +63,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"name": "running", "ph": "C", "ts": (record.start_ns - start_ns) / 1e3, "args": running}
 
 
-def stages(spans: Sequence[Span]) -> list[Stage]:
+def stages(spans: Sequence[Span]) -> list[StageKey]:
     """The stages that spans tell of, encode lane first."""
     return _in_order({(span.lane, span.stage) for span in spans})
 
@@ -72,7 +72,7 @@ def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(rows, key=lambda row: (("both", "encode", "transfer", "decode").index(row[0]), row[1]))
 
 
-def idle_shares(spans: Sequence[Span]) -> dict[Stage, float]:
+def idle_shares(spans: Sequence[Span]) -> dict[StageKey, float]:
     """Share of the time in which each stage does nothing, between the middle halves of what they tell of."""
     if not spans:
         return {}

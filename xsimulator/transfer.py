@@ -6,7 +6,7 @@ from xsimulator.curves import Line
 from xsimulator.step_cost import LaneCost
 
 
-class Transfer:
+class TransferCost:
     """Seconds in which the K/V of a batch of prompts moves to the decode lane, against its tokens.
 
     Devices move their shares at once, so the one with the largest share of the layers takes longest. An encoder's

@@ -12,7 +12,7 @@ from xgpt.policies.rule import PromptBudget
 from xgpt.policies.waa import TwoLaneSettings
 from xsimulator.arrivals import Batch, Clock, Kv, Run, Step, Stream
 from xsimulator.step_cost import LaneCost
-from xsimulator.transfer import Transfer
+from xsimulator.transfer import TransferCost
 
 
 class TwoLaneRun(Run):
@@ -22,7 +22,7 @@ class TwoLaneRun(Run):
         super().__init__(stream, kv)
         self._settings = settings
         self._clocks = {"encode": Clock(encode), "decode": Clock(decode)}
-        self._transfer = Transfer(encode, decode)
+        self._transfer = TransferCost(encode, decode)
         self._encode = [Batch() for _ in range(settings.encode_stages)]
         self._decode = [Batch() for _ in range(settings.decode_microbatches)]
         self._moving: list[int] = []

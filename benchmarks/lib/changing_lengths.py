@@ -24,7 +24,7 @@ from xgpt.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import quantile, sample
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.measure import Measured, measure
+from xsimulator.measures import Measured, measure
 
 PLANNING_S = 1.0
 """Time from a look to the new plan, on the simulated clock: what a planning process takes next to a busy engine."""

@@ -27,8 +27,8 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
-from xsimulator.measure import Measured
-from xsimulator.placement import lane, whole
+from xsimulator.measures import Measured
+from xsimulator.stages import lane, whole
 from xsimulator.step_cost import LaneCost
 
 NUM_SIMULATED = 800

@@ -14,8 +14,8 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import Performance
 from xsimulator.lengths import Lengths
-from xsimulator.placement import lane
-from xsimulator.queueing import Queue
+from xsimulator.queueing import LoadCurves
+from xsimulator.stages import lane
 from xsimulator.step_cost import LaneCost, StepCounts
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
@@ -88,7 +88,7 @@ class FasterTransformer:
         )
 
 
-def _space_queue(of: Problem, kind: str) -> Queue:
+def _space_queue(of: Problem, kind: str) -> LoadCurves:
     """Orca or static with any batch that fits, a micro-batch for each stage."""
     scheduler = Scheduler(of)
     space = scheduler.space(kind, scheduler.uniform_placement(kind, 8, 2, 1))
@@ -98,10 +98,10 @@ def _space_queue(of: Problem, kind: str) -> Queue:
     def evaluate(kind: str, **columns: np.ndarray) -> Performance:
         return space.evaluate(columns).performance
 
-    return Queue(evaluate, space.lengths, kind, **{name: batches})
+    return LoadCurves(evaluate, space.lengths, kind, **{name: batches})
 
 
-def _max_rate(queue: Queue, kind: str, lengths: Lengths, bound_s: float) -> float:
+def _max_rate(queue: LoadCurves, kind: str, lengths: Lengths, bound_s: float) -> float:
     """The highest Poisson rate at which the median request's whole time, a token, keeps the bound."""
     outputs = lengths.outputs
     low, high = np.zeros(len(queue.saturation)), queue.saturation.copy()
@@ -126,7 +126,7 @@ def _rates(workload: Workload, bound_s: float) -> tuple[float, float, float]:
     of = problem(MODEL, CLUSTER, workload)
     lengths = Lengths(workload)
     ft = FasterTransformer(of)
-    queue = Queue(ft.evaluate, lengths, "static", batch=ft.sizes)
+    queue = LoadCurves(ft.evaluate, lengths, "static", batch=ft.sizes)
     return (
         _max_rate(_space_queue(of, "orca"), "orca", lengths, bound_s),
         _max_rate(_space_queue(of, "static"), "static", lengths, bound_s),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.tcb.systems import Demand, Machine
-from xgpt.policies import Blocks, Chunk, Schedule, Step, Table
+from xgpt.policies import Blocks, BlockTable, Chunk, Schedule, Step
 from xgpt.policies.request import Request
 from xgpt.policies.tcb import RowBatch
 from xgpt.schema import ModelSpec
@@ -45,7 +45,7 @@ class RealMachine(Machine):
         worker = self._worker
         blocks = Blocks(NUM_BLOCKS)
         for one in requests:
-            table = Table(())
+            table = BlockTable(())
             for _ in range(-(-(one.input_length + one.max_output) // worker.cache.block_size)):
                 blocks.grow(table)
             worker.start(self._generation(one), table)

@@ -18,7 +18,7 @@ from xprofiler import analytic, imported
 from xsimulator.arrivals import Kv, Stream
 from xsimulator.memory import LaneMemory
 from xsimulator.one_lane_arrivals import OneLaneRun
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost
 
 Floats = npt.NDArray[np.float64]

@@ -31,8 +31,8 @@ from xsimulator.clock import LaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, estimate
 from xsimulator.lengths import Lengths
-from xsimulator.measure import Measured, measure
-from xsimulator.placement import whole
+from xsimulator.measures import Measured, measure
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16

@@ -9,13 +9,13 @@ from tests.contract.scenarios import BLOCK_SIZE, random_profile
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Profile, Uniform, Workload
 from xgpt.workload import histogram
-from xscheduler.minorant import minorant
+from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
-from xscheduler.screen import Screen
-from xscheduler.space import POLICIES, Evaluation, Ints, Limits, Models, Space
+from xscheduler.placement_bounds import PlacementBounds
+from xscheduler.space import POLICIES, Evaluation, Ints, Models, Space, SpaceLimits
 from xsimulator.forecast import OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane
+from xsimulator.stages import Lane
 from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(POLICIES)
@@ -69,14 +69,14 @@ class Spaces:
             lanes = [LaneCost(self.spec, profile, layout.lane) for layout in placement.layouts]
             return OneLaneModel(*lanes, self.lengths) if len(lanes) == 1 else TwoLaneModel(*lanes, self.lengths)
 
-        return Models(build(self.profile), build(minorant(self.profile)))
+        return Models(build(self.profile), build(lowered(self.profile)))
 
     def spaces(self, latency_bound_s: float | None = None) -> list[Space]:
         constraint = Constraint(latency_bound_s=latency_bound_s)
         spaces = []
         for placement in self.placements:
             memories = [Blocks(self.blocks, layout.lane) for layout in placement.layouts]
-            limits = Limits(
+            limits = SpaceLimits(
                 memories[-1],  # type: ignore[arg-type]
                 BLOCK_SIZE,
                 max_batch=self.max_batch,
@@ -86,9 +86,9 @@ class Spaces:
             space = Space(self.kind, placement, self.lengths, lambda models=models: models, constraint, limits)
             if space.capacity >= space.least_requests:
                 spaces.append(space)
-        screen = Screen(
+        screen = PlacementBounds(
             self.spec,
-            minorant(self.profile),
+            lowered(self.profile),
             self.lengths,
             self.lengths.decodes_at(constraint.quantile),
             constraint,

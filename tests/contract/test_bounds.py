@@ -8,8 +8,8 @@ import pytest
 from tests.contract.scenarios import random_profile
 from tests.contract.spaces import EVERY_KIND, FEW, SEEDS, Spaces, every_point
 from xgpt.schema import Curve, RraSettings
-from xscheduler.bound import box_bounds
-from xscheduler.minorant import minorant
+from xscheduler.box_bounds import box_bounds
+from xscheduler.lower_tables import lowered
 from xscheduler.search import branch_and_bound, checked, exhaustive
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xsimulator.curves import Grid, Line
@@ -57,11 +57,11 @@ def test_no_point_exceeds_the_bound_of_its_box(kind: str, seed: int, monotone: b
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_minorant_lies_below_and_is_monotone(seed: int) -> None:
+def test_lower_tables_lie_below_and_are_monotone(seed: int) -> None:
     profile = random_profile(np.random.default_rng(seed), monotone=False)
-    floor = minorant(profile)
-    assert minorant(floor) is floor
-    assert minorant(random_profile(np.random.default_rng(seed), monotone=True)) == random_profile(
+    floor = lowered(profile)
+    assert lowered(floor) is floor
+    assert lowered(random_profile(np.random.default_rng(seed), monotone=True)) == random_profile(
         np.random.default_rng(seed), monotone=True
     )
     for ours, theirs in ((floor.head, profile.head), (floor.layers[0].rest, profile.layers[0].rest)):
@@ -91,7 +91,7 @@ def test_minorant_lies_below_and_is_monotone(seed: int) -> None:
 def test_a_table_lowered_before_its_end_stays_below_beyond_it() -> None:
     measured = random_profile(np.random.default_rng(0), monotone=True)
     measured = measured.model_copy(update={"head": Curve(points=(1, 4, 16), seconds=(1.0, 8.0, 9.0))})
-    floor = minorant(measured).head
+    floor = lowered(measured).head
     assert Line.of(floor)([1, 4, 16, 64, 1000]) == pytest.approx([1.0, 4.0, 9.0, 13.0, 91.0])
 
 

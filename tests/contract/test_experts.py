@@ -11,14 +11,14 @@ from tests.contract.scenarios import problem
 from xgpt.schema import Experts, Plan, Profile
 from xprofiler import analytic
 from xprofiler.experts import Routing, chances
-from xscheduler.bound import breach
-from xscheduler.minorant import minorant
+from xscheduler.box_bounds import breach
+from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xsimulator.memory import WORKSPACE_BYTES, LaneMemory
-from xsimulator.placement import lane
+from xsimulator.stages import lane
 
 
 def with_faster_parts(profile: Profile, factor: float) -> Profile:
@@ -69,7 +69,7 @@ def test_no_setting_beats_the_bound_of_a_box_around_it(kind: str) -> None:
 
 def test_times_of_few_tokens_are_lowered_where_they_rise_faster_than_their_number() -> None:
     profile = problem("mixtral-8x7b", "h200x8", "chat-short").profile
-    floor = minorant(profile)
+    floor = lowered(profile)
     for layer, low in zip(profile.layers, floor.layers, strict=True):
         per_token = np.asarray(low.rest.seconds) / np.asarray(low.rest.points)
         assert (np.diff(per_token) <= 1e-15).all()

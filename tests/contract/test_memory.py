@@ -14,7 +14,7 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
-from xsimulator.placement import lane, whole
+from xsimulator.stages import lane, whole
 from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16

@@ -61,7 +61,7 @@ class CappedPlan(Plan):
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "capped", capped)
     monkeypatch.setitem(FORECASTS, "capped", Capped())
-    monkeypatch.setattr("xscheduler.plan.Plan", CappedPlan)  # stands for the line in the schema's union
+    monkeypatch.setattr("xscheduler.plan_builder.Plan", CappedPlan)  # stands for the line in the schema's union
 
 
 # What it does ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
-from xsimulator.placement import degrees, lane, spread, whole
+from xsimulator.stages import degrees, lane, spread, whole
 from xsimulator.step_cost import LaneCost
 
 NUM_CASES = 4

@@ -12,7 +12,7 @@ from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.forecast import FORECASTS, OneLaneModel, estimate
 from xsimulator.lengths import Lengths
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(kind for kind in POLICIES if kind != "waa")

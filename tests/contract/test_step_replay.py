@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
+from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
 from xgpt.policies.admission import make_queue
 from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
@@ -87,7 +87,7 @@ class Executor:
     def accept(self, generation: Generation) -> None:
         assert generation.id not in self.running
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         assert generation.id not in self.running
         self.running[generation.id] = generation
 

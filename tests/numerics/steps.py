@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from xgpt.policies import Blocks, Table
+from xgpt.policies import Blocks, BlockTable
 from xrunner.attention import PositionBias, make_batch
 
 
@@ -47,7 +47,7 @@ def start(worker, generations):
     cache = worker.cache
     blocks = Blocks(cache.num_blocks)
     for generation in generations:
-        table = Table(())
+        table = BlockTable(())
         for _ in range(-(-(len(generation.prompt) + generation.max_output) // cache.block_size)):
             blocks.grow(table)
         worker.start(generation, table)

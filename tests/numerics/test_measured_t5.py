@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import xprofiler.passes
+import xprofiler.measurement_order
 from tests.numerics.test_planned import greedy, served_here, served_on
 from tests.planned import SHORT, placements_of, planned
 from xgpt.checkpoint import read_spec
@@ -14,7 +14,7 @@ from xgpt.schema import Constraint
 from xprofiler import encoder_decoder, measure
 from xrunner.cluster.fleet import Fleet
 from xscheduler.schedule import Problem
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
 
@@ -28,7 +28,7 @@ def measured_problem(checkpoint):
             directory, _ = checkpoint(name)
             spec, cluster = read_spec(directory).model_copy(update={"max_context": 128}), detect(num_devices)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(xprofiler.passes, "PASSES", 3)
+                patch.setattr(xprofiler.measurement_order, "PASSES", 3)
                 profile = measure.profile(spec, cluster, "float32", checkpoint=directory)
             found[name, num_devices] = Problem(spec, str(directory), cluster, SHORT, profile, Constraint())
         return found[name, num_devices]

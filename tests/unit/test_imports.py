@@ -174,7 +174,7 @@ def test_the_check_sees(tmp_path: Path, path: str, source: str, says: str) -> No
         ("xprofiler/measure.py", "import torch\nfrom xrunner.layers import Linear"),
         ("xgpt/cli/plan.py", "import click\ndef f():\n    from xscheduler import space"),
         ("xrunner/server/http/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
-        ("xscheduler/bound.py", "from xsimulator.curves import Line\nfrom . import space"),
+        ("xscheduler/box_bounds.py", "from xsimulator.curves import Line\nfrom . import space"),
     ],
 )
 def test_the_check_lets_pass(tmp_path: Path, path: str, source: str) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
-from xrunner.vllm.lane import Room
+from xrunner.vllm.lane import VllmRoom
 
 NUM_REQUESTS = 60
-ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+ROOM = VllmRoom(num_blocks=400, block_size=32, max_running=64)
 MOST_TOKENS = 512
 """That vLLM takes at once."""
 

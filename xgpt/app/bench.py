@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from xgpt.policies.tcb import Batching
     from xgpt.schema.step_log import StepRecord
     from xgpt.workload import Floats, Ints
-    from xsimulator.measure import Measured, RequestTimes
+    from xsimulator.measures import Measured, RequestTimes
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 

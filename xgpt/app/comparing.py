@@ -11,16 +11,16 @@ import numpy as np
 
 from xgpt.app.arrivals import predicted_rate, rate_of, with_capacities, with_capacity
 from xgpt.app.bench import Load, bench_plan
-from xgpt.app.current import read_vllm_command
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve, scheduler
+from xgpt.app.vllm_command import read_vllm_command
 from xgpt.errors import InputError
 from xgpt.schema import BenchReport, ChunkedSettings, Plan, Profile
 
 if TYPE_CHECKING:
-    from xgpt.app.current import Deployment
     from xgpt.app.profiles import Progress
     from xgpt.app.request import PlanRequest
+    from xgpt.app.vllm_command import CurrentEngine
     from xscheduler.problem import Problem
     from xscheduler.search import Method
 
@@ -114,7 +114,7 @@ def compare(
     )
 
 
-def score_current(problem: Problem, current: Deployment) -> Plan:
+def score_current(problem: Problem, current: CurrentEngine) -> Plan:
     """What an engine that was started like this does: chunked prompts, K/V blocks taken as requests grow.
 
     Raises:
@@ -164,7 +164,7 @@ def gain_in_words(best: Plan, current: Plan) -> str:
     )
 
 
-def check_current(problem: Problem, current: Deployment) -> None:
+def check_current(problem: Problem, current: CurrentEngine) -> None:
     """Refuse what cannot be compared with plans for the same work.
 
     Raises:

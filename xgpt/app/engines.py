@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xrunner.build import WorkerSettings
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.engine import Engine
-    from xrunner.executor import Deploy, Executor
+    from xrunner.executor import Deployer, Executor
     from xrunner.replicas import Replicas
     from xrunner.tcb.worker import RowWorker
     from xrunner.worker import Worker
@@ -170,7 +170,7 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
     )
 
 
-def _redeployer(worker: Worker) -> Deploy:
+def _redeployer(worker: Worker) -> Deployer:
     """Return what sets another plan's K/V memory up; the weights stay where they are."""
     from xrunner.build import warm_up, whole_worker
 
@@ -188,7 +188,7 @@ def _redeployer(worker: Worker) -> Deploy:
     return deploy
 
 
-def _redeployer_of(workers: RemoteExecutor) -> Deploy:
+def _redeployer_of(workers: RemoteExecutor) -> Deployer:
     """Has the same workers take another plan's stages: each reads its new part, which is in the page cache by now."""
 
     def deploy(schedule: Schedule) -> Executor:

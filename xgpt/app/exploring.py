@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xgpt.app import figures, wording
+from xgpt.app import figures, plan_text
 from xgpt.app.arrivals import rate_of
 from xgpt.app.comparing import gain_in_words, score_current
-from xgpt.app.current import read_vllm_command
 from xgpt.app.planning import kinds_of
 from xgpt.app.problems import resolve, scheduler
 from xgpt.app.request import PlanRequest, plan_request
 from xgpt.app.simulating import simulate
 from xgpt.app.solving import Planned, solve
+from xgpt.app.vllm_command import read_vllm_command
 from xgpt.errors import InfeasibleError, XgptError
 from xgpt.io import dump_json
 from xgpt.schema import Plan
@@ -124,7 +124,7 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
         rows.append(
             {
                 "policy": kind,
-                "settings": wording.settings_text(plan),
+                "settings": plan_text.settings_text(plan),
                 "rate_per_s": rate,
                 "throughput_rps": e.throughput_rps,
                 "latency_s": e.latency_s,
@@ -143,9 +143,9 @@ def outline_of(plan: Plan) -> Part:
     """The chosen plan in words, and its devices' memory."""
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
-        "schedule": f"{plan.policy.kind}: {wording.schedule_in_words(plan)}",
-        "placement": wording.placement_in_words(plan),
-        "objective": wording.objective_in_words(plan.constraint),
+        "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
+        "placement": plan_text.placement_in_words(plan),
+        "objective": plan_text.objective_in_words(plan.constraint),
         "headroom": plan.constraint.headroom,
         "memory": figures.memory(plan)._asdict(),
         "warnings": [*plan.estimate.warnings, *([plan.seeded_weights] if plan.seeded_weights else [])],
@@ -202,7 +202,7 @@ def settled(planned: Planned) -> Part:
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
     best = planned.best
-    words = [*wording.arrivals_in_words(best), f"proof: {wording.proof_in_words(best)}"]
+    words = [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"]
     return {
         "part": "plans",
         "settled": True,

@@ -128,7 +128,7 @@ class BackgroundPlanner:
     def __init__(self, plan: Plan, profile: Profile) -> None:
         from functools import cache
 
-        from xsimulator.placement import whole
+        from xsimulator.stages import whole
         from xsimulator.step_cost import LaneCost
 
         self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.app import figures
 from xgpt.app.arrivals import predicted_rate, rate_of, with_capacity
-from xgpt.app.problems import scheduler
-from xgpt.app.simulating import simulate
-from xgpt.app.wording import (
+from xgpt.app.plan_text import (
     arrivals_in_words,
     objective_in_words,
     placement_in_words,
@@ -16,6 +14,8 @@ from xgpt.app.wording import (
     schedule_in_words,
     settings_text,
 )
+from xgpt.app.problems import scheduler
+from xgpt.app.simulating import simulate
 from xgpt.schema import Constraint, Histogram, Plan, Profile
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from xgpt.pages.charts import Chart
     from xsimulator.clock import Span as StageSpan
-    from xsimulator.measure import Measured
+    from xsimulator.measures import Measured
 
 NUM_REQUESTS = 400
 """Requests of the simulated run whose figures stand next to the prediction."""
@@ -180,7 +180,7 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
     shown = figures.timeline(plan, spans)
     times, sizes = zip(*shown.decoding, strict=True) if shown.decoding else ((), ())
     return charts.timeline(
-        [charts.Span(*bar) for bar in shown.bars],
+        [charts.Bar(*bar) for bar in shown.bars],
         shown.rows,
         charts.Series("in decode", times, [float(size) for size in sizes]),
         alt=f"timeline of {len(plan.stages)} stages",

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from xgpt.policies import Schedule
     from xgpt.prefixes import Prefixes
     from xgpt.schema.step_log import StepRecord
-    from xgpt.workload import Floats, Ints, Lengths
+    from xgpt.workload import Floats, Ints, TraceLengths
     from xsimulator.clock import OnSpan, Span
     from xsimulator.events import StepClock
-    from xsimulator.measure import Measured, RequestTimes
+    from xsimulator.measures import Measured, RequestTimes
     from xsimulator.request_law import RequestLaw
 
 
@@ -202,7 +202,7 @@ def replay_trace(
     plan: Plan,
     profile: Profile,
     workload: Workload,
-    trace: Lengths,
+    trace: TraceLengths,
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
@@ -226,7 +226,7 @@ def replay_trace(
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 
-def with_joint_lengths(plan: Plan, profile: Profile, trace: Lengths, num_requests: int = 500) -> Plan:
+def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
     """Return the plan with an estimate of what it costs to take lengths for independent: it simulates the trace's
     pairs, and the same inputs and outputs in pairs drawn apart.
     """
@@ -328,7 +328,7 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
     """What a log of this plan shows, after its warm-up where it ran saturated."""
     from xgpt.workload import quantile
-    from xsimulator.measure import measure
+    from xsimulator.measures import measure
 
     return measure(
         log,
@@ -343,7 +343,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
 
 def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
     """What the first requests of a log of this plan took from their arrival on."""
-    from xsimulator.measure import request_times
+    from xsimulator.measures import request_times
 
     return request_times(log, num_requests, encode_emits=_encode_emits(plan))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClusterChoice:
     """One of several clusters.
 
     Attributes:
@@ -49,7 +49,7 @@ def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
     return high
 
 
-def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[Choice]:
+def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
     """What the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
 
     Clusters that do not sustain it come last.
@@ -65,7 +65,7 @@ def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list
         try:
             num_devices = fewest_devices(problem, policy)
         except InfeasibleError as error:
-            choices.append(Choice(problem, None, None, str(error)))
+            choices.append(ClusterChoice(problem, None, None, str(error)))
             continue
-        choices.append(Choice(problem, num_devices, price * num_devices, None))
+        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None))
     return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))

@@ -11,7 +11,7 @@ from xgpt.app.checking import check_planned
 from xgpt.app.planning import is_uniform, plan_each, plan_uniform
 from xgpt.app.problems import resolve
 from xgpt.app.simulating import with_joint_lengths
-from xgpt.app.sizing import Choice, cheapest, fewest_devices
+from xgpt.app.sizing import ClusterChoice, cheapest, fewest_devices
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_trace
 from xgpt.schema import Plan
@@ -36,7 +36,7 @@ class Planned:
     request: PlanRequest
     problem: Problem
     plans: dict[str, Plan]
-    choices: tuple[Choice, ...]
+    choices: tuple[ClusterChoice, ...]
     planning_s: float
 
     @property
@@ -78,7 +78,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     return Planned(request, problem, plans, choices, planning_s)
 
 
-def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[Choice, ...]]:
+def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
     """The problem on the devices to take, and what they were chosen from."""
     if request.among is None:
         problem = resolve(request, progress)

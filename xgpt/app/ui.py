@@ -190,7 +190,7 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
-        raise MachineError(f"port {port} cannot be had: {error.strerror}; take another with --port") from None
+        raise MachineError(f"port {port} cannot be had: {error.strerror}; take another as `port`") from None
     config = uvicorn.Config(
         build_app(), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )

@@ -98,7 +98,7 @@ def command(
 
 def _summary(planned: Planned) -> Iterator[object]:
     """What was planned, each policy's plan, and what the chosen one rests on."""
-    from xgpt.app import wording
+    from xgpt.app import plan_text
     from xgpt.cli import render
 
     problem, best = planned.problem, planned.best
@@ -108,21 +108,21 @@ def _summary(planned: Planned) -> Iterator[object]:
         f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.device.name}), workload "
         f"{problem.workload.name}, {bound}"
     )
-    yield f"maximised: {wording.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
-    yield from wording.headroom_in_words(best)
-    yield from wording.engine_in_words(best)
+    yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield from plan_text.headroom_in_words(best)
+    yield from plan_text.engine_in_words(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
     yield render.plans_table(planned.plans)
-    yield from wording.missing_in_words(planned.request.policy, planned.plans)
-    yield f"chosen: {best.policy.kind}: {wording.schedule_in_words(best)}"
+    yield from plan_text.missing_in_words(planned.request.policy, planned.plans)
+    yield f"chosen: {best.policy.kind}: {plan_text.schedule_in_words(best)}"
     if problem.cluster.num_devices > 1:
-        yield f"placement: {wording.placement_in_words(best)}"
-    yield f"proof: {wording.proof_in_words(best)}"
-    yield from wording.arrivals_in_words(best)
-    yield from wording.joint_in_words(best)
+        yield f"placement: {plan_text.placement_in_words(best)}"
+    yield f"proof: {plan_text.proof_in_words(best)}"
+    yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.joint_in_words(best)
     if planned.may_be_uneven:
-        yield wording.uniform_in_words(best, planned.best_uniform())
+        yield plan_text.uniform_in_words(best, planned.best_uniform())
     yield f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}"
     yield from (f"warning: {warning}" for warning in best.estimate.warnings)
     if best.seeded_weights:

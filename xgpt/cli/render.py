@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from xgpt.app.profiles import Progress
     from xgpt.app.simulating import Simulated
-    from xgpt.app.sizing import Choice
+    from xgpt.app.sizing import ClusterChoice
     from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 
 
@@ -70,7 +70,7 @@ def progress_bar() -> Iterator[Progress]:
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
     from xgpt.app.arrivals import rate_of
-    from xgpt.app.wording import settings_text
+    from xgpt.app.plan_text import settings_text
 
     rows = []
     for kind, plan in plans.items():
@@ -114,7 +114,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     return table(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows])
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[ClusterChoice]) -> Table:
     """Return a table of the devices and price at which each cluster sustains the arrival rate, cheapest first."""
     rows = [
         [
@@ -132,7 +132,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
     from xgpt.app.arrivals import maximised
-    from xgpt.app.wording import settings_text
+    from xgpt.app.plan_text import settings_text
 
     rows = [
         [
@@ -225,7 +225,7 @@ def url_table(report: UrlReport) -> Table:
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
-    from xgpt.app.wording import settings_text
+    from xgpt.app.plan_text import settings_text
 
     rows = []
     for kind, report in reports.items():

@@ -47,7 +47,7 @@ class Chart(NamedTuple):
     caption: str
 
 
-class Span(NamedTuple):
+class Bar(NamedTuple):
     """A bar of a timeline, seconds from its left edge."""
 
     row: int
@@ -76,7 +76,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def timeline(spans: Sequence[Span], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
+def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
     """Draw the work of each worker over time, encode and decode in two colours; below, the requests in decode."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))

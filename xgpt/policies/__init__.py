@@ -4,7 +4,7 @@ Both engines drive these same objects, one on a simulated clock and one on a rea
 global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
 """
 
-from xgpt.policies.blocks import Blocks, Table
+from xgpt.policies.blocks import Blocks, BlockTable
 from xgpt.policies.build import build, build_rows
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
@@ -13,6 +13,7 @@ from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
 
 __all__ = [
+    "BlockTable",
     "Blocks",
     "Chunk",
     "LaneSettings",
@@ -23,7 +24,6 @@ __all__ = [
     "Request",
     "Schedule",
     "Step",
-    "Table",
     "TwoLane",
     "TwoLaneSettings",
     "build",

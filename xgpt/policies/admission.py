@@ -24,7 +24,7 @@ from xgpt.policies.orders import Entry, Order, make_order, prune
 from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
 
-Place = Literal["front", "order", "overdue", "back"]
+QueuePlace = Literal["front", "order", "overdue", "back"]
 """Where a request of an account waits, or why it enters."""
 
 
@@ -216,7 +216,7 @@ class Queue:
 class _Choice(NamedTuple):
     account: _Account
     request: Request
-    place: Place
+    place: QueuePlace
     since_ns: int = 0
 
 
@@ -255,11 +255,11 @@ class _Account:
     def charge(self, request: Request, num_tokens: int) -> None:
         self.served += num_tokens / request.account.share
 
-    def overdue(self, due_ns: int | None) -> tuple[Request, Place, int] | None:
+    def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
         """The request that has waited for longest, if since before `due_ns`."""
         if due_ns is None:
             return None
-        oldest: tuple[Request, Place, int] | None = None
+        oldest: tuple[Request, QueuePlace, int] | None = None
         if self.order.numbers:
             request = self.order.first() if self.order.is_fifo else self._arrived[0][2]
             oldest = request, "overdue", request.arrival_ns
@@ -267,7 +267,7 @@ class _Account:
             oldest = self.back[0][1], "back", self.back[0][0]
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
-    def choose(self, due_ns: int | None) -> tuple[Request, Place, int]:
+    def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
         """The next to enter, where it waits, and (of those behind) since when."""
         if self.front:
             return self.front[0], "front", 0

@@ -21,7 +21,7 @@ NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
 """Of no request."""
 
 
-class Table:
+class BlockTable:
     """The blocks of one request, in order.
 
     Attributes:
@@ -82,20 +82,20 @@ class Blocks:
         uses = self._uses
         return sum(uses[block] > 0 for block in found)
 
-    def count_own(self, table: Table, others: Sequence[int]) -> int:
+    def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
         """Count the blocks that no other request uses, those in `others` left out."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
-    def share(self, found: Sequence[int]) -> Table:
+    def share(self, found: Sequence[int]) -> BlockTable:
         """Use blocks that `find` has just found."""
         for block in found:
             if not self._uses[block]:
                 del self._kept[block]
             self._uses[block] += 1
-        return Table(found)
+        return BlockTable(found)
 
-    def grow(self, table: Table) -> int:
+    def grow(self, table: BlockTable) -> int:
         """Give a request one more block; the pool has made sure of room."""
         if self._free:
             block = self._free.pop()
@@ -109,7 +109,7 @@ class Blocks:
         table.blocks.append(block)
         return block
 
-    def name(self, table: Table, chain: Chain, count: int) -> None:
+    def name(self, table: BlockTable, chain: Chain, count: int) -> None:
         """Let later requests find the first `count` blocks, which hold what the chain says."""
         last = min(count, len(chain))
         for index in range(table.named, last):
@@ -121,7 +121,7 @@ class Blocks:
                 self._uses[block] = 1
         table.named = max(table.named, last)
 
-    def release(self, table: Table) -> None:
+    def release(self, table: BlockTable) -> None:
         """Take a request's blocks back: those with a key are kept once no request uses them."""
         uses = self._uses
         for block in reversed(table.blocks):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 
 from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.blocks import NO_CHAINS, Blocks, Table
+from xgpt.policies.blocks import NO_CHAINS, Blocks, BlockTable
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.schema import KvPromise
 from xgpt.schema.step_log import Chain
@@ -205,7 +205,7 @@ class Pool:
             return []
         return blocks.find(request.chain, (request.context - 1) // self.block_size)
 
-    def _table_of(self, id_: int) -> Table:
+    def _table_of(self, id_: int) -> BlockTable:
         table = self.running[id_].table
         assert table is not None
         return table

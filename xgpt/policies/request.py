@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xgpt.policies.blocks import Table
-from xgpt.schema import ANYONE, Account, Lane
+from xgpt.policies.blocks import BlockTable
+from xgpt.schema import ANYONE, Account, LaneName
 from xgpt.schema.step_log import Chain
 
 
@@ -34,9 +34,9 @@ class Request:
     """Tokens whose K/V was there when it last entered."""
     blocks: int = 0
     """K/V blocks set aside for it now, those that it shares included."""
-    table: Table | None = field(default=None, repr=False, compare=False)
+    table: BlockTable | None = field(default=None, repr=False, compare=False)
     """Those that it has, where it is decoded; None: it waits."""
-    prompt_table: Table | None = field(default=None, repr=False, compare=False)
+    prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
     """Those of its prompt, where a lane of its own encodes it; None: that lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """Where it runs; None: it waits."""
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     decode: tuple[int, ...]
     preempted: tuple[int, ...] = ()
     transfer: tuple[int, ...] = ()
-    lane: Lane = "both"
+    lane: LaneName = "both"
     microbatch: int = 0
     grown: tuple[tuple[int, int], ...] = ()
 

@@ -9,7 +9,7 @@ batch has ended. Slots that have ended leave before that (early memory cleaning,
 from __future__ import annotations
 
 from xgpt.policies.admission import Queue
-from xgpt.policies.blocks import Table
+from xgpt.policies.blocks import BlockTable
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request
 from xgpt.policies.tcb import LEAVING_SHARE, Batching, lay_out
@@ -69,7 +69,7 @@ class RowPool(Pool):
         batch.encoding[request.id] = request
         self.running[request.id] = request
         self._members.append(request)
-        request.table = Table(())
+        request.table = BlockTable(())
         self._promised = self._blocks(self._members)
         self._slot.clear()
         return request

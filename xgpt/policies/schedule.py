@@ -22,7 +22,7 @@ from xgpt.policies.blocks import NO_CHAINS
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import LaneSettings, OneLaneRule
-from xgpt.schema import Lane, Stage
+from xgpt.schema import LaneName, Stage
 from xgpt.schema.step_log import Chain
 
 
@@ -36,7 +36,7 @@ class Schedule(ABC):
         stages: where a plan has placed them; none where there is no plan.
     """
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[LaneName, ...]
 
     def __init__(self, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         self.pool = pool
@@ -78,7 +78,7 @@ class Schedule(ABC):
         return self.stages == other.stages and self.pool.is_shaped_like(other.pool)
 
     @abstractmethod
-    def next_step(self, lane: Lane) -> Step | None:
+    def next_step(self, lane: LaneName) -> Step | None:
         """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class OneLane(Schedule):
     batches enter whole and in equal parts, when all of the batch before has left.
     """
 
-    lanes: tuple[Lane, ...] = ("both",)
+    lanes: tuple[LaneName, ...] = ("both",)
 
     def __init__(self, settings: LaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         super().__init__(pool, stages)
@@ -136,7 +136,7 @@ class OneLane(Schedule):
     def fresh(self) -> OneLane:
         return OneLane(self.settings, self.pool.fresh(), self.stages)
 
-    def next_step(self, lane: Lane = "both") -> Step | None:
+    def next_step(self, lane: LaneName = "both") -> Step | None:
         if self.settings.refill_when_empty and not self.pool.running:
             self._refill()
         count = len(self._batches)

@@ -17,7 +17,7 @@ from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.policies.rule import PromptBudget, next_chunk
 from xgpt.policies.schedule import Schedule
-from xgpt.schema import Lane, Stage
+from xgpt.schema import LaneName, Stage
 from xgpt.schema.step_log import Chain
 
 FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
@@ -50,7 +50,7 @@ class TwoLaneSettings:
 class TwoLane(Schedule):
     """WAA. The pool's memory is the decode lane's; a request has its share from the time it enters the encode lane."""
 
-    lanes: tuple[Lane, ...] = ("decode", "transfer", "encode")
+    lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
     def __init__(self, settings: TwoLaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         super().__init__(pool, stages)
@@ -80,7 +80,7 @@ class TwoLane(Schedule):
     def fresh(self) -> TwoLane:
         return TwoLane(self.settings, self.pool.fresh(), self.stages)
 
-    def next_step(self, lane: Lane) -> Step | None:
+    def next_step(self, lane: LaneName) -> Step | None:
         match lane:
             case "encode":
                 return self._next_encode()

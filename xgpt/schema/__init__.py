@@ -46,7 +46,7 @@ from xgpt.schema.policy import (
 from xgpt.schema.profile import LEAST_HEADROOM, CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
 from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
-from xgpt.schema.step_log import ANYONE, Account, Arrival, Lane, StepRecord
+from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
@@ -83,7 +83,7 @@ __all__ = [
     "Histogram",
     "JointLengths",
     "KvPromise",
-    "Lane",
+    "LaneName",
     "LatentAttention",
     "LayerTimes",
     "LinearRope",

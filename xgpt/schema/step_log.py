@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Lane = Literal["both", "encode", "transfer", "decode"]
+LaneName = Literal["both", "encode", "transfer", "decode"]
 """The worker group that executes a step; "both" where one group does it all."""
 
 Chain = tuple[bytes, ...]
@@ -76,7 +76,7 @@ class StepRecord(NamedTuple):
     cancelled: tuple[int, ...]
     preempted: tuple[int, ...] = ()
     transfer: tuple[int, ...] = ()
-    lane: Lane = "both"
+    lane: LaneName = "both"
     microbatch: int = 0
     number: int = 0
     settled: int = 0

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from xgpt.errors import MachineError, XgptError
-from xgpt.policies import Step, Table
+from xgpt.policies import BlockTable, Step
 from xgpt.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -95,7 +95,7 @@ class RemoteExecutor:
         """Steps that have ended before one that began earlier: they need not wait for its prompts to be read."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
-        self._tables: dict[int, tuple[Table, Table]] = {}
+        self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
         """Blocks of each request where it is encoded, and where it is decoded."""
         self._last: dict[int, int] = {}
         """The token that each request generated last."""
@@ -159,7 +159,7 @@ class RemoteExecutor:
         """What cannot be written into a message shows now."""
         m.encode(m.Beginning.of(generation))
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         self._generations[generation.id] = generation
         self._tables[generation.id] = (table, table if moves_to is None else moves_to)
         self._pending[self._lanes[0]].begin.append(m.Beginning.of(generation, table.blocks))

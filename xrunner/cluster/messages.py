@@ -223,11 +223,11 @@ class Moved(_Message):
 ToWorker = Deploy | Work | Read | Transfer
 ToNode = Start | Heard | Occupied | Stop
 ToEngine = Hello | Loaded | Alive | StoreCall | Join | Gone | Goodbye
-Answer = Done | HasRead | Moved
+WorkerAnswer = Done | HasRead | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_node = msgspec.msgpack.Decoder(ToNode).decode
 decode_store_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode

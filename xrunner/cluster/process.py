@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zmq
 
 from xgpt.errors import MachineError, XgptError
-from xgpt.policies import Chunk, Step, Table
+from xgpt.policies import BlockTable, Chunk, Step
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -277,7 +277,7 @@ class Executing:
         assert worker is not None
         worker.release(release)
         for beginning in begin:
-            worker.start(beginning.generation(), Table(beginning.blocks))
+            worker.start(beginning.generation(), BlockTable(beginning.blocks))
         return worker
 
     def _transfer(self, transfer: m.Transfer) -> None:
@@ -286,7 +286,7 @@ class Executing:
         worker.release(transfer.release)
         if self._lane == "decode":
             for beginning in transfer.begin:
-                worker.adopt(beginning.generation(), Table(beginning.blocks), beginning.cached)
+                worker.adopt(beginning.generation(), BlockTable(beginning.blocks), beginning.cached)
         requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
         mover.move(Move(transfer.number, requests))
 

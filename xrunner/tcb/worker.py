@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from xgpt.policies import Request, Step, Table
+from xgpt.policies import BlockTable, Request, Step
 from xgpt.policies.tcb import Batching, lay_out
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
@@ -45,7 +45,7 @@ class RowWorker(OneAtATime):
         self._last_token = np.zeros(0, dtype=np.int64)
         self._sampler = Sampler(model.spec.vocab_size, device)
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
         self._generations[generation.id] = generation
 

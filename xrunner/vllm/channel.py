@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from xgpt.io import sha256
-from xgpt.schema import ANYONE, Account, Lane, Plan
+from xgpt.schema import ANYONE, Account, LaneName, Plan
 from xgpt.schema.step_log import StepRecord
 
 WARM_UP = -1
@@ -54,7 +54,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     """A lane's host takes requests."""
 
-    lane: Lane
+    lane: LaneName
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -95,7 +95,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
         reserved_blocks, num_preemptions: as the core's schedule stands now.
     """
 
-    lane: Lane
+    lane: LaneName
     core: int
     outputs: list[Output]
     records: list[StepRecord]
@@ -151,7 +151,7 @@ class Reports:
 class HostSide(Reports):
     """The end in the host of a lane."""
 
-    def __init__(self, address: str, lane: Lane) -> None:
+    def __init__(self, address: str, lane: LaneName) -> None:
         super().__init__(address)
         self._down = _socket(zmq.PULL)
         self._down.connect(f"{address}/{lane}")
@@ -211,7 +211,7 @@ class CoreSide(Reports):
 class FrontSide:
     """The end in `xgpt serve`, of all lanes. Any thread may send; one receives."""
 
-    def __init__(self, address: str, lanes: Sequence[Lane]) -> None:
+    def __init__(self, address: str, lanes: Sequence[LaneName]) -> None:
         self._lock = threading.Lock()
         self._reports = _socket(zmq.PULL)
         self._reports.bind(f"{address}/reports")
@@ -223,7 +223,7 @@ class FrontSide:
         for lane, socket in self._requests.items():
             socket.bind(f"{address}/{lane}")
 
-    def reaches(self, lanes: Sequence[Lane], num_cores: int) -> bool:
+    def reaches(self, lanes: Sequence[LaneName], num_cores: int) -> bool:
         """Whether the hosts of these lanes, and `num_cores` engine cores, would get what is sent now."""
         with self._lock:
             while self._plans.poll(0):
@@ -231,7 +231,7 @@ class FrontSide:
             hosts = all(self._requests[lane].poll(0, zmq.POLLOUT) for lane in lanes)
             return hosts and self._num_subscribed >= num_cores
 
-    def send(self, lane: Lane, message: Down) -> None:
+    def send(self, lane: LaneName, message: Down) -> None:
         """A host that has gone takes nothing any more; that it has gone is told elsewhere."""
         with self._lock:
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.errors import InputError
 from xgpt.machine import num_cores
-from xgpt.schema import ClusterSpec, Lane, Plan, Stage, WaaSettings
+from xgpt.schema import ClusterSpec, LaneName, Plan, Stage, WaaSettings
 from xrunner.vllm.lane import settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -32,7 +32,7 @@ class Launch:
         kv_blocks, block_size: the K/V memory that requests share.
     """
 
-    lane: Lane
+    lane: LaneName
     model: str
     arguments: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def launch(
 
 def launch_lane(
     plan: Plan,
-    lane: Lane,
+    lane: LaneName,
     connector: dict[str, Any],
     *,
     config: dict[str, Any] | None = None,
@@ -136,7 +136,7 @@ def launch_lane(
 
 def _launch(
     plan: Plan,
-    lane: Lane,
+    lane: LaneName,
     stages: tuple[Stage, ...],
     scheduler: str,
     config: dict[str, Any],

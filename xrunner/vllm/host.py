@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from xrunner.vllm.channel import WARM_UP, Cancel, Down, Failed, HostSide, Ready, Submit
 
 if TYPE_CHECKING:
-    from xgpt.schema import Lane
+    from xgpt.schema import LaneName
 
 HEALTH_S = 1.0
 """Between two looks at whether the engine lives."""
@@ -42,7 +42,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._has_come = asyncio.Event()
 
-    async def run(self, lane: Lane) -> None:
+    async def run(self, lane: LaneName) -> None:
         """Until vLLM's engine has died.
 
         Raises:
@@ -101,7 +101,7 @@ def sampling_params(request: Submit) -> SamplingParams:
     )
 
 
-async def serve(address: str, lane: Lane, arguments: AsyncEngineArgs) -> None:
+async def serve(address: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
     """Start vLLM, and give it what comes."""
     front = HostSide(address, lane)
     engine = AsyncLLM.from_engine_args(arguments)

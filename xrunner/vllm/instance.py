@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from xgpt.errors import MachineError
-from xgpt.schema import Lane, Plan, StepRecord
+from xgpt.schema import LaneName, Plan, StepRecord
 from xrunner.vllm.channel import WARM_UP, Cancel, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
@@ -77,10 +77,10 @@ class Instances:
                 case _:
                     self.wait(POLL_S if missing else 0.01)
 
-    def submit(self, lane: Lane, request: Submit) -> None:
+    def submit(self, lane: LaneName, request: Submit) -> None:
         self._channel.send(lane, request)
 
-    def cancel(self, lane: Lane, id_: int) -> None:
+    def cancel(self, lane: LaneName, id_: int) -> None:
         self._channel.send(lane, Cancel(id_))
 
     def change_plan(self, plan: Plan) -> None:

@@ -29,7 +29,7 @@ def settings_of(plan: Plan) -> LaneSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class VllmRoom:
     """What vLLM has for requests.
 
     Attributes:
@@ -42,7 +42,7 @@ class Room:
     max_running: int
 
 
-def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
+def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane:
     """Return the schedule of a plan over the K/V memory that vLLM has, with no request in it.
 
     Args:
@@ -67,7 +67,7 @@ def build_lane(plan: Plan, room: Room, blocks: int | None = None) -> OneLane:
     return OneLane(settings_of(plan), pool)
 
 
-def change_lane(lane: OneLane, plan: Plan, room: Room) -> OneLane:
+def change_lane(lane: OneLane, plan: Plan, room: VllmRoom) -> OneLane:
     """Follow another plan from the next step on; all running and waiting requests stay.
 
     Returns:

@@ -27,7 +27,7 @@ from xgpt.policies import Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.channel import Began
-from xrunner.vllm.lane import Room, build_lane, change_lane
+from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
 
 
@@ -67,7 +67,7 @@ class XgptScheduler(LoggedScheduler):
         self._refuse_what_breaks_the_rule()
         plan = load_json(Path(self.config["plan"]), Plan, "plan")
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # vLLM keeps one for itself
-        self._room = Room(num_blocks, self.block_size, self.max_num_running_reqs)
+        self._room = VllmRoom(num_blocks, self.block_size, self.max_num_running_reqs)
         self._lane = build_lane(plan, self._room)
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:

@@ -23,7 +23,7 @@ from msgspec import structs
 from xgpt import policies
 from xgpt.errors import InputError
 from xgpt.policies import Request, Step
-from xgpt.schema import Lane, Plan
+from xgpt.schema import LaneName, Plan
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import Failed, Output, Stepped, Submit
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 NIXL = {"kv_connector": "NixlConnector"}
 """From GPU to GPU; the address of the encode lane is told with each request."""
-LANES: tuple[Lane, ...] = ("encode", "decode")
+LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
 """Between two looks at files of K/V that no request waits for any more."""
@@ -52,7 +52,7 @@ class _Inside:
 
     request: Submit
     arrived_s: float
-    lane: Lane | None = None
+    lane: LaneName | None = None
     transfer: dict[str, Any] | None = None
     has_token: bool = False
 

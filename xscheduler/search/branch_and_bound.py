@@ -4,7 +4,7 @@ Source: ExeGPT Algorithm 1, with any number of searched variables, the enumerate
 incumbent, and a certificate. A block is a box of indices on the searched axes. Where directions hold, its best
 throughput is at the corner with every variable at its fast end, and its lowest latency at the opposite corner;
 tolerances absorb the points that break a direction. The gap does not rest on directions, but on bounds that hold
-(xscheduler.bound): a block is left only once neither its promise nor its bound speaks for it.
+(xscheduler.box_bounds): a block is left only once neither its promise nor its bound speaks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise, product
 import numpy as np
 import numpy.typing as npt
 
-from xscheduler.bound import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
+from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
 from xscheduler.search.base import Found
 from xscheduler.space import Evaluation, Ints, Space
 

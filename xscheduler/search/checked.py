@@ -1,8 +1,8 @@
 """Branch and bound whose bounds are put to the test, and Optuna where they do not hold.
 
-The search trusts directions and bounds of boxes (xscheduler.bound). After it, random boxes are drawn in the space that
-it chose and in the next most promising one. What their points show beyond a bound is counted in the gap; where that is
-more than a tolerance, nothing is proven: Optuna searches, too, and the better of both is taken.
+The search trusts directions and bounds of boxes (xscheduler.box_bounds). After it, random boxes are drawn in the space
+that it chose and in the next most promising one. What their points show beyond a bound is counted in the gap; where
+that is more than a tolerance, nothing is proven: Optuna searches, too, and the better of both is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xscheduler.bound import breach
+from xscheduler.box_bounds import breach
 from xscheduler.search import branch_and_bound, optuna_search
 from xscheduler.search.base import Found
 from xscheduler.space import Space

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from xgpt.schema import Plan, PolicySettings
 from xsimulator.curves import Array
 from xsimulator.forecast.performance import Performance
-from xsimulator.forecast.placements import LeastSteps, Terms
+from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 Columns = Mapping[str, Array]
@@ -140,7 +140,7 @@ class Forecast(ABC, Generic[M]):
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def placement_terms(self, steps: LeastSteps) -> Terms:
+    def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         """What bounds the throughput of placements, whatever the settings."""
 
     def box_throughput(

@@ -9,7 +9,7 @@ from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, co
 from xsimulator.forecast.mixes import MixedSteps
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
-from xsimulator.forecast.placements import LeastSteps, Terms
+from xsimulator.forecast.placements import BoundTerms, LeastSteps
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
 """Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
@@ -27,8 +27,8 @@ class Mixed(Forecast[OneLaneModel]):
         microbatches = column(columns, "microbatches")
         return model.part(MixedSteps).evaluate(columns["max_batch"], columns.get("token_budget"), microbatches)
 
-    def placement_terms(self, steps: LeastSteps) -> Terms:
-        return Terms([steps.each * steps.mixed, steps.passing], [steps.each * steps.met, steps.passing])
+    def placement_terms(self, steps: LeastSteps) -> BoundTerms:
+        return BoundTerms([steps.each * steps.mixed, steps.passing], [steps.each * steps.met, steps.passing])
 
 
 class Orca(Mixed):

@@ -105,7 +105,7 @@ class LeastSteps:
         return of_one[:, None] * self.microbatches[:, None] * self.of.batches
 
 
-class Terms(NamedTuple):
+class BoundTerms(NamedTuple):
     """What bounds a policy's throughput on placements.
 
     Attributes:

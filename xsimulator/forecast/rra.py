@@ -17,7 +17,7 @@ from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack
 from xsimulator.forecast.phases import PhaseColumns, phases_of
 from xsimulator.forecast.pipeline import Pipeline, expected_max_deviate
-from xsimulator.forecast.placements import LeastSteps, Terms
+from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths, steady_decode_batch
 
 AT_ONCE = 2000
@@ -67,12 +67,12 @@ class Rra(Forecast[OneLaneModel]):
         batch = float(np.clip(np.clip(batch, low, high), (1 - ADJUSTMENT) * batch, (1 + ADJUSTMENT) * batch))
         return predicted(min(batch, batch * inside / predicted(batch)["peak_requests"]))
 
-    def placement_terms(self, steps: LeastSteps) -> Terms:
+    def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         of = steps.of
         turn = steps.first + steps.phase / of.mean_decodes
         working = [steps.each * (steps.decode + steps.encode / of.mean_decodes), steps.passing, turn[:, None]]
         # Only iterations in which any request decodes take time.
-        return Terms(working, [seconds * of.busy for seconds in working], busy=of.busy)
+        return BoundTerms(working, [seconds * of.busy for seconds in working], busy=of.busy)
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:

@@ -13,7 +13,7 @@ from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.phases import segments
 from xsimulator.forecast.pipeline import expected_max_deviate
-from xsimulator.forecast.placements import LeastSteps, Terms
+from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 MOST_SEGMENTS = 24
@@ -40,7 +40,7 @@ class Static(Forecast[OneLaneModel]):
         parts = (column(columns, f"{part}_microbatches") for part in ("encode", "decode"))
         return _predict(model, columns["batch"], *parts)
 
-    def placement_terms(self, steps: LeastSteps) -> Terms:
+    def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Finished requests hold their place: all decode until the longest ends, and meet one encode phase. The first
         # round may overlap with encoding.
         of, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
@@ -51,7 +51,7 @@ class Static(Forecast[OneLaneModel]):
             each * (decode * own_rounds + steps.encode / of.decodes),
             passing * (of.decodes - 1) / of.decodes,
         ]
-        return Terms(working, met)
+        return BoundTerms(working, met)
 
 
 def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:

@@ -12,7 +12,7 @@ inside at the age a: all until they are encoded, then those whose output goes on
 joined (after half an iteration in the mean) and run their iterations. Outputs that end together, with the encode lane's
 token or after the same number of iterations, so keep whole batches inside; of others half a batch's slots are free in
 the mean. Where a device is a CPU core, moving K/V is that core's work: both lanes then do nothing else for as long
-(Transfer.occupies).
+(TransferCost.occupies).
 Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
 """
 
@@ -29,7 +29,7 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.pipeline import Pipeline, RandomSteps, expected_max_deviate
 from xsimulator.lengths import Lengths
 from xsimulator.step_cost import LaneCost
-from xsimulator.transfer import Transfer
+from xsimulator.transfer import TransferCost
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
 """Requests of a decode micro-batch at which the closed form looks for its steady state."""
@@ -66,7 +66,7 @@ class TwoLaneModel:
         if encode.profile.kv_transfer is None:
             raise InputError("profile", encode.profile.model.name, "it holds no times of K/V transfers: waa needs them")
         self.encode, self.decode, self.lengths = encode, decode, lengths
-        self.transfer = Transfer(encode, decode)
+        self.transfer = TransferCost(encode, decode)
         self._encode_pipeline, self._decode_pipeline = Pipeline(encode), Pipeline(decode)
         self._longest = float(expected_max_deviate(self._encode_pipeline.num_stages))
         self._sd_tokens = np.sqrt(lengths.mean_square_input / 6) / lengths.mean_input

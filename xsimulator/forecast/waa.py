@@ -12,7 +12,7 @@ from xgpt.schema import Plan, WaaSettings
 from xsimulator.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.performance import Performance
-from xsimulator.forecast.placements import LeastSteps, Terms
+from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.forecast.two_lanes import TwoLaneModel
 
 
@@ -61,9 +61,9 @@ class Waa(Forecast[TwoLaneModel]):
         columns = {"max_decode_batch": cap, "decode_microbatches": settings.decode_microbatches}
         return self.evaluate(model, encode_batch=batch, **columns).at(0)
 
-    def placement_terms(self, steps: LeastSteps) -> Terms:
+    def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         working = [steps.each * steps.decode, steps.passing]
-        return Terms(
+        return BoundTerms(
             working,
             working,
             before_s=steps.encode_lane.sum(axis=1),

@@ -8,9 +8,9 @@ from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import ModelSpec, Profile
 from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
-from xprofiler.passes import PASSES, in_passes
-from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Point
-from xsimulator.placement import whole
+from xprofiler.measurement_order import PASSES, in_passes
+from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
 SLOW = 10.0
@@ -31,7 +31,7 @@ def seconds(encode: list[tuple[int, int]], contexts: list[int]) -> float:
     return 0.03 + 4e-4 * tokens + 5e-4 * (len(encode) + len(contexts)) + attention
 
 
-def log_of(jobs: list[Point], num_slow: int, mixing: float = 1.0) -> list[StepRecord]:
+def log_of(jobs: list[Probe], num_slow: int, mixing: float = 1.0) -> list[StepRecord]:
     """What vLLM writes down for these groups, the first of which it is slow at."""
     log: list[StepRecord] = []
     now_ns, number = 0, 0
@@ -113,7 +113,7 @@ def test_sizes_that_met_a_fast_clock_are_taken_together() -> None:
 
 def test_attention_of_prompts_is_read_off_all_pieces(spec: ModelSpec) -> None:
     """At a clock that flips between two rates, met in other places in each of six passes."""
-    point = Point("pieces", 0, 15 * 128, 128)
+    point = Probe("pieces", 0, 15 * 128, 128)
     rates = [1.0 if (i + j) % 3 == 0 else 1.5 for i in range(6) for j in range(15)]
     starts = [*range(0, point.length, 128)] * 6
     taken = [rate * seconds([(start, start + 128)], []) for rate, start in zip(rates, starts, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step, Table, TwoLane, TwoLaneSettings
+from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
 from xgpt.policies.admission import make_queue
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
@@ -51,7 +51,7 @@ class Counting(OneAtATime):
         self._comes_back = comes_back
         self._calls = 0
 
-    def start(self, generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         assert generation.id not in self.running
         assert self.resumes or not generation.num_resumed
         self.running[generation.id] = list(generation.prompt)

@@ -11,7 +11,7 @@ from xgpt.schema import Calibration
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)

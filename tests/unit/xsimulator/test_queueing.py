@@ -11,22 +11,22 @@ from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.lengths import Lengths
-from xsimulator.queueing import Queue
+from xsimulator.queueing import LoadCurves
 
 ONE_LENGTH = Histogram(lengths=(8,), probabilities=(1.0,))
 
 
-def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> Queue:
+def one_place(seconds: float, bound_s: float, quantile: float = 0.99) -> LoadCurves:
     """One request at a time, the same time for each, admitted at once."""
     ones = np.ones(2)
     rest = dict.fromkeys(Performance.__dataclass_fields__, ones)
     inside = {"throughput": ones / seconds, "ttft": ones * seconds, "tpot": 0 * ones, "cycle": 1e-9 * ones}
     lengths = Lengths(Workload(name="one", input=ONE_LENGTH, output=ONE_LENGTH))
     goal = Goal(quantile, latency_bound_s=bound_s)
-    return Queue(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, goal, num_loads=2)
+    return LoadCurves(FORECASTS["orca"].stations, Performance(**(rest | inside)), lengths, goal, num_loads=2)
 
 
-def late(queue: Queue, rate: float) -> float:
+def late(queue: LoadCurves, rate: float) -> float:
     return float(queue.late(np.asarray([0]), np.asarray([1]), np.asarray([rate]))[0])
 
 

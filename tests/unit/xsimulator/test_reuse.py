@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools.structured import conversations, shared_prompts
-from xgpt.workload import Lengths
+from xgpt.workload import TraceLengths
 from xsimulator.reuse import ReuseCurve, _greater_before, exact_share
 
 BLOCK = 16
@@ -23,7 +23,7 @@ def test_greater_values_before_each() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_the_curve_at_eight_sizes(make, seed: int) -> None:
     """Within 3 points of what blocks that are shared, kept and given up one by one find."""
-    trace: Lengths = make(1500, np.random.default_rng(seed))
+    trace: TraceLengths = make(1500, np.random.default_rng(seed))
     curve = ReuseCurve(trace, BLOCK)
     longest = int((trace.input + trace.output).max())
     sizes = np.geomspace(1.2 * longest, max(curve.sizes(8)[-1], 3 * longest), 8)

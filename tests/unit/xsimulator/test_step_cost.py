@@ -9,7 +9,7 @@ from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Surface
 from xprofiler import analytic
 from xsimulator.curves import Grid, Line
-from xsimulator.placement import whole
+from xsimulator.stages import whole
 from xsimulator.step_cost import LaneCost, StepCounts
 
 UNEVEN = Line([1, 4, 16, 64, 100], [1.0, 1.5, 7.0, 8.0, 20.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xgpt import api
-from xgpt.app.wording import missing_in_words
+from xgpt.app.plan_text import missing_in_words
 
 # T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
 SUBJECT = {"model": "t5-11b", "workload": "summarization", "latency_bound_s": 12, "objective": "saturated"}

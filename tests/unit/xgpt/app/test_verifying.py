@@ -19,7 +19,7 @@ from xgpt.schema import Constraint, Plan
 from xgpt.schema.plan import Sla
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.measure import request_times
+from xsimulator.measures import request_times
 
 
 def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Problem:

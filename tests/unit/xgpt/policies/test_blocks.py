@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies import Blocks, Table
+from xgpt.policies import Blocks, BlockTable
 from xgpt.schema.step_log import Chain
 
 NUM_BLOCKS = 12
@@ -18,7 +18,7 @@ def chain_of(words: str) -> Chain:
     return tuple(words[: end + 1].encode() for end in range(len(words)))
 
 
-def enter(blocks: Blocks, words: str) -> Table:
+def enter(blocks: Blocks, words: str) -> BlockTable:
     """A request for these blocks, the last of which is its own, as the pool lets it in."""
     table = blocks.share(blocks.find(chain_of(words), len(words) - 1))
     for _ in range(len(words) - table.found):
@@ -35,7 +35,7 @@ class Reference:
         """When a block that is kept was released."""
         self._clock = 0
 
-    def check(self, blocks: Blocks, inside: list[Table]) -> None:
+    def check(self, blocks: Blocks, inside: list[BlockTable]) -> None:
         uses = Counter(block for table in inside for block in table.blocks)
         assert blocks.num_used == len(uses)
         assert blocks.num_kept == len(self.holds.keys() - uses.keys()) == len(self.released)
@@ -47,23 +47,23 @@ class Reference:
         for key, block in ((key, block) for block, key in self.holds.items()):
             assert blocks.find((key,), 1) == [block]
 
-    def given(self, table: Table, before: int) -> None:
+    def given(self, table: BlockTable, before: int) -> None:
         """Blocks that were handed out: of those kept, the oldest."""
         for block in table.blocks[before:]:
             if block in self.released:
                 assert self.released[block] == min(self.released.values())
                 del self.released[block], self.holds[block]
 
-    def shared(self, table: Table) -> None:
+    def shared(self, table: BlockTable) -> None:
         for block in table.blocks[: table.found]:
             self.released.pop(block, None)
 
-    def named(self, table: Table, chain: Chain, first: int) -> None:
+    def named(self, table: BlockTable, chain: Chain, first: int) -> None:
         for block, key in list(zip(table.blocks, chain, strict=False))[first : table.named]:
             if key not in self.holds.values():
                 self.holds[block] = key
 
-    def left(self, table_blocks: list[int], inside: list[Table]) -> None:
+    def left(self, table_blocks: list[int], inside: list[BlockTable]) -> None:
         uses = {block for table in inside for block in table.blocks}
         for block in reversed(table_blocks):
             self._clock += 1
@@ -75,7 +75,7 @@ class Reference:
 @given(data=st.data())
 def test_no_block_is_lost_whatever_comes_and_goes(data: st.DataObject) -> None:
     blocks, reference = Blocks(NUM_BLOCKS), Reference()
-    inside: list[tuple[Table, str]] = []
+    inside: list[tuple[BlockTable, str]] = []
     for _ in range(data.draw(st.integers(1, 40))):
         words = data.draw(st.text("ab", min_size=1, max_size=5))
         found = blocks.find(chain_of(words), len(words) - 1)

@@ -28,7 +28,7 @@ from tests.fakes import (
     running,
 )
 from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Step, Table
+from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
@@ -424,7 +424,7 @@ def test_a_checkpoint_gives_defaults_for_what_requests_leave_out() -> None:
     seen: list[SamplingParams] = []
     start = executor.start
 
-    def note(generation: Generation, table: Table, moves_to: Table | None = None) -> None:
+    def note(generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         seen.append(generation.sampling)
         start(generation, table, moves_to)
 

@@ -53,12 +53,12 @@ from xrunner.vllm.channel import (
     Up,
 )
 from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
-from xrunner.vllm.lane import Room, build_lane, change_lane
+from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
 from xsimulator.memory import LaneMemory
-from xsimulator.placement import lane_of
+from xsimulator.stages import lane_of
 
-ROOM = Room(num_blocks=400, block_size=32, max_running=64)
+ROOM = VllmRoom(num_blocks=400, block_size=32, max_running=64)
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))
 CHUNKED = plan_with(ChunkedSettings(token_budget=48, max_batch=8))
 
@@ -159,7 +159,7 @@ def test_vllm_is_told_the_memory_that_the_plan_counts_on(splits: tuple[int, ...]
 
 def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
     with pytest.raises(InputError, match="vLLM has 399 of 32 tokens"):
-        build_lane(RRA, Room(num_blocks=399, block_size=32, max_running=64))
+        build_lane(RRA, VllmRoom(num_blocks=399, block_size=32, max_running=64))
     assert build_lane(RRA, ROOM).pool.kv_blocks == 400
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.app.comparing import check_current, score_current
-from xgpt.app.current import read_vllm_command
 from xgpt.app.problems import resolve
 from xgpt.app.request import plan_request
+from xgpt.app.vllm_command import read_vllm_command
 from xgpt.app.vllm_flags import REFUSED, TAKES
 from xgpt.errors import InputError
 from xgpt.resolve import load_cluster

@@ -8,7 +8,7 @@ import pytest
 from xgpt.errors import InputError
 from xgpt.schema import Constraint
 from xgpt.schema.step_log import Arrival, StepRecord
-from xsimulator.measure import Measured, RequestTimes, mean_gaps, measure, request_times
+from xsimulator.measures import Measured, RequestTimes, mean_gaps, measure, request_times
 
 S = 10**9
 

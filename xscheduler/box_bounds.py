@@ -1,14 +1,14 @@
 """Upper bounds on the throughput of a box of settings, on tables that never fall and get ever cheaper per unit.
 
-On such tables (xscheduler.minorant) the directions of rra, orca and chunked hold: a larger batch never costs more per
-request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there, even
-where that corner itself does not fit in memory. One thing breaks that: in rra on several stages, the last decode steps
-before an encode phase pass all stages while some of those wait, and more iterations make these steps smaller. By what
-that saves between a box's ends, and no more than stages idle at all, its points may exceed the corner. The batches of
-static and of waa's encode lane have no such direction: what each of them serves a period is bounded from its largest,
-and the period from its smallest settings. As boxes shrink the bounds close on what is predicted; and because a box is
-left out once its slowest corner breaks a latency bound, what remains open is what the constraint allows. What whole
-placements can reach is in xscheduler.screen.
+On such tables (xscheduler.lower_tables) the directions of rra, orca and chunked hold: a larger batch never costs more
+per request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there,
+even where that corner itself does not fit in memory. One thing breaks that: in rra on several stages, the last decode
+steps before an encode phase pass all stages while some of those wait, and more iterations make these steps smaller. By
+what that saves between a box's ends, and no more than stages idle at all, its points may exceed the corner. The batches
+of static and of waa's encode lane have no such direction: what each of them serves a period is bounded from its
+largest, and the period from its smallest settings. As boxes shrink the bounds close on what is predicted; and because a
+box is left out once its slowest corner breaks a latency bound, what remains open is what the constraint allows. What
+whole placements can reach is in xscheduler.placement_bounds.
 
 Nothing of this is taken on trust: `breach` draws boxes and points inside of them, and the search gives way to one that
 needs no bounds where a point contradicts its box.
@@ -69,8 +69,8 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     """Throughput, all replicas together, that no point of each box exceeds.
 
     Args:
-        evaluation, floor: predictions of the boxes' corners, on the profile and on its minorant; `corners` a box, the
-            one with all values at their lowest first and at their highest last.
+        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables; `corners` a box,
+            the one with all values at their lowest first and at their highest last.
         fast: which of them is the fast one; None where there is none.
     """
     most, least = evaluation.performance, floor.performance

@@ -43,7 +43,7 @@ Given = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Deployment:
+class CurrentEngine:
     """An engine with chunked prompts as it was started.
 
     Attributes:
@@ -73,7 +73,7 @@ class Deployment:
         return self.tp_degree * self.num_stages * self.replicas
 
 
-def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
+def read_vllm_command(command: str, cluster: ClusterSpec) -> CurrentEngine:
     """The schedule that a `vllm serve` command asks for.
 
     Raises:
@@ -113,7 +113,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> Deployment:
         notes.append("prefix caching: no hits are counted, as the workload says lengths alone")
     if not on_gpu and _dtype(given) is None:
         notes.append("dtype: taken to be what the plans are in")
-    return Deployment(
+    return CurrentEngine(
         tp_degree=degree,
         num_stages=stages,
         replicas=replicas,

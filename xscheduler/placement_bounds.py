@@ -30,7 +30,7 @@ from xsimulator.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.forecast.placements import Iterations, LeastSteps
 from xsimulator.lengths import Lengths
-from xsimulator.placement import Lane, StageShape
+from xsimulator.stages import Lane, StageShape
 
 Array = npt.NDArray[np.float64]
 
@@ -60,11 +60,11 @@ class _Stages(NamedTuple):
     """Of one prompt, at its cheapest, through all stages."""
 
 
-class Screen:
+class PlacementBounds:
     """Bounds of the placements of one problem.
 
     Args:
-        profile: its minorant: tables that never fall.
+        profile: with lower tables: tables that never fall.
         max_batch: requests in a micro-batch at most.
     """
 

@@ -21,7 +21,7 @@ from xgpt.schema import Curve, Profile, Surface
 Array = npt.NDArray[np.float64]
 
 
-def minorant(profile: Profile) -> Profile:
+def lowered(profile: Profile) -> Profile:
     """The profile with every table replaced; the same object where that changes nothing."""
     changed = {name: _floor(value) for name, value in profile}
     return profile if all(changed[name] is value for name, value in profile) else profile.model_copy(update=changed)
