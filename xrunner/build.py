@@ -16,6 +16,7 @@ from xgpt.schema import DType, ModelSpec
 from xrunner.ahead import AheadWorker
 from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
 from xrunner.generation import Generation
+from xrunner.grammar import Grammars, grammars_of
 from xrunner.graphs import GraphedModel
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
@@ -79,7 +80,9 @@ def build_worker(
     try:
         model = _load(settings, part)
         if part is None:
-            return whole_worker(model, BACKENDS[name](), settings.num_blocks, settings.block_size, kind, place)
+            grammars = grammars_of(settings.checkpoint, settings.spec)
+            sizes = settings.num_blocks, settings.block_size
+            return whole_worker(model, BACKENDS[name](), *sizes, kind, place, grammars)
         cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kind, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(
@@ -91,7 +94,13 @@ def build_worker(
         join(model, group)
         vocabulary = Vocabulary(part, group)
     return Worker(
-        model, cache, BACKENDS[name](), stage=stage, vocabulary=vocabulary, vocab_size=settings.spec.vocab_size
+        model,
+        cache,
+        BACKENDS[name](),
+        stage=stage,
+        vocabulary=vocabulary,
+        vocab_size=settings.spec.vocab_size,
+        grammars=grammars_of(settings.checkpoint, settings.spec) if model.has_head else None,
     )
 
 
@@ -104,7 +113,8 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
     """
     place, _ = _place(settings)
     try:
-        return RowWorker(_load(settings, None), batching, row_tokens, place)
+        grammars = grammars_of(settings.checkpoint, settings.spec)
+        return RowWorker(_load(settings, None), batching, row_tokens, place, grammars)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"{settings.device} cannot hold {settings.spec.name}: {error}") from None
 
@@ -143,6 +153,7 @@ def whole_worker(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    grammars: Grammars | None = None,
 ) -> Worker:
     """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
 
@@ -150,10 +161,12 @@ def whole_worker(
         torch.OutOfMemoryError: the device does not hold these blocks.
     """
     if not (device.type == "cuda" and backend.capturable and isinstance(model, DecoderModel)):
-        return Worker(model, KvCache(model.spec, num_blocks, block_size, dtype, device), backend)
+        cache = KvCache(model.spec, num_blocks, block_size, dtype, device)
+        return Worker(model, cache, backend, grammars=grammars)
     cache = KvCache(model.spec, num_blocks + 1, block_size, dtype, device)
     most = min(model.spec.max_context, num_blocks * block_size)
-    return AheadWorker(model, cache, backend, run=GraphedModel(model, cache, backend, most_tokens=most))
+    run = GraphedModel(model, cache, backend, most_tokens=most)
+    return AheadWorker(model, cache, backend, run=run, grammars=grammars)
 
 
 def keep_freed_memory() -> None:

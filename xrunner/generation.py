@@ -30,6 +30,8 @@ class SamplingParams:
         repetition_penalty: divides the logit, where it is positive, of every token that prompt or output hold, and
             multiplies it where it is negative. An encoder's prompt does not count.
         logprobs: how many most probable tokens to report in addition to the chosen one; None: report nothing.
+        logit_bias: tokens, and what is added to their logits.
+        grammar: what the output keeps to (`xrunner.grammar`); None: anything.
     """
 
     temperature: float = 0.0
@@ -41,6 +43,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
 
     @property
     def has_penalty(self) -> bool:
@@ -49,7 +53,8 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether the highest logit is all that is asked for."""
-        return not self.temperature and self.logprobs is None and not self.has_penalty
+        chooses = self.temperature or self.has_penalty or self.logit_bias or self.grammar is not None
+        return self.logprobs is None and not chooses
 
 
 GREEDY = SamplingParams()

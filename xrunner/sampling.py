@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
+from xrunner.grammar import Grammars, State
 
 MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""
@@ -51,12 +52,20 @@ class Sampler:
     """Picks the next tokens of a batch; remembers what each row of the worker asked for.
 
     Where no row asks for more than the highest logit, `is_idle` holds and there is nothing to call.
+
+    Args:
+        grammars: None: no request has one.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
         self._vocab_size = vocab_size
         self._settings = np.full(0, _GREEDY)
         self._active: set[int] = set()
+        self._grammars = grammars
+        self._states: dict[int, State] = {}
+        """Of each row that keeps to a grammar."""
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each row that has some: tokens, and what is added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token stands in the output, one line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
@@ -76,6 +85,13 @@ class Sampler:
             return
         if row >= len(self._settings):
             self._settings = np.append(self._settings, np.full(row + 1, _GREEDY))
+        if params.grammar is not None:
+            assert self._grammars is not None, "the server accepts no grammar without a tokenizer"
+            self._states[row] = self._grammars.state(params.grammar, output)
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias, strict=True)
+            device = self._counts.device
+            self._biases[row] = torch.tensor(tokens, device=device), torch.tensor(values, device=device)
         counts = self._take_counts(output, prompt) if params.has_penalty else -1
         self._active.add(row)
         self._settings[row] = (
@@ -96,6 +112,8 @@ class Sampler:
         if row not in self._active:
             return
         self._active.remove(row)
+        self._states.pop(row, None)
+        self._biases.pop(row, None)
         if (counts := int(self._settings["counts"][row])) >= 0:
             self._free_counts.append(counts)
         self._settings[row] = _GREEDY
@@ -122,9 +140,11 @@ class Sampler:
             logits = logits.masked_fill(failed[:, None], 0)
         scores = logits.float()
         penalised = np.flatnonzero(settings["counts"] >= 0)
-        if penalised.size:
+        if penalised.size or self._states or self._biases:
             scores = scores.clone()
+        if penalised.size:
             scores[penalised] = self._penalise(scores[penalised], settings[penalised])
+        self._constrain(scores, rows)
         tokens = scores.argmax(dim=-1)
         drawn = np.flatnonzero(settings["temperature"])
         if drawn.size:
@@ -137,7 +157,23 @@ class Sampler:
         logprobs = _logprobs(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
         if any_failed:
             tokens[failed] = NO_TOKEN
-        return tokens.cpu().numpy(), dict(zip(asking.tolist(), logprobs, strict=True))
+        picked = tokens.cpu().numpy()
+        for row, token in zip(rows.tolist() if self._states else (), picked.tolist(), strict=False):
+            if row in self._states and token != NO_TOKEN:
+                self._states[row].take(token)
+        return picked, dict(zip(asking.tolist(), logprobs, strict=True))
+
+    def _constrain(self, scores: Tensor, rows: np.ndarray) -> None:
+        """Add biases to scores, and rule out what grammars do not allow. # float32 [sampled, vocab], int64 [sampled]"""
+        if not (self._biases or self._states):
+            return
+        for index, row in enumerate(rows.tolist()):
+            if row in self._biases:
+                tokens, values = self._biases[row]
+                scores[index, tokens] += values
+            if row in self._states:
+                allowed = torch.from_numpy(self._states[row].allowed()).to(scores.device)
+                scores[index].masked_fill_(~allowed, -torch.inf)
 
     def _settings_of(self, rows: np.ndarray) -> np.ndarray:
         settings = np.full(len(rows), _GREEDY)

@@ -13,6 +13,7 @@ from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, make_batch
 from xrunner.executor import OneAtATime
 from xrunner.generation import NO_TOKEN, Generation, Logprobs
+from xrunner.grammar import Grammars
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
@@ -53,6 +54,7 @@ class Worker(OneAtATime):
         run: Run | None = None,
         vocabulary: Vocabulary | None = None,
         vocab_size: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -73,7 +75,7 @@ class Worker(OneAtATime):
         self._prompt_len = np.zeros(0, dtype=np.int32)
         self._num_blocks = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
-        self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device)
+        self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device, grammars)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Set aside a row, with these blocks.

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "xsimulator": BASE | {"xgpt.policies", "xsimulator"},
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
     "xrunner": SHELL | {"xgpt.observation", "xgpt.observer", "xgpt.pages", "xgpt.policies", "xrunner"},
-    "xrunner.server.api": SHELL | {"xrunner.generation", "xrunner.server.api"},
+    "xrunner.server.api": SHELL | {"xrunner.generation", "xrunner.grammar", "xrunner.server.api"},
     "xrunner.server.access": SHELL | {"xrunner.server.access", "xrunner.server.api.errors"},
     "xrunner.server.observe": SHELL
     | {"xgpt.observation", "xgpt.observer"}

@@ -190,6 +190,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     from xgpt.checkpoint import sampling_defaults
     from xgpt.io import StepLogWriter
     from xrunner import server
+    from xrunner.grammar import grammars_of
 
     keys, tls = request.keys(), request.tls()
     engine, replan = request.engine, request.replan
@@ -224,11 +225,14 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
         engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
         if log is not None:
             engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
+        checkpoint = None if plan.checkpoint is None or engine == "vllm" else Path(plan.checkpoint)
+        grammars = grammars_of(checkpoint, plan.model)
         model = server.ServedModel(
             plan.model.name,
             plan.model,
             None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
             frozenset(plan.model.eos_token_ids),
+            grammars,
             defaults,
         )
         app = server.create_app(

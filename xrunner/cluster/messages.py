@@ -58,11 +58,13 @@ class Beginning(_Message):
         )
 
     def generation(self) -> Generation:
+        given = dict(zip(SamplingParams.__slots__, self.sampling, strict=True))
+        given["logit_bias"] = tuple(map(tuple, given["logit_bias"]))
         return Generation(
             self.id,
             tuple(self.prompt),
             self.max_output,
-            sampling=SamplingParams(*self.sampling),
+            sampling=SamplingParams(**given),
             num_resumed=self.num_resumed,
         )
 

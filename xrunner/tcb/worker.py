@@ -11,6 +11,7 @@ from xgpt.policies import BlockTable, Request, Step
 from xgpt.policies.tcb import Batching, lay_out
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
+from xrunner.grammar import Grammars
 from xrunner.models import Model
 from xrunner.sampling import Sampler, highest
 from xrunner.tcb.rows import Layout, Rows, rows_of
@@ -25,9 +26,17 @@ class RowWorker(OneAtATime):
 
     Args:
         row_tokens: prompt tokens of a row.
+        grammars: None: no request has one.
     """
 
-    def __init__(self, model: Model, batching: Batching, row_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        batching: Batching,
+        row_tokens: int,
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.resumes = not model.decoder_start
@@ -43,7 +52,7 @@ class RowWorker(OneAtATime):
         self._context = np.zeros(0, dtype=np.int32)
         """Of each of them the tokens whose K/V is kept. # int32 [requests]"""
         self._last_token = np.zeros(0, dtype=np.int64)
-        self._sampler = Sampler(model.spec.vocab_size, device)
+        self._sampler = Sampler(model.spec.vocab_size, device, grammars)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from xgpt.io import dump_json
 from xgpt.policies import Request
@@ -246,15 +247,17 @@ def request_of(generation: Generation, *, seeded: bool) -> Submit:
     )
 
 
-def _sampling(sampling: SamplingParams, *, seeded: bool) -> dict[str, float]:
+def _sampling(sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
     """In vLLM's names. Greedy is as greedy whatever else is said, so no generator is kept for it."""
-    given: dict[str, float] = {"temperature": sampling.temperature}
+    given: dict[str, Any] = {"temperature": sampling.temperature}
     if sampling.temperature:
         given |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         if seeded:
             given["seed"] = sampling.seed % 2**63
     given |= {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
     given["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.logit_bias:
+        given["logit_bias"] = dict(sampling.logit_bias)
     if sampling.logprobs is not None:
         given["logprobs"] = sampling.logprobs
     return given

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from xrunner.generation import Token
-from xrunner.server.api.protocol import GenerationRequest
+from xrunner.server.api.protocol import ChatRequest, GenerationRequest
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_text
+from xrunner.server.api.tools import Calls, ToolCall
 from xrunner.server.api.writers import Delta, LogprobsJson, TokenReport, Writer
 
 
@@ -21,7 +22,10 @@ class Choice:
         codec: TextCodec | None,
         stop_token_ids: frozenset[int],
         writer: Writer,
+        prefix: str = "",
     ) -> None:
+        """`prefix`: the text that the output's own follows."""
+        self.calls: list[ToolCall] = []
         self.finish: str | None = None
         self.num_tokens = 0
         self.token_ids: list[int] = []
@@ -31,6 +35,10 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
+        self._calls = None
+        if isinstance(request, ChatRequest) and request.chosen_tools != "none":
+            self._calls = Calls(request.chosen_tools)
+        self._prefix = prefix
         self._texts: list[str] = []
         self._num_chars = 0
         self._is_kept = not request.stream
@@ -52,13 +60,22 @@ class Choice:
         self.finish = "stop" if is_stopped else token.finish
         if self.finish is not None and not is_stopped:
             text += self._stops.flush()
+        if self._calls is not None:
+            text = self._calls.push(text)
+            if self.finish is not None:
+                rest, self.calls = self._calls.end()
+                text += rest
+            if self.calls and self.finish == "stop":
+                self.finish = "tool_calls"
+        if self.num_tokens == 1:
+            text = self._prefix + text
         self._num_chars += len(text)
         if self._is_kept:
             self.token_ids.append(token.token)
             self._texts.append(text)
             if self.logprobs is not None and report is not None:
                 self.logprobs.add(report)
-        return Delta(self._index, text, token.token, self.finish, report, self.num_tokens == 1)
+        return Delta(self._index, text, token.token, self.finish, report, self.num_tokens == 1, self.calls)
 
     def _report(self, token: Token) -> TokenReport | None:
         if token.logprobs is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xgpt.schema import ModelSpec
+from xrunner.grammar import Grammars
 from xrunner.server.api.text import TextCodec
 
 
@@ -17,6 +18,7 @@ class ServedModel:
         name: what requests must ask for.
         codec: None: prompts are token ids only, and answers carry no text.
         eos_token_ids: tokens that end an output.
+        grammars: what outputs can keep to; None: there is no tokenizer, or the engine knows none.
         sampling_defaults: of fields that a request leaves out (`checkpoint.sampling_defaults`).
     """
 
@@ -24,4 +26,5 @@ class ServedModel:
     spec: ModelSpec
     codec: TextCodec | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    grammars: Grammars | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

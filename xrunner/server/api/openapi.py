@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from xgpt import __version__
-from xrunner.server.api.protocol import ChatRequest, CompletionRequest
+from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array"}}}
@@ -40,7 +40,7 @@ _CHAT = (
 def describe(model_name: str) -> dict[str, Any]:
     """The OpenAPI document of a server of this model."""
     bodies, components = msgspec.json.schema_components(
-        (CompletionRequest, ChatRequest), ref_template="#/components/schemas/{name}"
+        (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest), ref_template="#/components/schemas/{name}"
     )
     for request in (CompletionRequest, ChatRequest):
         components[request.__name__]["properties"]["model"] = {"type": "string", "const": model_name}
@@ -52,6 +52,8 @@ def describe(model_name: str) -> dict[str, Any]:
         "paths": {
             "/v1/completions": {"post": _generation("Continue prompts.", bodies[0])},
             "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1], _CHAT)},
+            "/tokenize": {"post": _reading("Token ids of a text, or of a chat.", _JSON, body=bodies[2])},
+            "/detokenize": {"post": _reading("The text of token ids.", _JSON, body=bodies[3])},
             "/v1/models": {"get": _reading("The model that is served.", _JSON)},
             "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
             "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
@@ -75,5 +77,20 @@ def _generation(summary: str, body: dict[str, Any], description: str = _COMPLETI
     }
 
 
-def _reading(summary: str, content: dict[str, Any], others: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"summary": summary, "responses": {"200": {"description": summary, "content": content}} | (others or {})}
+def _reading(
+    summary: str,
+    content: dict[str, Any],
+    others: dict[str, Any] | None = None,
+    body: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    asked = {}
+    if body is not None:
+        asked = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+        others = {
+            status: {"description": _REFUSALS[status], "content": _JSON} for status in ("400", "401", "408", "413")
+        }
+    return {
+        "summary": summary,
+        **asked,
+        "responses": {"200": {"description": summary, "content": content}} | (others or {}),
+    }

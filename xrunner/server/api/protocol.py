@@ -13,6 +13,9 @@ In addition to OpenAI's fields a request may carry:
     deadline_s: seconds after which the answer is of no use any more (or in the header X-Deadline-S; the shorter
         counts): what is not complete then ends with 504, deadline_exceeded.
     add_generation_prompt, chat_template_kwargs (chat): what the template is told.
+
+An output keeps to a JSON schema (`response_format`), or to the schemas of the functions that it may call (`tools`),
+where the checkpoint has a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from msgspec import Meta
 from xgpt.numbers import decimal
 from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
+from xrunner.grammar import json_grammar
 from xrunner.server.api.errors import ApiError
+from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -40,6 +45,8 @@ MAX_INT = 2**31 - 1
 """No count and no token id of a request is larger: control messages and tensors hold 64 bits, arrays of indices 32."""
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+MAX_BIASES = 1024
+MAX_TOOLS = 128
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -94,7 +101,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     ignore_eos: bool | None = None
     output_length: Count | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
     user: str | None = None
 
     @property
@@ -135,7 +142,27 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logprobs=self.num_logprobs,
+            logit_bias=self.biases,
+            grammar=self.grammar,
         )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Tokens, and what is added to their logits.
+
+        Raises:
+            ApiError: 400, what should be a token is no number.
+        """
+        given = self.logit_bias or {}
+        for token in given:
+            if not (token.isascii() and token.isdecimal() and int(token) <= MAX_INT):
+                refuse("logit_bias", f"{token!r} is no token id")
+        return tuple((int(token), bias) for token, bias in given.items())
+
+    @property
+    def grammar(self) -> str | None:
+        """What the output keeps to (`xrunner.grammar`); None: anything."""
+        return None
 
     def fill(self, defaults: Mapping[str, float]) -> None:
         """Give fields that are left out, or null, the checkpoint's defaults."""
@@ -163,9 +190,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """As OpenAI has it."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
         "best_of": (1, "it is not implemented; leave it out, or send n for several choices"),
-        "echo": (False, "it is not implemented; leave it out"),
         "suffix": (None, "insertion is not implemented; leave it out"),
-        "logit_bias": ({}, "logit biases are not implemented; leave it out"),
     }
 
     prompt: str | list[int | str | list[int]]
@@ -177,6 +202,11 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            refuse("echo", "log probabilities of prompts are not implemented; leave logprobs or echo out")
 
     def prompts(self, longest: int) -> list[Prompt]:
         """A string, token ids, or a list of either.
@@ -207,26 +237,54 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Annotated[str, Meta(min_length=1)]
-    content: str | list[TextPart]
-    name: str | None = None
+    """A message; one of the assistant's that only calls functions has no content, one with a result names the call."""
 
-    def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates take it: calls with their arguments as objects."""
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """`strict`: taken and of no effect, as outputs always keep to the schema."""
+
+    name: str
+    schema: dict[str, Any] = {}
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """Anything."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """A value of a JSON schema."""
+
+    json_schema: JsonSchema
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     PROMPT_FIELD = "messages"
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
-        "tools": ([], "tools are not implemented; leave it out"),
-        "tool_choice": ("none", "tools are not implemented; leave it out"),
-        "response_format": ({"type": "text"}, "only plain text is implemented; leave it out"),
-        "logit_bias": ({}, "logit biases are not implemented; leave it out"),
-    }
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -234,9 +292,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -248,10 +307,75 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if any(message.content is None and not message.tool_calls for message in self.messages):
+            refuse("messages", "a message without content calls functions; give it content, or tool_calls")
+        self._check_tools()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "send logprobs: true with it")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             refuse("max_tokens", f"max_completion_tokens {self.max_completion_tokens} says otherwise; send one of them")
+
+    @property
+    def chosen_tools(self) -> ToolChoice:
+        """Whether functions are called, where there are some."""
+        if not self.tools:
+            return "none"
+        return "auto" if self.tool_choice is None else self.tool_choice
+
+    @property
+    def grammar(self) -> str | None:
+        match self.response_format:
+            case JsonObjectFormat():
+                return json_grammar({"type": "object"})
+            case JsonSchemaFormat(json_schema):
+                return json_grammar(json_schema.schema)
+        return grammar_of(self.tools or (), self.chosen_tools)
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            refuse("tools", "two functions have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            refuse("tool_choice", f"there is no function {choice.function.name!r} among tools")
+        if choice == "required" and not names:
+            refuse("tool_choice", "there are no tools to call")
+        is_formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
+        if is_formatted and self.chosen_tools != "none":
+            refuse(
+                "response_format", "an output is formatted or calls functions; send tool_choice none, or leave one out"
+            )
+        if (is_formatted or self.chosen_tools != "none") and (self.ignore_eos or self.output_length):
+            refuse(
+                "ignore_eos", "an output that keeps to a grammar ends with it; leave ignore_eos and output_length out"
+            )
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /tokenize, as vLLM has it: the token ids of a text, or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError (400)."""
+        if (self.prompt is None) == (self.messages is None):
+            refuse("prompt", "send either prompt or messages")
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /detokenize: the text of token ids."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+    def check(self) -> None:
+        """Nothing more."""
 
 
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
@@ -259,6 +383,8 @@ _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 
 _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
 _decode_chat = msgspec.json.Decoder(ChatRequest).decode
+_decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
+_decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
 
 
 def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
@@ -273,6 +399,16 @@ def parse_completion(body: bytes | bytearray) -> CompletionRequest:
 def parse_chat(body: bytes | bytearray) -> ChatRequest:
     """The request in a body, with all that can be checked without the model. Raises ApiError (400)."""
     return _parse(body, _decode_chat)
+
+
+def parse_tokenize(body: bytes | bytearray) -> TokenizeRequest:
+    """The request in a body. Raises ApiError (400)."""
+    return _parse(body, _decode_tokenize)
+
+
+def parse_detokenize(body: bytes | bytearray) -> DetokenizeRequest:
+    """The request in a body. Raises ApiError (400)."""
+    return _parse(body, _decode_detokenize)
 
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:

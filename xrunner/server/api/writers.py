@@ -21,6 +21,7 @@ from xrunner.server.api.text import REPLACEMENT
 
 if TYPE_CHECKING:
     from xrunner.server.api.choices import Choice
+    from xrunner.server.api.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Delta:
     finish: str | None
     report: TokenReport | None
     is_first: bool
+    calls: Sequence[ToolCall] = ()
+    """Functions that the choice calls, with its last token."""
 
 
 class PromptTokens(NamedTuple):
@@ -80,12 +83,12 @@ class Writer(ABC):
         self._tail = ',"usage":null' if include_usage else ""
 
     @abstractmethod
-    def piece(self, quoted: str, is_first: bool) -> str:
+    def piece(self, quoted: str, delta: Delta) -> str:
         """The member of a chunk's choice that holds its text; `quoted`: the text as JSON."""
 
     @abstractmethod
-    def text(self, text: str) -> dict[str, Any]:
-        """The member of a whole choice that holds its text."""
+    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """The member of a whole choice that holds its text, and the functions that it calls."""
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class Writer(ABC):
             tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
         return _event(
-            f'{self._head}{delta.index},{self.piece(quoted, delta.is_first)},"token_ids":[{delta.token}],'
+            f'{self._head}{delta.index},{self.piece(quoted, delta)},"token_ids":[{delta.token}],'
             f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
         )
 
@@ -122,7 +125,7 @@ class Writer(ABC):
             num_tokens += choice.num_tokens
             rendered = {
                 "index": index,
-                **self.text(choice.text),
+                **self.text(choice.text, choice.calls),
                 "token_ids": choice.token_ids,
                 "logprobs": choice.logprobs and msgspec.Raw(choice.logprobs.render()),
                 "finish_reason": choice.finish,
@@ -157,10 +160,10 @@ class CompletionWriter(Writer):
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def piece(self, quoted: str, is_first: bool) -> str:
+    def piece(self, quoted: str, delta: Delta) -> str:
         return f'"text":{quoted}'
 
-    def text(self, text: str) -> dict[str, Any]:
+    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         return {"text": text}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
@@ -179,12 +182,19 @@ class ChatWriter(Writer):
     chunk_object = "chat.completion.chunk"
     logprobs_rest: ClassVar[dict[str, Any]] = {"refusal": None}
 
-    def piece(self, quoted: str, is_first: bool) -> str:
-        role = '"role":"assistant",' if is_first else ""
-        return f'"delta":{{{role}"content":{quoted}}}'
+    def piece(self, quoted: str, delta: Delta) -> str:
+        role = '"role":"assistant",' if delta.is_first else ""
+        calls = ""
+        if delta.calls:
+            numbered = [msgspec.structs.replace(call, index=index) for index, call in enumerate(delta.calls)]
+            calls = f',"tool_calls":{msgspec.json.encode(numbered).decode()}'
+        return f'"delta":{{{role}"content":{quoted}{calls}}}'
 
-    def text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"message": message}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         top = [_entry(*pair) for pair in report.top]

@@ -40,6 +40,8 @@ class CheckedPrompt:
 
     tokens: tuple[int, ...]
     allowance: Allowance
+    echo: str = ""
+    """The prompt's text, where the answer is to begin with it."""
 
 
 class Answer(Response):
@@ -167,7 +169,7 @@ class Answer(Response):
                 stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = Choice(
-                    len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer
+                    len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer, prompt.echo
                 )
         self._num_running = len(self._choices)
 

@@ -57,6 +57,8 @@ def create_app(
         routes=[
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
             *_state_routes(engine_thread, model),
             *_plan_routes(engine_thread, model),
         ],

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from xgpt.errors import MachineError
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.protocol import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    Prompt,
     check_tokens,
     parse_chat,
     parse_completion,
+    parse_detokenize,
+    parse_tokenize,
     refuse,
 )
 from xrunner.server.api.tokenising import Tokenising, TooLong
+from xrunner.server.api.tools import Tool, told
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.http.answer import Answer, CheckedPrompt
@@ -66,7 +75,7 @@ class Service:
         info.quota = self._quotas.begin(info.key)
 
     async def _complete(self, http: Request, request: CompletionRequest) -> Response:
-        self._check(request)
+        await self._check(request)
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
@@ -77,26 +86,81 @@ class Service:
         tokens = [
             await self._encode(http, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts
         ]
-        return self._answer(http, request, tokens, CompletionWriter)
+        echoes = [self._text_of(prompt) for prompt in prompts] if request.echo else None
+        return self._answer(http, request, tokens, CompletionWriter, echoes)
+
+    def _text_of(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if self._codec is None:
+            refuse("echo", "this model has no tokenizer; leave it out")
+        return self._codec.tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _chat(self, http: Request, request: ChatRequest) -> Response:
-        self._check(request)
+        await self._check(request)
+        tools = request.tools if request.chosen_tools != "none" else None
+        tokens = await self._render(
+            http,
+            request.messages,
+            tools or [],
+            request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt is not False,
+        )
+        return self._answer(http, request, [tokens], ChatWriter)
+
+    async def tokenize(self, http: Request) -> Response:
+        """Token ids of a text or a chat."""
+        async with self._bodies.read(http) as body:
+            request = parse_tokenize(body)
+            if request.messages is not None:
+                tokens = await self._render(
+                    http,
+                    request.messages,
+                    request.tools or [],
+                    request.chat_template_kwargs,
+                    add_generation_prompt=request.add_generation_prompt,
+                )
+            else:
+                text = request.prompt or ""
+                tokens = await self._encode(http, text, "prompt", add_special_tokens=request.add_special_tokens)
+        return _json({"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens})
+
+    async def detokenize(self, http: Request) -> Response:
+        """The text of token ids."""
+        async with self._bodies.read(http) as body:
+            tokens = parse_detokenize(body).tokens
+        if self._codec is None:
+            refuse("tokens", "this model has no tokenizer")
+        if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):
+            refuse("tokens", f"they must be below {self._spec.vocab_size}, and at most {self._spec.max_context}")
+        return _json({"prompt": self._codec.tokenizer.decode(tokens, skip_special_tokens=False)})
+
+    async def _render(
+        self,
+        http: Request,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        given: dict[str, Any] | None,
+        *,
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        """Tokens of a chat, by the checkpoint's template. Raises ApiError (400)."""
         if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
             )
-        if len(request.messages) > self._spec.max_context:
-            refuse("messages", f"{len(request.messages)} are more than the model's context of {self._spec.max_context}")
-        messages = [message.for_template() for message in request.messages]
-        characters = sum(sum(map(len, message.values())) for message in messages)
+        if len(messages) > self._spec.max_context:
+            refuse("messages", f"{len(messages)} are more than the model's context of {self._spec.max_context}")
+        shown = [message.for_template() for message in messages]
+        characters = sum(len(message["content"]) for message in shown)
         self._check_length(characters, "messages")
-        variables = request.chat_template_kwargs
+        variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
-            refuse("chat_template_kwargs", f"they are longer than {MAX_VARIABLES_BYTES} bytes")
+            refuse("chat_template_kwargs", f"with tools they are longer than {MAX_VARIABLES_BYTES} bytes")
         render = partial(
             self._codec.chat_template.render,
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
+            shown,
+            add_generation_prompt=add_generation_prompt,
             variables=variables,
         )
         info: RequestInfo = http.scope["xgpt"]
@@ -104,10 +168,9 @@ class Service:
             text = await self._tokenising.render(info.key.name, characters, render)
         except ValueError as error:
             refuse("messages", f"the chat template refuses them: {error}")
-        tokens = [await self._encode(http, text, "messages", add_special_tokens=False)]
-        return self._answer(http, request, tokens, ChatWriter)
+        return await self._encode(http, text, "messages", add_special_tokens=False)
 
-    def _check(self, request: GenerationRequest) -> None:
+    async def _check(self, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
         if request.model != self._model.name:
             raise ApiError(
@@ -120,6 +183,24 @@ class Service:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
         if request.seed is not None and not self._engine_thread.takes_seeds:
             refuse("seed", "vLLM keeps to no seed on CPUs; leave it out")
+        for token, _ in request.biases:
+            if token >= self._spec.vocab_size:
+                refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
+        if (grammar := request.grammar) is not None:
+            await self._check_grammar(grammar, request)
+
+    async def _check_grammar(self, grammar: str, request: GenerationRequest) -> None:
+        field = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
+        if self._model.grammars is None:
+            refuse(
+                field, "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
+            )
+        try:
+            reason = await asyncio.to_thread(self._model.grammars.why_not, grammar)
+        except MachineError as error:
+            reason = str(error)
+        if reason is not None:
+            refuse(field, f"it is not accepted: {reason}")
 
     def _check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is not worth the time and memory of taking it apart."""
@@ -149,14 +230,15 @@ class Service:
         request: GenerationRequest,
         prompts: list[list[int]],
         writer: type[CompletionWriter | ChatWriter],
+        echoes: list[str] | None = None,
     ) -> Answer:
         engine_thread, capacity = self._engine_thread, self._engine_thread.capacity
         watch = self._engine_thread.watch
         rule = self._limits.output_rule(None if watch is None else watch.plan)
         info: RequestInfo = http.scope["xgpt"]
         checked = [
-            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule))
-            for tokens in prompts
+            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule), echo)
+            for tokens, echo in zip(prompts, echoes or [""] * len(prompts), strict=True)
         ]
         for prompt in checked:
             engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
@@ -181,3 +263,7 @@ class Service:
             ),
             info,
         )
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

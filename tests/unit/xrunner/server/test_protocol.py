@@ -51,7 +51,7 @@ def error_of(**fields: object) -> ApiError:
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "<= 128"),
         ({"best_of": 2}, "best_of", "send n"),
-        ({"echo": True}, "echo", "not implemented"),
+        ({"echo": True, "logprobs": 1}, "echo", "log probabilities of prompts are not implemented"),
         ({"logprobs": 21}, "logprobs", "<= 20"),
         ({"logprobs": True}, "logprobs", "Expected `int"),
         ({"stop": ""}, "stop", "length >= 1"),
@@ -61,7 +61,7 @@ def error_of(**fields: object) -> ApiError:
         ({"suffix": "x"}, "suffix", "not implemented"),
         ({"seed": 2**63}, "seed", "9223372036854775807"),
         ({"presence_penalty": 3}, "presence_penalty", "<= 2"),
-        ({"logit_bias": {"1": 1}}, "logit_bias", "not implemented"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": -3}, "max_tokens", ">= 1"),
         ({"max_tokens": "4"}, "max_tokens", "Expected `int"),
@@ -97,14 +97,14 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
     ("fields", "param", "says"),
     [
         ({"messages": []}, "messages", "length >= 1"),
-        ({"messages": [{"role": "user"}]}, "messages", "missing required field `content`"),
+        ({"messages": [{"role": "user"}]}, "messages", "a message without content"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages", "length >= 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "Invalid value"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "says otherwise"),
-        ({"tools": [{}]}, "tools", "not implemented"),
-        ({"tool_choice": "auto"}, "tool_choice", "not implemented"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only plain text"),
+        ({"tools": [{}]}, "tools", "missing required field `function`"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools to call"),
+        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"prompt": "x"}, "prompt", "unknown field"),
     ],
 )
@@ -134,7 +134,7 @@ def test_how_tokens_are_chosen() -> None:
 
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1, 2**64, 2**64 + 128 * 0x9E3779B97F4A7C15])
 def test_whatever_is_asked_for_fits_a_control_message(seed: int) -> None:
-    sampling = parse(top_k=2**31 - 1).sampling(seed)
+    sampling = parse(top_k=2**31 - 1, logit_bias={"3": -1.5, "4": 2}).sampling(seed)
     assert 0 <= sampling.seed < 2**64
     beginning = m.Beginning.of(Generation(0, (1,), 4, sampling=sampling))
     sent = m.decode_to_worker(m.encode(m.Transfer(1, [], [beginning])))

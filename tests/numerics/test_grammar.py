@@ -1,0 +1,175 @@
+"""Outputs keep to JSON schemas and to the functions that they may call, on every placement; biases move logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.attack.target import ADMIN_KEY, FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8, "pattern": "^[a-z]*$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE | {"additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small")
+
+
+@pytest.fixture(
+    scope="module", params=["one", *(pytest.param(name, marks=pytest.mark.long) for name in FLAVOURS if name != "one")]
+)
+def target(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    with attacked(request.param, checkpoint, tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+def chat(target: Target, **fields: Any) -> dict[str, Any]:
+    body = {"model": target.model, "messages": CHAT, "max_tokens": 120, "temperature": 1.0, **fields}
+    status, answer = target.ask("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    choice: dict[str, Any] = json.loads(answer)["choices"][0]
+    return choice
+
+
+def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "given", "schema": schema}}
+
+
+def test_outputs_keep_to_their_schema_while_others_run(target: Target) -> None:
+    free = target.probe()
+
+    def ask(seed: int) -> str:
+        if seed % 5 == 0:
+            assert target.probe() == free
+        choice = chat(target, response_format=formatted(SCHEMA), seed=seed)
+        assert choice["finish_reason"] == "stop"
+        text: str = choice["message"]["content"]
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return text
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(ask, range(125)))
+    assert len(set(texts)) > 100
+    assert texts[:3] == [ask(seed) for seed in range(3)]
+    choice = chat(target, response_format={"type": "json_object"}, max_tokens=4, temperature=0)
+    assert choice["message"]["content"].startswith("{")
+
+
+def test_functions_are_called(target: Target) -> None:
+    for seed in range(10):
+        choice = chat(target, tools=TOOLS, tool_choice="required", seed=seed)
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call["type"] == "function" and call["id"].startswith("call_")
+        arguments = json.loads(call["function"]["arguments"])
+        assert call["function"]["name"] in ("weather", "now")
+        jsonschema.validate(arguments, PLACE if call["function"]["name"] == "weather" else {"maxProperties": 0})
+    named = {"type": "function", "function": {"name": "weather"}}
+    call = chat(target, tools=TOOLS, tool_choice=named)["message"]["tool_calls"][0]
+    assert call["function"]["name"] == "weather"
+    assert "tool_calls" not in chat(target, tools=TOOLS, tool_choice="auto", max_tokens=10)["message"]
+
+
+def test_openais_client_takes_calls_and_their_results(target: Target) -> None:
+    with openai.OpenAI(base_url=f"{target.url}/v1", api_key=ADMIN_KEY) as client:
+        arguments: dict[str, Any] = {
+            "model": target.model,
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "max_tokens": 120,
+        }
+        called = client.chat.completions.create(messages=CHAT, **arguments).choices[0].message  # type: ignore[arg-type]
+        assert called.tool_calls
+        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "12 degrees"}
+        messages = [*CHAT, called.model_dump(exclude_none=True), result]
+        again = client.chat.completions.create(model=target.model, messages=messages, tools=TOOLS, max_tokens=5)  # type: ignore[arg-type]
+        assert again.choices[0].message.role == "assistant"
+        streamed = client.chat.completions.create(messages=CHAT, stream=True, temperature=0, **arguments)  # type: ignore[arg-type]
+        chunks = [chunk.choices[0] for chunk in streamed]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert [call.index for call in calls] == [0] and calls[0].function and calls[0].function.arguments
+        assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_biases_choose_and_forbid(target: Target) -> None:
+    body = {"prompt": [3, 4, 5], "max_tokens": 6, "temperature": 0}
+    free = target.complete(**body)[1]["choices"][0]["token_ids"]
+    banned = target.complete(**body, logit_bias={str(free[0]): -100})[1]["choices"][0]["token_ids"]
+    assert free[0] not in banned
+    assert target.complete(**body, logit_bias={"77": 100})[1]["choices"][0]["token_ids"] == [77] * 6
+    for wrong in ({"2048": 1}, {"x": 1}, {"1": 101}, {"-1": 1}):
+        assert target.complete(**body, logit_bias=wrong)[0] == 400
+
+
+def test_echo_begins_with_the_prompt(target: Target) -> None:
+    plain = target.complete(prompt="once", max_tokens=4, temperature=0)[1]["choices"][0]
+    echoed = target.complete(prompt="once", max_tokens=4, temperature=0, echo=True)[1]["choices"][0]
+    assert echoed["text"] == "once" + plain["text"] and echoed["token_ids"] == plain["token_ids"]
+    assert target.complete(prompt="once", max_tokens=4, echo=True, logprobs=1)[0] == 400
+
+
+def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:
+    def ask(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        status, answer = target.ask("POST", path, body)
+        return status, json.loads(answer)
+
+    status, found = ask("/tokenize", {"model": target.model, "prompt": "once"})
+    assert status == 200 and found["count"] == len(found["tokens"]) == 4 and found["max_model_len"] == 512
+    assert ask("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": "once"})
+    chat_tokens = ask("/tokenize", {"messages": CHAT})[1]["tokens"]
+    status, answer = ask("/v1/chat/completions", {"model": target.model, "messages": CHAT, "max_tokens": 1})
+    assert answer["usage"]["prompt_tokens"] == len(chat_tokens)
+    for wrong in ({}, {"prompt": "x", "messages": CHAT}):
+        assert ask("/tokenize", wrong)[0] == 400
+    assert ask("/detokenize", {"tokens": [2048]})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": formatted({"type": "nonsense"})}, "response_format"),
+        ({"response_format": formatted({"$ref": "https://elsewhere.example/schema"})}, "response_format"),
+        ({"response_format": formatted({"enum": ["x" * 70_000]})}, "longer than"),
+        ({"response_format": formatted(SCHEMA), "tools": TOOLS}, "tool_choice none"),
+        ({"response_format": formatted(SCHEMA), "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused(target: Target, fields: dict[str, Any], said: str) -> None:
+    body = {"model": target.model, "messages": CHAT, **fields}
+    status, answer = target.ask("POST", "/v1/chat/completions", body)
+    assert status == 400 and said in json.loads(answer)["error"]["message"]
+
+
+def test_vllm_keeps_to_none(checkpoint: Path, tmp_path: Path) -> None:
+    with attacked(FAKE_VLLM, checkpoint, tmp_path) as target:
+        body = {"model": target.model, "messages": CHAT, "response_format": formatted(SCHEMA)}
+        status, answer = target.ask("POST", "/v1/chat/completions", body)
+        assert status == 400 and "vLLM" in json.loads(answer)["error"]["message"]
