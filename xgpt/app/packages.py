@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from xgpt import __version__
 from xgpt.schema import Plan
 
-WHEEL = f"xgpt-{__version__}-py3-none-any.whl"
+WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
 MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
 BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
 """What serving needs that vLLM does not bring."""

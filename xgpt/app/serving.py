@@ -275,7 +275,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
             # A cluster's administrator sets these variables for every program on it.
             logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
             return None
-        raise InputError("otlp_endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt[otel]'") from None
+        raise InputError("otlp_endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
     return Tracer.to(endpoint)
 
 

@@ -171,4 +171,4 @@ except InputError as error:
     print(error)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install 'xgpt[otel]'" in ended.stdout, ended.stderr
+    assert "pip install 'xgpt-serve[otel]'" in ended.stdout, ended.stderr
