@@ -76,7 +76,8 @@ def profile(
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
-    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], TABLE_DTYPES[kv_dtype or dtype])
+    kept = TABLE_DTYPES[kv_dtype or dtype]
+    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], kept, cluster.device)
     kernels = analytic.Kernels(cluster, dtype)
     layers = tuple(_layers(spec, cluster, tables, kernels, engine))
     return Profile(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.schema import Surface
+from xgpt.schema import DeviceKind, Surface
 
 Array = npt.NDArray[np.float64]
 
@@ -19,12 +19,26 @@ Array = npt.NDArray[np.float64]
 class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
+    No latency is taken to be shorter than the device's roofline: what it computes at its peak rate, what it must read
+    (weights, K/V) at its memory's bandwidth. Tables are measured in loops, whose data may stay in a cache; between two
+    steps of a model none does. `provenance` tells how many points were lifted.
+
+    Args:
+        device: whose rates these are; None: nothing is checked.
+
     Raises:
         InputError: a table is not there, or does not hold what is asked of it.
     """
 
-    def __init__(self, root: Path, framework: str, dtype: str, kv_dtype: str | None = None) -> None:
-        self.root, self.framework, self.dtype = root, framework, dtype
+    def __init__(
+        self,
+        root: Path,
+        framework: str,
+        dtype: str,
+        kv_dtype: str | None = None,
+        device: DeviceKind | None = None,
+    ) -> None:
+        self.root, self.framework, self.dtype, self._device = root, framework, dtype, device
         self.kv_dtype = kv_dtype or dtype
         self.provenance: dict[str, str] = {}
         self.versions: dict[str, str] = {}
@@ -52,7 +66,9 @@ class Tables:
             chosen = rows["gemm_dtype"] == dtype
             if not chosen.any():
                 raise InputError("dtype", dtype, f"{self.root.name}'s matrix products are in {', '.join(known)}")
-            self._products[dtype] = Grid3(*(rows[name][chosen] for name in ("m", "n", "k", "latency")))
+            ms, ns, ks, latency = (rows[name][chosen].astype(float) for name in ("m", "n", "k", "latency"))
+            latency = self._lifted(f"gemm in {dtype}", latency, dtype, 2 * ms * ns * ks, ns * ks)
+            self._products[dtype] = Grid3(ms, ns, ks, latency)
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
@@ -77,15 +93,43 @@ class Tables:
             raise InputError("dtype", self.kv_dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
+        # Prompts are bound by products, one for each head; decode by reading K/V. Kernels divide their work by requests
+        # and heads alike: twice the heads is twice the batch.
+        times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
         if nearest != (heads, kv_heads):
             self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
-                f"scaled from {nearest[0]} heads, {nearest[1]} for K/V"
+                f"that of {nearest[0]} heads, {nearest[1]} for K/V, at {times:g} times the batch"
             )
-        # Prompts are bound by products, one for each head; decode by reading K/V.
-        scale = slower * (heads / nearest[0] if phase == "context" else kv_heads / nearest[1])
         chosen = dims & (rows["num_heads"] == nearest[0]) & (rows["kv_heads"] == nearest[1])
         length = (rows["isl"] + rows["step"])[chosen]
-        return surface_of(rows["batch_size"][chosen], length, rows["latency"][chosen] * scale / 1e3)
+        batch = rows["batch_size"][chosen].astype(float)
+        flops = reads = np.zeros(len(batch))
+        if phase == "context":
+            flops = 2 * batch * length.astype(float) ** 2 * nearest[0] * head_dim
+        else:
+            reads = 2 * batch * length * nearest[1] * head_dim
+        kept = str(rows["kv_cache_dtype"][chosen][0])
+        latency = self._lifted(f"{phase} attention", rows["latency"][chosen], kept, flops, reads)
+        return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
+
+    def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
+        """Return latencies in ms, none below what the device takes to compute this, and to read these elements."""
+        device = self._device
+        if device is None or device.memory_bandwidth_bytes_per_s is None:
+            return latency
+        is_eight_bits = dtype.startswith("fp8")
+        least = reads * (1 if is_eight_bits else 2) / device.memory_bandwidth_bytes_per_s
+        # Attention computes in half precision, whatever K/V are kept in.
+        rate = device.flops_per_s.get("float8" if is_eight_bits and name.startswith("gemm") else "bfloat16")
+        if rate is not None:
+            least = np.maximum(least, flops / rate)
+        below = latency < 1e3 * least
+        if below.any():
+            self.provenance[f"{name}, lifted"] = (
+                f"{100 * np.mean(below):.2g}% of {len(below)} points to the device's rates, at worst by a factor of "
+                f"{np.max(1e3 * least / latency):.2f}"
+            )
+        return np.maximum(latency, 1e3 * least)
 
     def all_reduce(self, elements: npt.ArrayLike, devices: int) -> Array:
         if devices == 1:
@@ -211,12 +255,16 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
     return result
 
 
-def surface_of(batch: Array, length: Array, seconds: Array) -> Surface:
+def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
+    """Return the surface of points, at `times` their batch: a batch of 2 takes what one of 2 * times took."""
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
     grid[row, column] = np.log(seconds)
-    grid = np.exp(_filled(grid, [np.log(batches), np.log(lengths)]))
+    grid = _filled(grid, [np.log(batches), np.log(lengths)])
+    if times != 1:
+        grid = np.stack([interpolate(np.log(batches * times), np.log(batches), column) for column in grid.T], axis=1)
+    grid = np.exp(grid)
     return Surface(
         batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, grid.tolist()))
     )

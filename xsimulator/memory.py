@@ -93,11 +93,14 @@ class LaneMemory:
             kept_bytes = WORKSPACE_BYTES if keeps.kept_bytes is None else keeps.kept_bytes
             group_bytes = keeps.group_bytes
         self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1)
-        kinds = dict.fromkeys(zip(self.fixed_bytes.tolist(), self._block_bytes.tolist(), strict=True))
+        occupied = self.fixed_bytes
+        if keeps is not None and keeps.shares_rest:  # the share of the weights is theirs, too
+            occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
+        kinds = dict.fromkeys(zip(occupied.tolist(), self._block_bytes.tolist(), strict=True))
         self._distinct = np.asarray(list(kinds)).T[:, :, None]
-        """fixed_bytes and _block_bytes of stages that differ. # [2, distinct, 1]"""
-        worst = int(np.argmax(self.fixed_bytes))
-        if self.fixed_bytes[worst] >= self._usable:
+        """What K/V cannot have of `_usable`, and _block_bytes, of stages that differ. # [2, distinct, 1]"""
+        worst = int(np.argmax(occupied))
+        if occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
             raise InfeasibleError(
                 f"memory: {spec.name} needs {needed:.1f} GiB in {dtype} on a device of stage {worst} before any K/V, "

@@ -47,6 +47,8 @@ class EngineSpec(Frozen):
     """Tokens of an answer that are sent together."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that it takes by itself; None: what the cluster says."""
+    shares_rest: bool = False
+    """Whether that is a share of what weights leave."""
     kept_bytes: NonNegativeInt | None = None
     """Bytes of it that hold neither weights nor K/V nor activations; None: the planner's own allowance."""
     group_bytes: NonNegativeInt = 0

@@ -187,8 +187,18 @@ def test_heads_that_were_not_measured_are_scaled_and_said_so(tables: Path) -> No
     decode = profile.layer(1).decode_attention
     assert decode.seconds[1][1] == pytest.approx(generation_ms(8, 64, 8) / 1e3)
     said = profile.provenance["generation attention of 32 heads, 8 for K/V"]
-    assert said == "scaled from 16 heads, 4 for K/V"
+    assert said == "that of 16 heads, 4 for K/V, at 2 times the batch"
     assert profile.provenance["serving loop"] == "configs/engines/bare-1.0.yaml"
+
+
+def test_no_point_is_faster_than_the_device(tables: Path) -> None:
+    slow = H100.device.model_copy(update={"memory_bandwidth_bytes_per_s": 1e9})
+    profile = imported.profile(SPEC, H100.model_copy(update={"device": slow}), "bfloat16", BARE, tables)
+    decode = profile.layer(1).decode_attention
+    reads = 2 * 64 * 512 * 4 * 64 * 2  # K and V of 64 requests, 512 tokens, 4 heads, 64 elements of two bytes
+    assert decode.seconds[decode.batches.index(64)][-1] == pytest.approx(reads / 1e9)
+    assert "to the device's rates" in profile.provenance["generation attention, lifted"]
+    assert "generation attention, lifted" not in imported.profile(SPEC, H100, "bfloat16", BARE, tables).provenance
 
 
 @pytest.mark.parametrize(

