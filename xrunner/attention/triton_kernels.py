@@ -77,21 +77,11 @@ def attend_kernel(
 ):
     """A tile of queries over a share of its sequence's keys. Grid: tiles, K/V heads, splits.
 
-    It is about the sequences from `first_sequence` on. Decodes: a tile a sequence. Pieces of prompts: tiles of
-    ROWS // GROUP tokens; sequence i has the tiles from (tokens before it) // (tokens of a tile) + i on, of which some
-    may be empty, so that no count need come from the device.
+    It is about the sequences from `first_sequence` on.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    if IS_DECODE:
-        sequence, first = first_sequence + tl.program_id(0), 0
-    else:
-        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        query_starts = query_start + first_sequence
-        index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
-        first = (tile - _first_tile(index, query_starts, TOKENS)) * TOKENS
-        sequence = first_sequence + index
+    sequence, first = _tile(first_sequence, query_start, num_sequences, TOKENS, IS_DECODE)
     begin_token = tl.load(query_start + sequence)
     num_tokens = tl.load(query_start + sequence + 1) - begin_token
     if first >= num_tokens:
@@ -110,12 +100,7 @@ def attend_kernel(
 
     limit = context - num_tokens + token + 1  # keys that a row sees
     most = tl.minimum(context, context - num_tokens + first + TOKENS)
-    if IS_SPLIT:
-        share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
-        begin = split * share
-        end = tl.minimum(begin + share, most)
-    else:
-        begin, end = 0, most
+    begin, end = _share(context, splits, split, most, KEYS, IS_SPLIT)
     seen_by_all = tl.minimum(end, context - num_tokens + first + 1)
     middle = begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS
 
@@ -218,6 +203,32 @@ def combine_kernel(
     total = tl.sum(weight, 0)
     result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
+    """A program's sequence, and its first token. Decodes: a tile a sequence. Pieces of prompts: tiles of TOKENS tokens;
+    sequence i has the tiles from (tokens before it) // TOKENS + i on, of which some may be empty, so that no count need
+    come from the device.
+    """
+    if IS_DECODE:
+        return first_sequence + tl.program_id(0), 0
+    else:
+        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        query_starts = query_start + first_sequence
+        index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
+        return first_sequence + index, (tile - _first_tile(index, query_starts, TOKENS)) * TOKENS
+
+
+@triton.jit
+def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
+    """The keys [begin, end) of a split; without splits all."""
+    if IS_SPLIT:
+        share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
+        return split * share, tl.minimum(split * share + share, most)
+    else:
+        return 0, most
 
 
 @triton.jit
