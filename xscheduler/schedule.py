@@ -106,6 +106,11 @@ class Scheduler:
             decode, self._block_size, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
         )
 
+    def _in_loop(self, constraint: Constraint) -> Constraint:
+        """What the engine's loop must keep of a constraint on requests that arrive."""
+        engine = self.problem.engine
+        return constraint if engine is None else constraint.less(engine.request_path_s)
+
     def _memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
         found = self._memories.get(lane)
         if found is None:
@@ -174,7 +179,7 @@ class Scheduler:
         """
         started = time.perf_counter()
         spaces = self.spaces(kind)
-        rated = by_rate(spaces, self.problem.constraint, at_least)
+        rated = by_rate(spaces, self._in_loop(self.problem.constraint), at_least)
         certificate = SearchCertificate(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),
@@ -199,12 +204,12 @@ class Scheduler:
             if evaluation.fits[0]:
                 other = plan_of(self.problem, self.lengths, space, evaluation.at(0), settings, plan.search)
                 self._found[_key(other)] = space
-                found.append((other, rate_of(space, settings, plan.constraint)))
+                found.append((other, rate_of(space, settings, self._in_loop(plan.constraint))))
         return found
 
     def predicted_rate(self, plan: Plan) -> float:
         """The arrival rate that the closed form gives a plan that this scheduler found."""
-        return rate_of(self._found[_key(plan)], plan.policy, plan.constraint)
+        return rate_of(self._found[_key(plan)], plan.policy, self._in_loop(plan.constraint))
 
     def most_stable(self, kind: str) -> float:
         """Requests a second that no schedule of a policy serves, whatever its latency."""

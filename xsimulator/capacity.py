@@ -81,7 +81,8 @@ class Trial:
         plan, last = self.plan, self.num_warm_up + self.num_requests
         arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()
         stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns)
-        goals = tuple(_in_ns(goal, slack, self.num_requests) for goal in self.constraint.goals) if slack else ()
+        path_s = plan.request_path_s
+        goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
         run = self._run(stream)
         if not run.run(Limits(goals, self.num_warm_up, last)):
             return None
@@ -90,7 +91,8 @@ class Trial:
             np.asarray(of[counted], float) for of in (arrivals_ns, run.first_ns, run.end_ns, self._outputs)
         )
         gaps = (end - first) / np.maximum(outputs - 1, 1)
-        return RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
+        times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
+        return times.later(plan.request_path_s)
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests always wait."""
@@ -242,9 +244,10 @@ def _upper(values: Array, quantile: float) -> float:
     return float(np.partition(values, index)[index])
 
 
-def _in_ns(goal: Goal, slack: float, num_requests: int) -> GoalNs:
-    bounds = (goal.latency_bound_s, goal.ttft_s, goal.tpot_s)
-    whole, ttft, gap = (inf if bound is None else 1e9 * slack * bound for bound in bounds)
+def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
+    """What the engine's loop must keep of a goal, where requests take `path_s` outside of it."""
+    bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
+    whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 

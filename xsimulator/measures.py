@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +141,10 @@ class RequestTimes:
     tpot_s: Array
     whole_s: Array
     num_lost: int = 0
+
+    def later(self, path_s: float) -> RequestTimes:
+        """Return the times of requests that each take `path_s` longer, before their first token."""
+        return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
 
     def excess(self, goal: Goal) -> Array:
         """Each request's time over its bound, the worst of the goal's bounds, headroom not counted."""

@@ -63,7 +63,7 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
     if not plan.constraint.bounds_latency:
         return None
     space = Scheduler(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
-    return closed_rate(space, plan.policy, plan.constraint)
+    return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:

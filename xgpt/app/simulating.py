@@ -126,7 +126,9 @@ def run_simulation(
     else:
         rng = np.random.default_rng(seed)
         measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
-    times = times_of(plan, steps, num_requests) if own_times or arrivals is not None else None
+    times = None
+    if own_times or arrivals is not None:
+        times = times_of(plan, steps, num_requests).later(plan.request_path_s)
     return Simulated(plan, measured, tuple(steps), tuple(spans), times)
 
 

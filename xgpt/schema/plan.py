@@ -102,6 +102,13 @@ class Constraint(Frozen):
         """Whether there is any bound."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
+    def less(self, path_s: float) -> Constraint:
+        """Return what is left of the bounds on times from arrival, where each request takes `path_s` outside of the
+        engine's loop."""
+        names = ("latency_bound_s", "ttft_s")
+        left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
+        return self.model_copy(update=left) if path_s else self
+
     @property
     def all_bounds(self) -> Goal:
         """All bounds together: the share of requests that keeps them is the goodput."""
@@ -374,6 +381,11 @@ class Plan(Frozen):
     """How the plan was found, and its proof."""
     profile: ProfileRef
     """The profile that the prediction rests on."""
+
+    @property
+    def request_path_s(self) -> float:
+        """Seconds that every request takes outside of waiting and steps, as its engine says."""
+        return 0.0 if self.engine is None else self.engine.request_path_s
 
     @model_validator(mode="after")
     def _check(self) -> Plan:

@@ -71,3 +71,15 @@ def test_profiles_tell_their_engine() -> None:
     measured = of_vllm.model_copy(update={"source": "measured"})
     assert engine_of(measured) is None, "it ran under xgpt's own schedule"
     assert engine_of(measured.model_copy(update={"engine": "native"})) == load_engine("xgpt")
+
+
+def test_what_a_request_takes_outside_of_the_loop_counts_from_its_arrival() -> None:
+    slow = load_engine("vllm-0.15").model_copy(update={"before_admission_s": 0.5})
+    plans = [planned(engine, objective="arrivals", ttft_s=0.8) for engine in ("vllm-0.15", slow)]
+    rates = [plan.estimate.capacity.rate_per_s for plan in plans if plan.estimate.capacity]
+    assert rates[1] < 0.98 * rates[0]
+    fast, late = (
+        xgpt.simulate(plans[1].model_copy(update={"engine": engine}), num_requests=200, arrival_rate_per_s=5)
+        for engine in (plans[0].engine, slow)
+    )
+    assert late.figures["ttft_mean_s"] - fast.figures["ttft_mean_s"] == pytest.approx(0.4955, abs=1e-6)

@@ -61,7 +61,7 @@ def test_rates_agree_with_the_simulated_engine(of: tuple[str, str, str, float], 
     (plan, predicted), *_ = Scheduler(asked).by_arrivals(kind, 1)
     found = capacity(plan, asked.profile, predicted, edges=False)
     assert found is not None
-    assert predicted == pytest.approx(found.rate_per_s, rel=0.25 if kind == "static" else 0.1)
+    assert predicted == pytest.approx(found.rate_per_s, rel=0.3 if kind == "static" else 0.1)
 
 
 def test_other_bounds_cost_rate() -> None:
