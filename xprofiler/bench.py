@@ -28,6 +28,7 @@ from xrunner.attention import Batch, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
+from xrunner.layers import Attention
 from xrunner.models import DecoderModel, EncoderDecoderModel
 from xrunner.worker import Worker
 
@@ -172,13 +173,16 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """One layer's attention; sequences are (tokens before, tokens now)."""
+        """One layer's attention, the mean of all; sequences are (tokens before, tokens now)."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
+        model = self.worker.model
+        assert isinstance(model, DecoderModel)
+        layers = [attention.options for attention in model.modules() if isinstance(attention, Attention)]
 
         def run() -> None:
-            for cache in caches:
-                self.worker.backend.forward(q, k, v, cache, batch)
+            for cache, options in zip(caches, layers, strict=True):
+                self.worker.backend.forward(q, k, v, cache, batch, **options)
 
         # As steps that only decode are served: launched one by one, kernels of microseconds would wait for the host.
         is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)
@@ -235,8 +239,12 @@ class Bench:
         before, query_len = np.asarray(sequences, np.int32).T
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
+        num_tokens = int(query_len.sum())
+        tokens = np.zeros(num_tokens, np.int64)
+        if self.spec.experts is not None:  # equal tokens would all meet the same ones
+            tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         return make_batch(
-            np.zeros(int(query_len.sum()), np.int64),
+            tokens,
             query_len,
             context_len,
             np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),

@@ -87,7 +87,7 @@ def profile(
             torch.set_num_threads(_fastest_num_threads(bench))
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
-    found = assembled(spec, cluster, dtype, threads, layouts, {1: measured})
+    found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured})
     return _with_loading(found, spec, dtype, checkpoint, device)
 
 
@@ -157,7 +157,7 @@ def _together(
         layouts=layouts,
     )
     found = ranks.measure(settings, cluster.num_devices, progress)
-    profile = assembled(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_degree)
+    profile = assembled(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_group)
     profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)
 
@@ -168,17 +168,17 @@ def assembled(
     dtype: DType,
     threads: int | None,
     layouts: dict[str, str],
-    by_degree: dict[int, Timings],
+    by_group: dict[tuple[int, int], Timings],
 ) -> Profile:
-    alone = by_degree[1]
+    alone = by_group[1, 1]
     layers: tuple[LayerTimes, ...]
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     if spec.is_encoder_decoder:
-        pairs = [layers_of(spec, degree, measured, alone) for degree, measured in by_degree.items()]
+        pairs = [layers_of(spec, degree, measured, alone) for (degree, _), measured in by_group.items()]
         layers, encoder_layers = (tuple(of) for of in zip(*pairs, strict=True))
     else:
         points = Points.of(spec)
-        layers = tuple(_layer(spec, points, degree, measured, alone) for degree, measured in by_degree.items())
+        layers = tuple(_layer(spec, points, group, measured, alone) for group, measured in by_group.items())
     return Profile(
         source="measured",
         model=spec.shape,
@@ -199,8 +199,11 @@ def assembled(
     )
 
 
-def _layer(spec: ModelSpec, points: Points, degree: int, measured: Timings, alone: Timings) -> LayerTimes:
-    """One layer at one degree. The embedding is the profile's, so what it costs more or less here is in the layers."""
+def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
+    """One layer on one kind of group.
+
+    The embedding is the profile's, so what it costs more or less here is in the layers.
+    """
     rest: Timings = {}
     for n, sequences in points.steps.items():
         before, length = sequences[0]
@@ -209,7 +212,8 @@ def _layer(spec: ModelSpec, points: Points, degree: int, measured: Timings, alon
         seconds = measured["step", n] - beside - measured["head", len(sequences)] - alone["embedding", n]
         rest["rest", n] = max(seconds, 0.0) / spec.num_layers
     return LayerTimes(
-        tp_degree=degree,
+        tp_degree=group[0],
+        ep_degree=group[1],
         rest=curve(rest, "rest", TOKENS),
         encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
@@ -217,7 +221,7 @@ def _layer(spec: ModelSpec, points: Points, degree: int, measured: Timings, alon
         decode_attention=Surface.filled(
             {at: measured["decode attention", *at] for at in points.decode}, BATCHES, points.contexts
         ),
-        head=None if degree == 1 else curve(measured, "head", BATCHES),
+        head=None if group[0] == 1 else curve(measured, "head", BATCHES),
     )
 
 

@@ -45,7 +45,7 @@ class Task:
 
     settings: WorkerSettings
     num_devices: int
-    degrees: tuple[int, ...]
+    groups: tuple[tuple[int, int], ...]
     store: str
 
 
@@ -53,7 +53,7 @@ class Task:
 class Together:
     """What the ranks have measured."""
 
-    by_degree: dict[int, Timings]
+    by_group: dict[tuple[int, int], Timings]
     hop: Curve
     kv_transfer: Curve
 
@@ -71,6 +71,11 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
+    """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
+    return tuple((t, ep) for t in degrees(spec, num_devices) for ep in ((1, t) if spec.experts and t > 1 else (1,)))
+
+
 def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> Together:
     """Measure with a process for each device.
 
@@ -79,7 +84,7 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> T
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
-        return _measure_together(Task(settings, num_devices, degrees(settings.spec, num_devices), store), progress)
+        return _measure_together(Task(settings, num_devices, groups(settings.spec, num_devices), store), progress)
 
 
 def _measure_together(task: Task, progress: Progress) -> Together:
@@ -115,28 +120,28 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
         os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     store = dist.FileStore(task.store, task.num_devices)
     dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
-    by_degree = {}
-    for number, degree in enumerate(task.degrees):
-        groups = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
-        group = RankGroup(groups[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
+    by_group = {}
+    for number, (degree, ep) in enumerate(task.groups):
+        of_ranks = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
+        group = RankGroup(of_ranks[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
         worker = build_worker(
             replace(task.settings, device=_device(task, rank)),
-            part=replace(Part.whole(spec), rank=rank % degree, degree=degree),
+            part=replace(Part.whole(spec), rank=rank % degree, degree=degree, ep=ep),
             group=group,
         )
 
         def report(done: int, total: int, what: str, number: int = number, degree: int = degree) -> None:
             if rank == 0:
-                sender.send((number * total + done, len(task.degrees) * total, f"{what}, {degree} devices together"))
+                sender.send((number * total + done, len(task.groups) * total, f"{what}, {degree} devices together"))
 
         with torch.inference_mode():
-            by_degree[degree] = _mean_of_ranks(bench_of(worker)(worker, report, _seconds_together).measure())
+            by_group[degree, ep] = _mean_of_ranks(bench_of(worker)(worker, report, _seconds_together).measure())
         if degree == 1:
             hop = _curve(HOP_TOKENS, partial(_hop, task, rank))
             transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, worker, Part.whole(spec)))
         del worker
     if rank == 0:
-        sender.send(Together(by_degree, hop, transfer))
+        sender.send(Together(by_group, hop, transfer))
     dist.barrier()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,11 @@ from xrunner.packed import ACTIVATIONS, PackedLinear, pack
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer. # q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
+Attend = Callable[..., Tensor]
+"""Attention of one layer, of queries, keys and values, with a window and sinks where the layer has them.
+
+# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]
+"""
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
@@ -225,6 +229,10 @@ class Attention(nn.Module):
     Args:
         rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
         qk_norm: normalise each head's query and key (Qwen3).
+        window: last tokens that a token attends to; None: all.
+
+    Attributes:
+        options: further arguments of `attend`.
     """
 
     def __init__(
@@ -236,8 +244,11 @@ class Attention(nn.Module):
         out_bias: bool,
         rotary: Rotary | None = None,
         qk_norm: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window = window
+        self.sinks = parameter(empty(spec.num_heads)) if spec.attention_sinks else None
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.head_dim = spec.head_dim
         self.qkv = Linear(empty, spec.hidden_size, *(n * spec.head_dim for n in self.heads), bias=qkv_bias)
@@ -252,7 +263,12 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
-        return self.out(attend(q, k, v))
+        return self.out(attend(q, k, v, **self.options))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        found = {"window": self.window, "sinks": self.sinks}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class CrossAttention(nn.Module):
@@ -293,12 +309,19 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up fused; no biases. Source: GLU variants (arXiv 2002.05202)."""
+    """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
-    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+    Attributes:
+        takes_turns: whether the columns of gate and up take turns, and are stored as one.
+    """
+
+    takes_turns: ClassVar[bool] = False
+
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up = Linear(empty, spec.hidden_size, spec.ffn_size, spec.ffn_size, bias=False)
-        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=False)
+        parts = (2 * spec.ffn_size,) if self.takes_turns else (spec.ffn_size, spec.ffn_size)
+        self.gate_up = Linear(empty, spec.hidden_size, *parts, bias=bias)
+        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=bias)
         self.activation = ACTIVATIONS[spec.activation]
         self._is_silu = spec.activation == "silu"
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
+from xrunner.experts import MixtureOfExperts
 from xrunner.generation import NO_TOKEN
 from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
 from xrunner.models import EncoderDecoderModel, Model, family_of
@@ -73,6 +74,7 @@ class Part:
         is_first: it embeds tokens.
         is_last: it makes logits.
         rank, degree: its place among the ranks that hold these layers together.
+        ep: parts into which these divide the experts of a layer; the ranks of a part hold slices of its experts.
         runs_decoder: False for an encoder on its own, without decoder layers.
 
     Raises:
@@ -87,6 +89,7 @@ class Part:
     rank: int = 0
     degree: int = 1
     runs_decoder: bool = True
+    ep: int = 1
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
@@ -123,14 +126,34 @@ class Part:
         return share(self.spec.ffn_size, self.rank, self.degree)
 
     @property
+    def experts(self) -> Share:
+        """Experts of which this rank holds slices."""
+        number = self.spec.experts.number if self.spec.experts is not None else 0
+        return share(number, self.rank // (self.degree // self.ep), self.ep)
+
+    @property
+    def expert_ffn(self) -> Share:
+        """Columns that it holds of each of them."""
+        size, slices = self.spec.experts.ffn_size if self.spec.experts is not None else 0, self.degree // self.ep
+        return share(size, self.rank % slices, slices)
+
+    @property
     def vocabulary(self) -> Share:
         return share(self.spec.vocab_size, self.rank, self.degree)
 
     @property
     def local(self) -> ModelSpec:
         """The model as this rank sees it. Not validated: a part may well have no encoder layer."""
+        first, last = self.layers
+        experts = self.spec.experts
+        if experts is not None:
+            dense = tuple(layer - first for layer in experts.dense_layers if first <= layer < last)
+            experts = experts.model_copy(update={"ffn_size": self.expert_ffn.size, "dense_layers": dense})
+        full = tuple(layer - first for layer in self.spec.full_attention_layers if first <= layer < last)
         return self.spec.model_copy(
             update={
+                "experts": experts,
+                "full_attention_layers": full,
                 "num_layers": self.layers[1] - self.layers[0],
                 "num_encoder_layers": self.encoder_layers[1] - self.encoder_layers[0],
                 "num_heads": self.heads.size,
@@ -176,11 +199,12 @@ def build(part: Part) -> Model:
         owner, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(owner), leaf)
     if part.degree > 1:
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.keep(part.experts.start, part.experts.stop)
         if part.is_first:
             model.token_embedding = VocabularyShare(model.token_embedding.weight, part.vocabulary.start)
-        if part.rank:
-            for projection in _reduced(model):
-                projection.bias = None  # the first rank adds it, once
+        _drop_biases(model, part)
     return model
 
 
@@ -203,22 +227,36 @@ def join(model: Model, group: Group) -> None:
     def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return group.add_up(output)
 
-    for projection in _reduced(model):
-        projection.register_forward_hook(add_up)
+    for module in _reduced(model):
+        module.register_forward_hook(add_up)
     if model.has_embedding:
         model.token_embedding.register_forward_hook(add_up)
 
 
-def _reduced(model: Model) -> list[Linear]:
-    """The projections whose inputs are cut, so that each rank has a part of the sum."""
-    projections = []
-    for module in model.modules():
+def _drop_biases(model: Model, part: Part) -> None:
+    """Leave a bias to one rank of those that add up what it is added to."""
+    for module in _reduced(model):
+        match module:
+            case Linear() if part.rank:
+                module.bias = None
+            case MixtureOfExperts() if part.expert_ffn.start:
+                for expert in module.experts.values():
+                    assert isinstance(expert, GatedMlp)
+                    expert.down.bias = None
+
+
+def _reduced(model: Model) -> list[nn.Module]:
+    """The modules of whose output each rank has a part of the sum: projections with cut inputs, divided experts."""
+    modules: list[nn.Module] = []
+    for name, module in model.named_modules():
         match module:
             case Attention() | CrossAttention() if hasattr(module, "out"):
-                projections.append(module.out)
-            case Mlp() | GatedMlp():
-                projections.append(module.down)
-    return projections
+                modules.append(module.out)
+            case Mlp() | GatedMlp() if ".experts." not in name:
+                modules.append(module.down)
+            case MixtureOfExperts():
+                modules.append(module)
+    return modules
 
 
 def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
@@ -242,6 +280,7 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
             case Attention():
                 rows(f"{name}.qkv", q, kv, kv)
                 columns(f"{name}.out", q)
+                found[f"{name}.sinks"] = (Cut(0, part.heads.start, part.heads.full),)
             case CrossAttention():
                 rows(f"{name}.q", q)
                 rows(f"{name}.kv", kv, kv)
@@ -250,8 +289,9 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
                 rows(f"{name}.up", part.ffn)
                 columns(f"{name}.down", part.ffn)
             case GatedMlp():
-                rows(f"{name}.gate_up", part.ffn, part.ffn)
-                columns(f"{name}.down", part.ffn)
+                held = part.expert_ffn if ".experts." in name else part.ffn
+                rows(f"{name}.gate_up", *((held.times(2),) if module.takes_turns else (held, held)))
+                columns(f"{name}.down", held)
             case RelativeBias():
                 columns(name, part.heads)
     rows("token_embedding", part.vocabulary)

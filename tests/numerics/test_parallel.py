@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.checkpoints import CHECKPOINTS
+from tests.numerics.checkpoints import CHECKPOINTS, WITH_EXPERTS
 from tests.numerics.ranks import groups_of, in_parallel, pipes_of
 from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
@@ -34,8 +34,8 @@ def split(total, count):
     return [(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
-def workers_of(spec, checkpoint, degrees):
-    """One worker for each rank of each stage; `degrees`: of tensor parallelism."""
+def workers_of(spec, checkpoint, degrees, ep=1):
+    """One worker for each rank of each stage; `degrees`: of tensor parallelism; `ep`: parts of the experts."""
     layers, encoder_layers = split(spec.num_layers, len(degrees)), split(spec.num_encoder_layers, len(degrees))
     groups, pipes = groups_of(degrees), pipes_of(degrees)
     return [
@@ -49,7 +49,16 @@ def workers_of(spec, checkpoint, degrees):
                     block_size=4,
                     backend="reference",
                 ),
-                part=Part(spec, layers[i], encoder_layers[i], i == 0, i == len(degrees) - 1, rank=rank, degree=degree),
+                part=Part(
+                    spec,
+                    layers[i],
+                    encoder_layers[i],
+                    i == 0,
+                    i == len(degrees) - 1,
+                    rank=rank,
+                    degree=degree,
+                    ep=ep if degree > 1 else 1,
+                ),
                 group=groups[i][rank] if degree > 1 else None,
                 pipe=pipes[i][rank] if len(degrees) > 1 else None,
             )
@@ -114,6 +123,33 @@ def test_the_parts_make_the_tokens_of_the_whole(checkpoint, alone, name, degrees
     directory, _ = checkpoint(name)
     spec = read_spec(directory)
     assert tokens_of(workers_of(spec, directory, degrees)) == alone(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "ep"),
+    [
+        *((name, [2], 2) for name in CHECKPOINTS if name.startswith(WITH_EXPERTS)),
+        ("mixtral-grouped", [4], 2),
+        ("mixtral-grouped", [4], 4),
+        ("qwen3_moe-one-kv-head", [5], 5),
+        ("qwen3_moe-grouped", [2, 1], 2),
+        ("qwen3_moe-one-kv-head", [1, 2], 2),
+    ],
+)
+def test_divided_experts_make_the_tokens_of_the_whole(checkpoint, alone, name, degrees, ep):
+    directory, _ = checkpoint(name)
+    assert tokens_of(workers_of(read_spec(directory), directory, degrees, ep)) == alone(name)
+
+
+def test_a_rank_reads_only_its_experts(checkpoint, monkeypatch):
+    directory, _ = checkpoint("mixtral-grouped")
+    spec, read = read_spec(directory), set()
+    original = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, weight: (read.add(weight.name), original(self, weight))[1])
+    part = Part(spec, (1, 2), (0, 0), is_first=False, is_last=False, rank=1, degree=2, ep=2)
+    load_model(spec, "float32", Checkpoint(directory), part=part)
+    held = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+    assert held == {4, 5, 6, 7} and all(".layers.1." in name for name in read)
 
 
 @pytest.mark.parametrize("degrees", [[2], [1, 2]], ids=str)

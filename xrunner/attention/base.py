@@ -165,6 +165,8 @@ class AttentionBackend(ABC):
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write `k` and `v` into the cache, then let each token attend to what the batch lets it see.
 
@@ -177,6 +179,8 @@ class AttentionBackend(ABC):
             cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it.
             scale: what scores are multiplied with; None: head_dim ** -0.5.
             bias: added to them then; of models whose heads have keys and values of their own.
+            window: last tokens that a token attends to, itself included; None: all that the batch lets it see.
+            sinks: a further score of each head, which takes its share and adds no value. # float32 [heads]
 
         Returns:
             # [tokens, heads * head_dim]

@@ -36,6 +36,7 @@ LEAST_GROUP = 4
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
+_NO_SINKS = np.zeros(0, dtype=np.float32)
 
 
 class NumbaAttention(AttentionBackend):
@@ -62,6 +63,8 @@ class NumbaAttention(AttentionBackend):
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num_threads = min(torch.get_num_threads(), self._most_threads)
         numba.set_num_threads(num_threads)
@@ -82,6 +85,8 @@ class NumbaAttention(AttentionBackend):
             np.float32(q.shape[2] ** -0.5 if scale is None else scale),
             _NO_BIAS if bias is None else bias.values.contiguous().numpy(),
             0 if bias is None else bias.center,
+            0 if window is None else window,
+            _NO_SINKS if sinks is None else sinks.contiguous().numpy(),
             num_threads,
             out.numpy(),
         )
@@ -121,6 +126,8 @@ def _write_and_attend(
     scale,
     bias,
     center,
+    window,
+    sinks,
     num_threads,
     out,
 ):
@@ -152,22 +159,23 @@ def _write_and_attend(
             earliest = first_key[i] if len(first_key) else 0
             heads = slice(h * group, (h + 1) * group)
             added = bias[h] if len(bias) else bias.ravel()
+            further = sinks[heads] if len(sinks) else sinks
             if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
                 _decode(
-                    q[begin, heads], cache, h, tables[i], earliest, context, scale, added, center,
-                    out[begin, heads], space,
+                    q[begin, heads], cache, h, tables[i], max(earliest, context - window if window else 0), context,
+                    scale, added, center, further, out[begin, heads], space,
                 )  # fmt: skip
             else:
                 queries, results = q[begin:end, heads], out[begin:end, heads]
                 if (end - begin) * group - first > NARROW:
                     _attend(
-                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center,
-                        first, results, space, limits, WIDE, 8,
+                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center, window,
+                        further, first, results, space, limits, WIDE, 8,
                     )  # fmt: skip
                 else:
                     _attend(
-                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center,
-                        first, results, space, limits, NARROW, 16,
+                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center, window,
+                        further, first, results, space, limits, NARROW, 16,
                     )  # fmt: skip
             task = take_next(counter)
 
@@ -196,14 +204,17 @@ def _aligned(size):
 
 @njit(nogil=True, error_model="numpy")
 def _attend(
-    q, cache, h, table, earliest, context, both_ways, scale, bias, center, first, out, space, limits, lanes, num_sums
-):
+    q, cache, h, table, earliest, context, both_ways, scale, bias, center, window, sinks, first, out, space, limits,
+    lanes, num_sums,
+):  # fmt: skip
     """One tile: rows from `first` of a sequence's, each (token, head of the group), over K/V head `h`.
 
     Args:
         q, out: the sequence's in this step, heads of the group. # [n, group, head_dim]
         earliest: the first key that is seen.
         bias: of the head, by the query's place less the key's, from -center on; empty: none.
+        window: last keys that a row sees; 0: all.
+        sinks: a further score of each head of the group; empty: none.
         space: for queries, sums, scores and the state of the softmax.
         limits: for how many keys each row sees. # int32 [lanes]
         num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
@@ -230,6 +241,8 @@ def _attend(
 
     value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
     visible = limits[lanes - 1]
+    if window:
+        earliest = max(earliest, limits[0] - window)
     for b in range(earliest // block_size, (visible + block_size - 1) // block_size):
         begin = max(earliest - b * block_size, 0)
         before, here = b * block_size + begin, block_size - begin
@@ -252,6 +265,12 @@ def _attend(
                 for r in range(lanes):
                     if before + t >= limits[r]:
                         scores[t * lanes + r] = NEVER
+        if window and before < limits[lanes - 1] - window:
+            # A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
+            for t in range(n):
+                for r in range(lanes):
+                    if before + t < limits[r] - window:
+                        scores[t * lanes + r] = NEVER
         soften(scores, highest, total, shrink, n, lanes)
         start += value_start
         d = 0
@@ -265,17 +284,22 @@ def _attend(
     for r in range(num_rows):
         result = out[(first + r) // group, (first + r) % group]
         share = np.float32(1.0) / total[r]
+        if len(sinks):
+            further = sinks[(first + r) % group] * LOG2_E
+            top = max(highest[r], further)
+            kept = np.float32(2.0) ** (highest[r] - top)
+            share = kept / (total[r] * kept + np.float32(2.0) ** (further - top))
         for d in range(head_dim):
             result[d] = sums[d * lanes + r] * share
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _decode(q, cache, h, table, earliest, context, scale, bias, center, acc, scores):
+def _decode(q, cache, h, table, earliest, context, scale, bias, center, sinks, acc, scores):
     """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V.
 
     Args:
         q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
-        earliest, bias, center: as of a tile.
+        earliest, bias, center, sinks: as of a tile.
         scores: for those of a block. # [block_size or more]
     """
     group, head_dim = q.shape
@@ -327,5 +351,11 @@ def _decode(q, cache, h, table, earliest, context, scale, bias, center, acc, sco
                 add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 1, LINE)
                 d += LINE
     for g in range(group):
+        if len(sinks):
+            top = max(highest[g], sinks[g])
+            shrink = _exp(highest[g] - top)
+            total[g] = total[g] * shrink + _exp(sinks[g] - top)
+            for d in range(head_dim):
+                acc[g, d] *= shrink
         for d in range(head_dim):
             acc[g, d] /= total[g]

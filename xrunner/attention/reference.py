@@ -26,6 +26,8 @@ class ReferenceAttention(AttentionBackend):
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -41,7 +43,8 @@ class ReferenceAttention(AttentionBackend):
                 values,
                 scale=q.shape[2] ** -0.5 if scale is None else scale,
                 bias=None if bias is None else bias_of(bias, n, seen),
-                hidden=None if batch.both_ways else causal_mask(n, seen, q.device),
+                hidden=None if batch.both_ways else causal_mask(n, seen, q.device, window),
+                sinks=sinks,
             )
         return out.flatten(1)
 
@@ -54,13 +57,21 @@ def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, hidden: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
 
     Args:
         bias: added to the scores. # [heads, n, context]
         hidden: True where a token may not look. # bool [n, context]
+        sinks: a further score of each head, without a value. # [heads]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
@@ -70,13 +81,19 @@ def attend(
         scores += bias
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values.float()).to(q.dtype)
+    if sinks is not None:
+        further = sinks.float()[:, None, None].expand(-1, len(q), 1)
+        shares = torch.cat((scores, further), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        shares = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", shares, values.float()).to(q.dtype)
 
 
-def causal_mask(num_queries: int, context: int, device: torch.device) -> Tensor:
+def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
     """True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
-    query = torch.arange(context - num_queries, context, device=device)
-    return torch.arange(context, device=device) > query[:, None]
+    query = torch.arange(context - num_queries, context, device=device)[:, None]
+    key = torch.arange(context, device=device)
+    return (key > query) if window is None else (key > query) | (key <= query - window)
 
 
 def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:

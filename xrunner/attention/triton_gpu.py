@@ -1,7 +1,7 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
 Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. What an encoder-decoder adds, position biases and looking both ways, runs in plain torch.
+be captured in a CUDA graph. Position biases, looking both ways, windows and sinks run in plain torch.
 Triton is imported where the backend is made, so that no other code needs it.
 """
 
@@ -60,9 +60,11 @@ class TritonAttention(AttentionBackend):
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        if bias is not None or batch.first_key is not None or batch.both_ways:
-            return self._reference.forward(q, k, v, cache, batch, scale=scale, bias=bias)
+        if any(given is not None for given in (bias, batch.first_key, window, sinks)) or batch.both_ways:
+            return self._reference.forward(q, k, v, cache, batch, scale=scale, bias=bias, window=window, sinks=sinks)
         if scale is not None:  # the kernels divide by sqrt(head_dim)
             q = q * (scale * q.shape[2] ** 0.5)
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))

@@ -78,6 +78,7 @@ class Deployment(Frozen):
             is_last=at == len(lane) - 1,
             rank=rank,
             degree=stage.tp,
+            ep=stage.ep,
             runs_decoder=not (self.model.is_encoder_decoder and stage.lane == "encode"),
         )
         return Seat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -40,7 +41,10 @@ class Model(nn.Module):
         norm: the kind of all norms outside attention.
         checkpoint_layers: our lists of layers to what a checkpoint calls them.
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
-            ours and theirs, are named within it ("layers.*." before ours); those not listed have our name.
+            ours and theirs, are named within it ("layers.*." before ours); those not listed have our name. An expert's
+            number is a * in both.
+        checkpoint_stacked: parameters of an expert that a checkpoint holds of all experts in one tensor, by number, and
+            matrices as [in, out]; what it calls that tensor.
         checkpoint_copies: tensors that a checkpoint may hold more than once, and the names of the others.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
         first_modules: what only the first stage of a pipeline needs.
@@ -54,6 +58,7 @@ class Model(nn.Module):
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
+    checkpoint_stacked: ClassVar[dict[str, str]] = {}
     checkpoint_copies: ClassVar[dict[str, tuple[str, ...]]] = {}
     checkpoint_transposed: ClassVar[bool] = False
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
@@ -71,15 +76,19 @@ class Model(nn.Module):
     def _norm(self, empty: Empty) -> LayerNorm | RmsNorm:
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
-    def _layer(self, empty: Empty) -> DecoderLayer:
-        return DecoderLayer(self._norm(empty), self.attention(empty), self._norm(empty), self.mlp(empty))
+    def _layer(self, empty: Empty, layer: int) -> DecoderLayer:
+        return DecoderLayer(self._norm(empty), self.attention(empty, layer), self._norm(empty), self.mlp(empty, layer))
+
+    def window(self, layer: int) -> int | None:
+        """Last tokens that a token of a layer attends to; None: all."""
+        return None if layer in self.spec.full_attention_layers else self.spec.sliding_window
 
     @abstractmethod
-    def attention(self, empty: Empty) -> Attention:
-        """The attention block of one layer."""
+    def attention(self, empty: Empty, layer: int) -> Attention:
+        """The attention block of one layer, counted from the first that this part holds."""
 
     @abstractmethod
-    def mlp(self, empty: Empty) -> nn.Module:
+    def mlp(self, empty: Empty, layer: int) -> nn.Module:
         """The feed-forward block of one layer."""
 
     @abstractmethod
@@ -113,7 +122,14 @@ class Model(nn.Module):
                 number = int(index) + self.first_layers.get(ours, 0)
                 place, prefix, module = f"{ours}.*.{inner}", f"{theirs}.{number}.", inner
                 break
+        expert = re.search(r"\.experts\.(\d+)\.", place)
+        if expert is not None:
+            place = place.replace(expert[0], ".experts.*.")
         names = self.checkpoint_names.get(place, (module,))
+        if expert is not None and self.checkpoint_stacked:
+            return (prefix + self.checkpoint_stacked[f"{place.rpartition('.')[2]}.{leaf}"],)
+        if expert is not None:
+            names = tuple(name.replace("*", expert[1]) for name in names)
         return tuple(f"{prefix}{other}.{leaf}" for other in names)
 
 
@@ -127,7 +143,7 @@ class DecoderModel(Model):
 
     def __init__(self, spec: ModelSpec, empty: Empty = torch.empty) -> None:
         super().__init__(spec, empty)
-        self.layers = nn.ModuleList(self._layer(empty) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(self._layer(empty, layer) for layer in range(spec.num_layers))
         self.final_norm = self._norm(empty)
 
     def embed(self, batch: Batch) -> Tensor:

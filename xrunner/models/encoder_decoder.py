@@ -73,12 +73,12 @@ class EncoderDecoderModel(Model):
         super().__init__(spec, empty)
         self.decoder_start = (spec.bos_token_id or 0,)
         self.encoder = Stack(
-            [self._layer(empty) for _ in range(spec.num_encoder_layers)],
+            [self._layer(empty, layer) for layer in range(spec.num_encoder_layers)],
             RelativeBias(empty, spec, bidirectional=True),
             self._norm(empty),
         )
         self.decoder = Stack(
-            [self._cross_layer(empty) for _ in range(spec.num_layers)],
+            [self._cross_layer(empty, layer) for layer in range(spec.num_layers)],
             RelativeBias(empty, spec, bidirectional=False),
             self._norm(empty),
         )
@@ -88,14 +88,14 @@ class EncoderDecoderModel(Model):
         self.runs_decoder = False
         del self.decoder, self.lm_head
 
-    def _cross_layer(self, empty: Empty) -> CrossLayer:
+    def _cross_layer(self, empty: Empty, layer: int) -> CrossLayer:
         return CrossLayer(
             self._norm(empty),
-            self.attention(empty),
+            self.attention(empty, layer),
             self._norm(empty),
             CrossAttention(empty, self.spec),
             self._norm(empty),
-            self.mlp(empty),
+            self.mlp(empty, layer),
         )
 
     def forward(

@@ -20,15 +20,18 @@ class LlamaModel(DecoderModel):
         "layers.*.attention.q_norm": ("self_attn.q_norm",),
         "layers.*.attention.k_norm": ("self_attn.k_norm",),
         "layers.*.attention.out": ("self_attn.o_proj",),
+        "layers.*.attention": ("self_attn",),
         "layers.*.mlp_norm": ("post_attention_layernorm",),
         "layers.*.mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "layers.*.mlp.down": ("mlp.down_proj",),
         "final_norm": ("model.norm",),
     }
 
-    def attention(self, empty: Empty) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> Attention:
         bias = self.spec.attention_bias
-        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=Rotary(empty, self.spec))
+        return Attention(
+            empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=Rotary(empty, self.spec), window=self.window(layer)
+        )
 
-    def mlp(self, empty: Empty) -> nn.Module:
+    def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec)

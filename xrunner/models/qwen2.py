@@ -7,5 +7,5 @@ from xrunner.models.llama import LlamaModel
 
 
 class Qwen2Model(LlamaModel):
-    def attention(self, empty: Empty) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> Attention:
         return Attention(empty, self.spec, qkv_bias=True, out_bias=False, rotary=Rotary(empty, self.spec))

@@ -7,6 +7,6 @@ from xrunner.models.llama import LlamaModel
 
 
 class Qwen3Model(LlamaModel):
-    def attention(self, empty: Empty) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> Attention:
         bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
         return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, qk_norm=True)

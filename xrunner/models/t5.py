@@ -46,8 +46,8 @@ class T5Model(EncoderDecoderModel):
         "shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     }
 
-    def attention(self, empty: Empty) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> Attention:
         return Attention(empty, self.spec, qkv_bias=False, out_bias=False)
 
-    def mlp(self, empty: Empty) -> nn.Module:
+    def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec) if self.spec.gated_ffn else Mlp(empty, self.spec, bias=False)
