@@ -39,7 +39,8 @@ from xrunner.vllm.command import launch
 from xrunner.vllm.process import package_path, preload, python, started
 from xscheduler.problem import Problem
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 DEFAULT_TOKEN_BUDGET = 2048
 """vLLM's own for its server."""

@@ -23,10 +23,11 @@ from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Models, Space, SpaceLimits
 from xsimulator.forecast import CHOICES
+from xsimulator.group_tables import Degrees
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import Lane
-from xsimulator.step_cost import Degrees, LaneCost
+from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies.rule import PromptBudget
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 Array = npt.NDArray[np.float64]
 

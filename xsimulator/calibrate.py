@@ -21,7 +21,8 @@ from xgpt.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.executed import executed
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost, StepParts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepParts
 
 Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from xgpt.policies import Schedule, Step
 from xgpt.schema import LaneName
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 from xsimulator.transfer import TransferCost
 
 

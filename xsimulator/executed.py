@@ -14,7 +14,8 @@ from xgpt.schema import Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
 from xsimulator.events import replay
-from xsimulator.step_cost import StepCounts, lanes_of
+from xsimulator.step_cost import lanes_of
+from xsimulator.step_counts import StepCounts
 
 Array = npt.NDArray[np.float64]
 

@@ -17,70 +17,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from xgpt.errors import InputError
 from xgpt.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
 from xsimulator.curves import MOST_KNOWN, Array, Grid, Line, Table
+from xsimulator.group_tables import Degrees, GroupTables
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape, lane_of
+from xsimulator.step_counts import StepCounts, StepParts
 
 T = TypeVar("T")
-
-
-Group = tuple[int, int]
-"""A tensor-parallel degree, and an expert-parallel one within it."""
-
-
-class _Degree:
-    """The tables of one kind of group."""
-
-    def __init__(self, profile: Profile, group: Group) -> None:
-        degree, ep = group
-        of = f"the profile of {profile.model.name} on {profile.device} covers"
-        if degree not in profile.tp_degrees:
-            raise InputError("tp_degree", degree, f"{of} {profile.tp_degrees}")
-        if group not in profile.groups:
-            held = tuple(other for tp, other in profile.groups if tp == degree)
-            raise InputError("ep_degree", ep, f"{of} {held} where tp_degree is {degree}")
-        layer = profile.layer(*group)
-        self.rest = Line.of(layer.rest)
-        self.encode = Grid(layer.encode_attention)
-        self.decode = Grid(layer.decode_attention)
-        self.head = Line.of(profile.head_of(degree))
-        self.cross = None if layer.cross is None else Grid(layer.cross.attention)
-        self.cross_kv = None if layer.cross is None else Line.of(layer.cross.keys_values)
-        if profile.encoder_layers:
-            encoder = profile.encoder_layer(degree)
-            self.encoder_rest = Line.of(encoder.rest)
-            self.encoder = Grid(encoder.attention)
-        self._of_prompts: dict[Lengths, Table] = {}
-
-    def of_prompts(self, lengths: Lengths) -> Table:
-        """A layer's attention among the tokens of each prompt, against their number."""
-        if lengths not in self._of_prompts:
-            grid = self.encoder if self.cross is not None else self.encode
-            seconds = grid(grid.batches[:, None], lengths.inputs) @ lengths.input_probabilities
-            self._of_prompts[lengths] = Table(grid.batches, seconds)
-        return self._of_prompts[lengths]
-
-
-class Degrees(dict[Group, _Degree]):
-    """The tables of a profile's groups, made as they are asked for.
-
-    Raises:
-        InputError: the profile does not cover a group.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        super().__init__()
-        self._profile = profile
-
-    def __missing__(self, group: Group) -> _Degree:
-        self[group] = _Degree(self._profile, group)
-        return self[group]
 
 
 class LaneCost:
@@ -193,13 +142,13 @@ class LaneCost:
     def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
         """Of a decode batch, on each kind."""
 
-        def of_layer(degree: _Degree) -> Array:
+        def of_layer(degree: GroupTables) -> Array:
             seconds = degree.decode(requests, contexts)
             return seconds if degree.cross is None else seconds + degree.cross(requests, inputs)
 
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
-    def _by_kind(self, of_degree: Callable[[_Degree], T]) -> list[tuple[StageShape, T]]:
+    def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
         """Each kind with what its degree gives: once for all kinds of that degree."""
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
@@ -207,7 +156,7 @@ class LaneCost:
     def cross_kv(self, tokens: Array) -> Array:
         """Making the keys and values of an encoder's output. # [...] -> [kinds, ...]"""
 
-        def of_layer(degree: _Degree) -> Array:
+        def of_layer(degree: GroupTables) -> Array:
             assert degree.cross_kv is not None
             return degree.cross_kv(tokens)
 
@@ -225,7 +174,7 @@ class LaneCost:
             points += [degree.encoder.batches for degree in degrees]
         x = np.unique(np.concatenate([[0.0], *points]))
 
-        def of_layers(degree: _Degree) -> tuple[Array | float, Array]:
+        def of_layers(degree: GroupTables) -> tuple[Array | float, Array]:
             """Of an encoder's layer, and of a decoder's."""
             attention = degree.of_prompts(lengths)(x)
             if degree.cross is None or degree.cross_kv is None:
@@ -374,73 +323,6 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
         heads = name != "encode" or not plan.model.is_encoder_decoder
         found[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads), engine=plan.engine)
     return found
-
-
-class StepParts(NamedTuple):
-    """Seconds of a step on a stage, by what they are spent on.
-
-    Attributes:
-        tokens: what layers and embedding do to each token by itself.
-        encode_attention: attention of prompts.
-        decode_attention: attention of decodes, an encoder-decoder's cross-attention and what mixing costs included.
-        head: output head and sampling.
-        overhead: the loop around the model.
-    """
-
-    tokens: float
-    encode_attention: float
-    decode_attention: float
-    head: float
-    overhead: float
-
-
-class StepCounts(NamedTuple):
-    """What a step's cost depends on.
-
-    Attributes:
-        encode: (start, end, 1 or 0 for ended) of each prompt piece.
-        decodes: requests that decode a token.
-        context: tokens that these attend to, all together (an encoder-decoder's: of their outputs).
-        sampled: rows that go through the head.
-        num_tokens: prompt tokens, and one for each decode.
-        mean_input: mean input length of the requests that pass the decoder; for cross-attention.
-        joining_tokens: input tokens of those whose first decode it is in a lane without their encoder.
-    """
-
-    encode: Sequence[tuple[int, int, int]]
-    decodes: int
-    context: float
-    sampled: int
-    num_tokens: int
-    mean_input: float = 0.0
-    joining_tokens: int = 0
-
-    @classmethod
-    def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """A decoder-only model's step: each decode and each prompt that ends is sampled.
-
-        Args:
-            contexts: tokens that each decoding request attends to.
-        """
-        sampled = len(contexts) + sum(done for _, _, done in encode)
-        num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)
-        return cls(encode, len(contexts), sum(contexts), sampled, num_tokens)
-
-    @classmethod
-    def of_requests(
-        cls, encode: Sequence[tuple[int, int, int]], decodes: Sequence[tuple[int, int]], *, has_encoder: bool
-    ) -> StepCounts:
-        """A step of a lane that both encodes and decodes.
-
-        Args:
-            decodes: (input tokens, output tokens so far) of each decoding request.
-        """
-        counts = cls.of(encode, [sum(tokens) for tokens in decodes])
-        if not has_encoder:
-            return counts
-        inputs = [tokens for tokens, _ in decodes] + [end for _, end, done in encode if done]
-        own = sum(1 + generated for _, generated in decodes)
-        return counts._replace(context=own, mean_input=sum(inputs) / max(len(inputs), 1))
 
 
 class _DecodeSteps:

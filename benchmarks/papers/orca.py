@@ -16,7 +16,8 @@ from xsimulator.forecast import Performance
 from xsimulator.lengths import Lengths
 from xsimulator.queueing import LoadCurves
 from xsimulator.stages import lane
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 BOUND_S = 0.19

@@ -15,7 +15,8 @@ from xprofiler import encoder_decoder, measure
 from xrunner.cluster.fleet import Fleet
 from xscheduler.schedule import Problem
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ class BackgroundPlanner:
             self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        from xsimulator.step_cost import StepCounts
+        from xsimulator.step_counts import StepCounts
 
         if len(plan.stages) > 1:
             return None

@@ -11,7 +11,8 @@ from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
 from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 SLOW = 10.0
 """How much slower everything is in the first pass."""

@@ -10,7 +10,8 @@ from xgpt.schema import Surface
 from xprofiler import analytic
 from xsimulator.curves import Grid, Line
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost, StepCounts
+from xsimulator.step_cost import LaneCost
+from xsimulator.step_counts import StepCounts
 
 UNEVEN = Line([1, 4, 16, 64, 100], [1.0, 1.5, 7.0, 8.0, 20.0])
 

@@ -1,0 +1,73 @@
+"""What a step's cost depends on, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StepParts(NamedTuple):
+    """Seconds of a step on a stage, by what they are spent on.
+
+    Attributes:
+        tokens: what layers and embedding do to each token by itself.
+        encode_attention: attention of prompts.
+        decode_attention: attention of decodes, an encoder-decoder's cross-attention and what mixing costs included.
+        head: output head and sampling.
+        overhead: the loop around the model.
+    """
+
+    tokens: float
+    encode_attention: float
+    decode_attention: float
+    head: float
+    overhead: float
+
+
+class StepCounts(NamedTuple):
+    """What a step's cost depends on.
+
+    Attributes:
+        encode: (start, end, 1 or 0 for ended) of each prompt piece.
+        decodes: requests that decode a token.
+        context: tokens that these attend to, all together (an encoder-decoder's: of their outputs).
+        sampled: rows that go through the head.
+        num_tokens: prompt tokens, and one for each decode.
+        mean_input: mean input length of the requests that pass the decoder; for cross-attention.
+        joining_tokens: input tokens of those whose first decode it is in a lane without their encoder.
+    """
+
+    encode: Sequence[tuple[int, int, int]]
+    decodes: int
+    context: float
+    sampled: int
+    num_tokens: int
+    mean_input: float = 0.0
+    joining_tokens: int = 0
+
+    @classmethod
+    def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
+        """A decoder-only model's step: each decode and each prompt that ends is sampled.
+
+        Args:
+            contexts: tokens that each decoding request attends to.
+        """
+        sampled = len(contexts) + sum(done for _, _, done in encode)
+        num_tokens = len(contexts) + sum(end - start for start, end, _ in encode)
+        return cls(encode, len(contexts), sum(contexts), sampled, num_tokens)
+
+    @classmethod
+    def of_requests(
+        cls, encode: Sequence[tuple[int, int, int]], decodes: Sequence[tuple[int, int]], *, has_encoder: bool
+    ) -> StepCounts:
+        """A step of a lane that both encodes and decodes.
+
+        Args:
+            decodes: (input tokens, output tokens so far) of each decoding request.
+        """
+        counts = cls.of(encode, [sum(tokens) for tokens in decodes])
+        if not has_encoder:
+            return counts
+        inputs = [tokens for tokens, _ in decodes] + [end for _, end, done in encode if done]
+        own = sum(1 + generated for _, generated in decodes)
+        return counts._replace(context=own, mean_input=sum(inputs) / max(len(inputs), 1))
