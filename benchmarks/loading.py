@@ -143,12 +143,12 @@ def measure(name: str, directory: Path) -> Iterator[Row]:
     dtype = SIZES[name][2]
     spec = read_spec(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    threads, disk = torch.get_num_threads(), disk_rate(directory)
+    disk = disk_rate(directory)
+    torch.set_num_threads(1)  # as each worker has
     for place, stages in placements(spec.num_layers).items():
         held = weight_bytes(spec, dtype, stages)
         if sum(held) > MOST_BYTES:
             continue
-        torch.set_num_threads(threads if len(held) == 1 else 1)
         layouts = fastest_layouts(spec, dtype, (1, 2) if len(held) > 1 else (1,))
         rate = loading_rate(spec, dtype, directory, "cpu", layouts)
         from_memory_s = max(held) / rate
@@ -159,7 +159,6 @@ def measure(name: str, directory: Path) -> Iterator[Row]:
             checkpoint=str(directory),
             stages=stages,
             layouts=layouts,
-            threads=torch.get_num_threads(),
         )
         with Fleet(len(held)) as fleet:
             for source, predicted_s in (("disk", from_disk_s), ("memory", from_memory_s)):
@@ -171,7 +170,6 @@ def measure(name: str, directory: Path) -> Iterator[Row]:
                 row = Row(name, dtype, place, source, max(held), round(predicted_s, 2), round(seconds, 2))
                 print("  ".join(str(value) for value in asdict(row).values()), flush=True)
                 yield row
-    torch.set_num_threads(threads)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -12,12 +12,14 @@ Writes results/monotonicity.json.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import numpy as np
 
-from benchmarks.scheduler import LARGE, SMALL, problem
+from benchmarks.scheduler import LARGE, SMALL, task_problem
 from xgpt.io import write_atomic
 from xgpt.schema.policy import Direction
 from xscheduler.schedule import Scheduler
@@ -75,37 +77,61 @@ def count(space: Space, counts: dict[str, Counts]) -> None:
             of.broken[j] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
 
 
-@click.command()
-@click.option("--only", help="One model.")
-def main(only: str | None) -> None:
-    rows = []
+class Monotone(NamedTuple):
+    """Steps along declared directions, and those that go against them.
+
+    Attributes:
+        rows: of each task and variable.
+        steps: in throughput and in latency. # [2]
+        broken: by tolerance. # [2, tolerances]
+    """
+
+    rows: list[dict[str, object]]
+    steps: np.ndarray
+    broken: np.ndarray
+
+    def share(self, tolerance: int) -> np.ndarray:
+        """Percent that keep their direction: throughput, latency. # [2]"""
+        return np.asarray(100 * (1 - self.broken[:, tolerance] / np.maximum(self.steps, 1)))
+
+
+def count_all(only: str | None = None, show: Callable[[str], None] = lambda line: None) -> Monotone:
+    """Count the steps of every task, or of one model's."""
+    rows: list[dict[str, object]] = []
     steps, broken = np.zeros(2, int), np.zeros((2, len(TOLERANCES)), int)
     for model, cluster, workloads in MODELS:
         if only not in (None, model):
             continue
         for workload in workloads:
-            scheduler = Scheduler(problem(model, cluster, workload, None))
+            scheduler = Scheduler(task_problem(model, cluster, workload, None))
             counts: dict[str, Counts] = {}
             for kind in POLICIES:
                 spaces = scheduler.spaces(kind)
-                picked = np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)) if spaces else []
-                for i in picked:
-                    count(spaces[i], counts)
+                if spaces:
+                    for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
+                        count(spaces[i], counts)
             for name, of in counts.items():
                 declared = np.asarray([direction != "none" for direction in of.directions])
                 steps += declared * of.steps
                 broken += declared[:, None] * of.broken
                 cells = "  ".join(f"{t:.0%}: {of.cell(k)}" for k, t in enumerate(TOLERANCES))
-                click.echo(f"{model:10} {workload:15} {name:26} {of.steps:7d} steps  {cells}")
+                show(f"{model:10} {workload:15} {name:26} {of.steps:7d} steps  {cells}")
                 rows.append({"model": model, "workload": workload, "variable": name, "steps": of.steps})
                 rows[-1] |= {"broken_throughput": of.broken[0].tolist(), "broken_latency": of.broken[1].tolist()}
-    monotone = 100 * (1 - broken / np.maximum(steps, 1)[:, None])
+    return Monotone(rows, steps, broken)
+
+
+@click.command()
+@click.option("--only", help="One model.")
+def main(only: str | None) -> None:
+    found = count_all(only, click.echo)
+    throughput, latency = found.share(1)
     click.echo("each cell: (latency, throughput) that break their direction, in percent of the steps; *: none declared")
     click.echo(
-        f"monotone at 5%: {monotone[0, 1]:.2f}% of {steps[0]} steps in throughput, {monotone[1, 1]:.2f}% of {steps[1]} "
-        "in latency (paper: 97, 96)"
+        f"monotone at 5%: {throughput:.2f}% of {found.steps[0]} steps in throughput, {latency:.2f}% of "
+        f"{found.steps[1]} in latency (paper: 97, 96)"
     )
-    write_atomic(RESULTS, json.dumps(rows, indent=1) + "\n")
+    write_atomic(RESULTS, json.dumps(found.rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

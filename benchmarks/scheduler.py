@@ -21,18 +21,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import click
 import numpy as np
 
 from benchmarks.lib import all_requests
+from benchmarks.papers.settings import faster_transformer, problem, workload_of
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
-from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import Constraint, Plan
-from xprofiler import analytic
+from xgpt.schema import Plan
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POINTS_AT_ONCE, POLICIES, Evaluation, Space
@@ -48,7 +47,6 @@ SCENARIOS = (
     ("gpt3-175b", "a100x16", LARGE),
     ("gpt3-341b", "a40x48", LARGE),
 )
-SHARES = (0.1, 0.3, 0.7, None)
 CHOICES = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
 EXTRA = {"opt-13b": (3.1, 5.9, 11.5), "gpt3-39b": (9.8,)}
 """Bounds that the paper's text and Table 6 name, for summarization."""
@@ -66,6 +64,9 @@ class Row:
 
     Attributes:
         chosen: None where no schedule keeps the bound.
+        ft_rps: of FT, which keeps the bound up to its longest output; 0: no batch does.
+        ft_at_quantile_rps: of FT where it keeps the bound as all others do, at the 99th percentile's length.
+        by_policy: the best of each policy that keeps the bound, requests a second.
         over_ft, over_static: throughput over FT's and over static batching's; None where those keep no bound.
         seconds: of the processor, from the problem to the plan of each policy of the choice.
         swept: best of the points swept over the chosen one, less 1; None without a sweep.
@@ -80,6 +81,9 @@ class Row:
     chosen: str | None
     throughput_rps: float = 0.0
     latency_s: float = 0.0
+    ft_rps: float = 0.0
+    ft_at_quantile_rps: float = 0.0
+    by_policy: dict[str, float] = field(default_factory=dict)
     over_ft: float | None = None
     over_static: float | None = None
     evaluations: int = 0
@@ -90,23 +94,8 @@ class Row:
     all_swept: bool = False
 
 
-def problem(model: str, cluster: str, workload: str, bound_s: float | None, quantile: float = 0.99) -> Problem:
-    spec, _ = load_model(model)
-    devices = load_cluster(cluster)
-    profile = analytic.profile(spec, devices, spec.default_dtype)
-    constraint = Constraint(latency_bound_s=bound_s, quantile=quantile)
-    return Problem(spec, None, devices, load_workload(workload, spec), profile, constraint)
-
-
-def faster_transformer(of: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """(latencies, throughputs) of FT's batches in multiples of four that fit."""
-    scheduler = Scheduler(of)
-    tp = min(of.cluster.devices_per_node, of.cluster.num_devices)
-    placement = scheduler.uniform_placement("static", tp, of.cluster.num_devices // tp, 1)
-    space = scheduler.space("static", placement)
-    batches = np.arange(4, max(5, int(space.capacity) + 1), 4)
-    evaluation = space.evaluate({"batch": batches})
-    return evaluation.performance.latency[evaluation.fits], evaluation.throughput[evaluation.fits]
+def task_problem(model: str, cluster: str, workload: str, bound_s: float | None) -> Problem:
+    return problem(model, cluster, workload_of(workload, model), bound_s)
 
 
 def words(plan: Plan) -> str:
@@ -149,6 +138,7 @@ def searched(of: Problem, ft_rps: float | None) -> list[Row]:
                 empty,
                 chosen=words(best),
                 throughput_rps=rps,
+                by_policy={kind: plan.estimate.throughput_rps for kind, plan in plans.items()},
                 latency_s=best.estimate.latency_s,
                 over_ft=None if ft_rps is None else rps / ft_rps,
                 over_static=None if static is None else rps / static.estimate.throughput_rps,
@@ -162,15 +152,14 @@ def searched(of: Problem, ft_rps: float | None) -> list[Row]:
 
 
 def task_rows(model: str, cluster: str, workload: str) -> list[Row]:
-    latencies, _ = faster_transformer(problem(model, cluster, workload, None))
-    # FT's batches end with their longest member: of what the bound is compared with, that is the one at quantile 1.
-    longest_s, throughputs = faster_transformer(problem(model, cluster, workload, None, 1 - 1e-9))
-    bounds = [None if share is None else float(np.quantile(latencies, share)) for share in SHARES]
+    baseline = faster_transformer(task_problem(model, cluster, workload, None))
+    bounds = baseline.bounds()
     bounds += EXTRA.get(model, ()) if workload == "summarization" else ()
     rows = []
     for bound_s in bounds:
-        kept = throughputs[longest_s <= (bound_s or np.inf)]
-        rows += searched(problem(model, cluster, workload, bound_s), float(kept.max()) if len(kept) else None)
+        found = searched(task_problem(model, cluster, workload, bound_s), baseline.at(bound_s) or None)
+        ft, at_quantile = baseline.at(bound_s), baseline.at(bound_s, at_quantile=True)
+        rows += [replace(row, ft_rps=ft, ft_at_quantile_rps=at_quantile) for row in found]
     return rows
 
 
@@ -180,7 +169,7 @@ def task_rows(model: str, cluster: str, workload: str) -> list[Row]:
 def with_sweep(rows: list[Row]) -> list[Row]:
     """The rows of a task, each with what a sweep of all points, or of a sample, found under its bound."""
     first = rows[0]
-    scheduler = Scheduler(problem(first.model, first.cluster, first.workload, None))
+    scheduler = Scheduler(task_problem(first.model, first.cluster, first.workload, None))
     bounds = [row.bound_s for row in rows]
     spaces = {kind: scheduler.spaces(kind) for kind in POLICIES}
     left_s, best = MOST_SECONDS, {}
@@ -330,6 +319,20 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"  {name} of {len(beaten)} rows: {100 * min(beaten):+.2f}% to {100 * max(beaten):+.2f}%"
 
 
+def path_of(model: str, cluster: str, workload: str) -> Path:
+    return RESULTS / f"{model}-{cluster}-{workload}.json"
+
+
+def rows_of(model: str, cluster: str, workload: str, *, again: bool = False) -> list[Row]:
+    """Return a task's rows: as they were written, or searched for now."""
+    path = path_of(model, cluster, workload)
+    if path.is_file() and not again:
+        return [Row(**row) for row in json.loads(path.read_text())]
+    rows = task_rows(model, cluster, workload)
+    _write(path, rows)
+    return rows
+
+
 @click.command()
 @click.option("--only", help="One model.")
 @click.option("--check", is_flag=True, help="Compare with a sweep of all points, or of a sample.")
@@ -339,27 +342,20 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 def main(only: str | None, check: bool, again: bool, sla: str, page: Path | None) -> None:
     if sla == "request":
         names = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]
-        free = [problem(*name, None) for name in names]
-        all_requests.show([(of, faster_transformer(of)[0].tolist()) for of in free])
+        free = [task_problem(*name, None) for name in names]
+        all_requests.show([(of, faster_transformer(of).latency.tolist()) for of in free])
         return
     click.echo(
         "model      cluster  workload         bound choice    req/s latency    /FT /static  evals      space   share"
         "  sec.   gap  sweep            chosen"
     )
-    tasks = [
-        (RESULTS / f"{model}-{cluster}-{workload}.json", (model, cluster, workload))
-        for model, cluster, workloads in SCENARIOS
-        for workload in workloads
-        if only in (None, model)
-    ]
+    tasks = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]
     found = {}
     # All searches before the first sweep: they are quick, and what is asked for first.
-    for path, task in tasks:
-        read = path.is_file() and not again
-        found[path] = [Row(**row) for row in json.loads(path.read_text())] if read else task_rows(*task)
-        _write(path, found[path])
+    for task in tasks:
+        found[path_of(*task)] = rows = rows_of(*task, again=again)
         if not check:
-            click.echo("\n".join(map(show, found[path])))
+            click.echo("\n".join(map(show, rows)))
     for path, rows in found.items():
         if check and any(row.swept is None for row in rows):
             found[path] = with_sweep(rows)

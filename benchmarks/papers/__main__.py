@@ -1,10 +1,10 @@
-"""The papers' figures with ours.
+"""The papers' figures and ours: ExeGPT, ORCA, TCB, PeriFlow.
 
-    python -m benchmarks.papers [--quick] [--jsonl results/papers.jsonl] [--markdown docs/results/papers.md]
+    python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--again] [--markdown docs/results/papers.md]
 
-Profiles are computed from datasheets, with one set of efficiencies a device kind. At the paper's settings where it
-names them; where it does not, the search chooses. Searched rows stand in two columns: over FasterTransformer as the
-paper ran it, and over static batches at their own best placement. What stands in the JSON lines is not made again.
+A part stands behind some rows of the table, and names the function that makes them; without parts, all are made, with
+--quick those that neither search nor measure. What stands in the JSON lines is not made again; --again makes the named
+parts anew.
 """
 
 from __future__ import annotations
@@ -12,38 +12,66 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections import Counter
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.papers import exegpt, orca, scenarios
-from benchmarks.papers.claims import Claim, markdown
-from benchmarks.papers.scenarios import Scenario
+from benchmarks.papers import derivations, drift, exegpt, measured, orca, periflow, tcb
+from benchmarks.papers.claims import Claim, Found, Table, as_markdown, claims_table
+from xgpt.io import write_atomic
 
-SECTIONS: dict[str, tuple[Callable[[], Iterator[Claim]], bool]] = {
-    "ExeGPT, Tables 6 and 7": (exegpt.tables_6_and_7, False),
-    "ExeGPT, Figure 7": (exegpt.figure_7, False),
-    "ORCA": (orca.figures_9_to_11, False),
-    "ExeGPT, Figure 9": (exegpt.figure_9, True),
-    "ExeGPT, Figure 10": (exegpt.figure_10, True),
-    "ExeGPT, Figure 11": (exegpt.figure_11, True),
-    "ExeGPT, RRA under drift": (exegpt.drift_of_rra, True),
+
+class Part(NamedTuple):
+    """Some rows of the table.
+
+    Attributes:
+        make: makes them.
+        kind: "forms": closed forms and simulations of seconds; "search": searches for schedules; "measure": runs on
+            this machine.
+    """
+
+    make: Callable[[], Iterable[Found]]
+    kind: str
+
+
+PARTS = {
+    "exegpt-tables-6-7": Part(exegpt.tables_6_and_7, "forms"),
+    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search"),
+    "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
+    "exegpt-figure-9": Part(exegpt.figure_9, "search"),
+    "exegpt-figure-10": Part(exegpt.figure_10, "search"),
+    "exegpt-figure-11": Part(drift.figure_11, "search"),
+    "exegpt-rra-drift": Part(drift.drift_of_rra, "search"),
+    "exegpt-table-4": Part(measured.table_4, "measure"),
+    "exegpt-table-5": Part(measured.table_5, "search"),
+    "exegpt-formulas": Part(derivations.corrections, "forms"),
+    "orca-figure-9": Part(orca.figure_9, "forms"),
+    "orca-figure-10": Part(orca.figure_10, "forms"),
+    "orca-figure-11": Part(orca.figure_11, "forms"),
+    "periflow": Part(periflow.claims, "forms"),
+    "tcb-figures-9-12": Part(tcb.figures_9_to_12, "forms"),
+    "tcb-crossover": Part(tcb.crossover, "forms"),
+    "tcb-slots": Part(tcb.slots, "forms"),
+    "tcb-orders": Part(tcb.orders_and_overhead, "forms"),
+    "tcb-competitive": Part(tcb.competitive_ratio, "forms"),
+    "tcb-served": Part(measured.tcb_served, "measure"),
 }
-"""What makes the claims, and whether it searches."""
 
-COLUMNS = ("model", "cluster", "task", "bound", "FT", "static", "ours", "policy", "over FT", "over static")
+PAGE = """# The papers' figures
 
-PAGE = """# The papers' figures, reproduced
+Every figure of ExeGPT, ORCA, PeriFlow and TCB that this project can put a value to. Unless a row says measured, ours is
+a prediction: profiles computed from datasheets with one set of efficiencies a device kind (`configs/devices`), the
+closed forms and the simulated engine of `xsimulator`, and, where a schedule is searched for, `xscheduler`
+(`--objective saturated`). No parameter was set for a row. "Holds if" is the goal of a row; where it does not hold, the
+column after it names the one assumption that decides, and the value of it at which the row would hold.
 
-Made by `python -m benchmarks.papers --markdown docs/results/papers.md`. All times are predictions: profiles computed
-from datasheets with one set of efficiencies a device kind (`configs/devices`), the closed forms of `xsimulator`, and,
-where a schedule is searched for, `xscheduler`. What TCB reports is measured by `python -m benchmarks.tcb`
-([TCB](tcb.md)), ExeGPT's Table 5 by `python -m benchmarks.monotonicity`.
+To find what stands behind a row, look its part up in the table of [parts](#parts): the command
+`python -m benchmarks.papers PART` makes its rows again, by the function named there.
 
 """
 
@@ -51,67 +79,83 @@ where a schedule is searched for, `xscheduler`. What TCB reports is measured by 
 class Store:
     """What has been made, in lines of JSON: a run that was broken off goes on where it was."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, again: Sequence[str]) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
         self._made: dict[str, Any] = dict(json.loads(line) for line in lines)
+        for name in again:
+            self._made.pop(name, None)
 
-    def get(self, name: str, make: Callable[[], Any]) -> Any:
+    def get(self, name: str, part: Part) -> tuple[list[Found], float]:
+        """Return a part's rows, and the seconds that they took."""
         if name not in self._made:
-            self._made[name] = make()
+            start = time.perf_counter()
+            found = [["claim" if isinstance(one, Claim) else "table", asdict(one)] for one in part.make()]
+            self._made[name] = {"found": found, "seconds": time.perf_counter() - start, "date": str(date.today())}
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([name, self._made[name]]) + "\n")
-        return self._made[name]
+                text = "".join(json.dumps([key, value]) + "\n" for key, value in self._made.items())
+                write_atomic(self._path, text)
+        made = json.loads(json.dumps(self._made[name]))
+        return [_read(kind, fields) for kind, fields in made["found"]], made["seconds"]
 
-    def claims(self, name: str, make: Callable[[], Iterator[Claim]]) -> list[Claim]:
-        return [Claim(**claim) for claim in self.get(name, lambda: [asdict(claim) for claim in make()])]
+    def has(self, name: str) -> bool:
+        return name in self._made
 
-    def scenarios(self, *, large: bool) -> list[Scenario]:
-        found = []
-        for names in scenarios.names(large):
-            found += self.get("scenarios " + ", ".join(names), lambda names=names: scenarios.find(large, *names))
-        return [Scenario(*row) for row in found]
+
+def _read(kind: str, fields: dict[str, Any]) -> Found:
+    if kind == "claim":
+        return Claim(**fields)
+    return Table(fields["title"], tuple(fields["columns"]), tuple(map(tuple, fields["rows"])), fields["note"])
+
+
+def page(found: dict[str, tuple[list[Found], float]]) -> str:
+    claims = [(name, one) for name, (made, _) in found.items() for one in made if isinstance(one, Claim)]
+    num_held = sum(claim.holds for _, claim in claims)
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
+    text = f"{PAGE}{date.today()}, {versions}; {num_held} of {len(claims)} rows hold.\n\n{claims_table(claims)}"
+    text += "\n## Parts\n\n| part | command | code | kind | s |\n|---|---|---|---|---|\n"
+    for name, (_, seconds) in found.items():
+        make = PARTS[name].make
+        code = f"`{make.__module__}.{make.__name__}`"
+        text += f"| {name} | `python -m benchmarks.papers {name}` | {code} | {PARTS[name].kind} | {seconds:.0f} |\n"
+    for made, _ in found.values():
+        for one in made:
+            if isinstance(one, Table):
+                text += f"\n{as_markdown(one)}"
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only what needs no search")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="only what neither searches nor measures")
     parser.add_argument("--jsonl", type=Path)
+    parser.add_argument("--again", action="store_true", help="make the named parts anew")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    store = Store(options.jsonl)
-    claims: list[Claim] = []
-    for name, (section, searches) in SECTIONS.items():
-        if not (searches and options.quick):
-            claims += _shown(store.claims(name, section))
-    rows: list[list[str]] = []
-    if not options.quick:
-        small, large = store.scenarios(large=False), store.scenarios(large=True)
-        claims += _shown([*exegpt.ratios_to_static(small, large), *exegpt.scheduling_seconds([*small, *large])])
-        rows = exegpt.scenario_rows([*small, *large])
-    print(", ".join(f"{count} {verdict}" for verdict, count in Counter(c.verdict for c in claims).items()))
-    for row in rows:
-        print("  ".join(f"{cell:>12}" for cell in row))
+    unknown = [name for name in options.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no part; known: {', '.join(PARTS)}")
+    store = Store(options.jsonl, (options.parts or list(PARTS)) if options.again else ())
+    for name, part in PARTS.items():
+        named = name in options.parts
+        if named or (not options.parts and (part.kind == "forms" or not options.quick)):
+            _show(name, store.get(name, part)[0])
     if options.markdown:
-        versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-        made = f"{date.today()}, {versions}. Of the machine only 7.7 tells."
-        text = f"{PAGE}{made}\n\n{markdown(claims)}"
-        if rows:
-            table = "\n".join(f"| {' | '.join(row)} |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows])
-            text += "\n## Figures 6 and 8: requests a second\n\n" + table + "\n"
+        made = {name: store.get(name, part) for name, part in PARTS.items() if store.has(name)}
+        write_atomic(options.markdown, page(made))
+
+
+def _show(name: str, found: Sequence[Found]) -> None:
+    print(f"{name}: {PARTS[name].make.__module__}.{PARTS[name].make.__name__}", flush=True)
+    for one in found:
+        if isinstance(one, Claim):
+            held = "holds" if one.holds else f"does not hold: {one.why}"
+            print(f"  {one.source:16} {one.what}: paper {one.paper}, ours {one.ours} ({one.held_if}): {held}")
         else:
-            text += "\nWithout `--quick` the same command adds the figures that need a search.\n"
-        options.markdown.write_text(text, encoding="utf-8")
-
-
-def _shown(claims: list[Claim]) -> list[Claim]:
-    for claim in claims:
-        print(f"{claim.source:16} {claim.what:58} {claim.paper:28} {claim.ours:40} {claim.verdict}", flush=True)
-        if claim.why and claim.verdict != "holds":
-            print(f"{'':16} because {claim.why}")
-    return claims
+            print(f"  {one.title}")
+            for row in (one.columns, *one.rows):
+                print("    " + "  ".join(f"{cell:>12}" for cell in row))
 
 
 if __name__ == "__main__":

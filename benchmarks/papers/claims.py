@@ -1,41 +1,89 @@
-"""One line of the comparison, and how it is printed."""
+"""One line of the comparison, and how the page is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-Verdict = Literal["holds", "fails", "reported"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's figure with ours. `why` says what explains a difference."""
+    """A paper's figure and ours.
+
+    Attributes:
+        source: paper, and table, figure or section.
+        paper, ours: both values, in words.
+        ratio: ours over the paper's; None: not of one number each.
+        held_if: the goal.
+        why: where it does not hold, the one assumption that decides, and at which value of it it would hold; where it
+            does, what a reader has to know of it.
+    """
 
     source: str
     what: str
     paper: str
     ours: str
-    verdict: Verdict = "reported"
+    ratio: float | None
+    held_if: str
+    holds: bool
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Table:
+    """What stands below the claims: a curve or a sweep, as a table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+Found = Claim | Table
+
+
 def within(source: str, what: str, paper: float, ours: float, tolerance: float, unit: str, why: str = "") -> Claim:
-    """A figure with a relative tolerance; `why` is kept where it fails."""
-    error = ours / paper - 1
-    holds = abs(error) <= tolerance
-    shown = f"{ours:.3g} {unit} ({100 * error:+.0f}%)"
-    return Claim(source, what, f"{paper:g} {unit}", shown, "holds" if holds else "fails", "" if holds else why)
+    """Return the claim that ours is the paper's figure, up to a relative tolerance."""
+    space = "" if unit == "x" else " "
+    return Claim(
+        source,
+        what,
+        f"{paper:g}{space}{unit}",
+        f"{ours:.3g}{space}{unit}",
+        float(ours / paper),
+        f"±{100 * tolerance:g}%",
+        bool(abs(ours / paper - 1) <= tolerance),
+        why,
+    )
 
 
-def judged(source: str, what: str, paper: str, ours: str, holds: bool, why: str = "") -> Claim:
-    return Claim(source, what, paper, ours, "holds" if holds else "fails", why)
+def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: str = "", share: float = 1.0) -> Claim:
+    """Return the claim that ours reaches the paper's figure, or a share of it."""
+    space = "" if unit == "x" else " "
+    held_if = f"at least {share * paper:.3g}{space}{unit}"
+    shown = f"{ours:.3g}{space}{unit}"
+    holds = bool(ours >= share * paper * (1 - 1e-9))
+    return Claim(source, what, f"{paper:g}{space}{unit}", shown, float(ours / paper), held_if, holds, why)
 
 
-def markdown(claims: Sequence[Claim]) -> str:
-    rows = ["| source | what | paper | ours | | why |", "|---|---|---|---|---|---|"]
-    for c in claims:
-        why = "" if c.verdict == "holds" else c.why
-        rows.append(f"| {c.source} | {c.what} | {c.paper} | {c.ours} | {c.verdict} | {why} |")
+def judged(source: str, what: str, paper: str, ours: str, held_if: str, holds: bool, why: str = "") -> Claim:
+    return Claim(source, what, paper, ours, None, held_if, bool(holds), why)
+
+
+def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
+    """Return the lines of claims, each with the name of its part."""
+    rows = [
+        "| source | what | paper | ours | ours / paper | holds if | holds | assumption that decides | part |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for part, c in claims:
+        ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
+        cells = [c.source, c.what, c.paper, c.ours, ratio, c.held_if, "yes" if c.holds else "**no**", c.why]
+        rows.append(f"| {' | '.join(cells)} | [{part}](#parts) |")
     return "\n".join(rows) + "\n"
+
+
+def as_markdown(table: Table) -> str:
+    lines = [table.columns, ("---",) * len(table.columns), *table.rows]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    return f"## {table.title}\n\n{table.note + chr(10) * 2 if table.note else ''}{text}\n"

@@ -1,14 +1,14 @@
-"""ExeGPT's tables and figures (EuroSys 2024)."""
+"""ExeGPT's tables and figures (EuroSys 2024); its schedules under other lengths are in `drift`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
-from benchmarks.papers.claims import Claim, judged, within
-from benchmarks.papers.scenarios import Scenario
+from benchmarks.papers.claims import Claim, Found, Table, judged, within
 from benchmarks.papers.settings import (
     NUM_PLANNED,
     SMALL_TASKS,
@@ -19,23 +19,23 @@ from benchmarks.papers.settings import (
     trace_of,
     workload_of,
 )
+from benchmarks.scheduler import LARGE, SCENARIOS, SMALL, Row, rows_of
 from xgpt.app.simulating import simulate
-from xgpt.schema import Plan, StaticSettings, TruncatedNormal, Workload
-from xgpt.workload import histogram, sample
-from xscheduler.placement import Placement
+from xgpt.schema import Plan, StaticSettings
+from xgpt.workload import sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured
 from xsimulator.stages import lane, whole
-from xsimulator.step_cost import LaneCost
+from xsimulator.step_cost import LaneCost, StepCounts
 
 NUM_SIMULATED = 800
 """Requests."""
-BESIDE = "on two shared cores, beside other work"
-SLOWER_LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04)
+LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds that a step of ORCA takes beyond one of FasterTransformer."""
+LARGE_CLUSTERS = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48"))
 
 
 def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneModel]:
@@ -53,88 +53,161 @@ def tables_6_and_7() -> Iterator[Claim]:
     for encode_batch, iterations, latency_s, rps in ((52, 13, 10.23, 25.23), (49, 7, 16.87, 26.15)):
         found = FORECASTS["rra"].evaluate(one, encode_batch=[encode_batch], decode_iterations=[iterations]).at(0)
         what = f"RRA, B_E {encode_batch}, N_D {iterations}, TP 4"
-        yield within("ExeGPT Table 6", what, latency_s, found["latency"], 0.15, "s")
-        yield within("ExeGPT Table 6", what, rps, found["throughput"], 0.15, "req/s")
+        yield within("ExeGPT Table 6", f"{what}: latency", latency_s, found["latency"], 0.15, "s")
+        yield within("ExeGPT Table 6", f"{what}: throughput", rps, found["throughput"], 0.15, "req/s")
         if encode_batch == 52:
             te = found["ttft"]
             yield within("ExeGPT Table 7", "RRA, encode", 1.68, te, 0.2, "s")
             yield within("ExeGPT Table 7", "RRA, decode iteration", 0.038, (found["cycle"] - te) / iterations, 0.2, "s")
-    for encode_batch, latency_s, rps in ((4, 3.01, 22.41), (10, 4.11, 23.76)):
-        found = (
-            FORECASTS["waa"]
-            .evaluate(two, encode_batch=[encode_batch], max_decode_batch=[400], decode_microbatches=[2])
-            .at(0)
-        )
-        what = f"WAA, B_E {encode_batch}, TP 2"
-        yield within("ExeGPT Table 6", what, latency_s, found["latency"], 0.2, "s")
-        yield within("ExeGPT Table 6", what, rps, found["throughput"], 0.2, "req/s")
-    why = "the placement is inferred: with both micro-batches a token takes this long, a stage half of it"
-    yield within("ExeGPT Table 7", "WAA, decode iteration", 0.041, found["tpot"], 0.2, "s", why)
-    yield Claim(
+    waa = {
+        batch: FORECASTS["waa"]
+        .evaluate(two, encode_batch=[batch], max_decode_batch=[400], decode_microbatches=[2])
+        .at(0)
+        for batch in (4, 10, 20)
+    }
+    for batch, latency_s, rps in ((4, 3.01, 22.41), (10, 4.11, 23.76)):
+        what = f"WAA, B_E {batch}, TP 2"
+        yield within("ExeGPT Table 6", f"{what}: latency", latency_s, waa[batch]["latency"], 0.2, "s")
+        yield within("ExeGPT Table 6", f"{what}: throughput", rps, waa[batch]["throughput"], 0.2, "req/s")
+    yield within(
         "ExeGPT Table 7",
-        "WAA, encode",
-        "0.85 s",
-        f"{found['ttft']:.2f} s",
-        why="the paper's fits none of its Table 6",
+        "WAA, encode, B_E 10",
+        0.85,
+        waa[10]["ttft"],
+        0.2,
+        "s",
+        "which B_E its Table 7 has, which it does not say: at Table 6's 23.76 req/s, 0.85 s is a batch of 20; it holds "
+        f"at B_E 20 ({waa[20]['ttft']:.2f} s)",
+    )
+    stage = {batch: _decode_stage_s(two, batch) for batch in range(10, 400, 5)}
+    here = round(waa[10]["decode_batch"] / 2)
+    needed = min(stage, key=lambda batch: abs(stage[batch] - 0.041))
+    yield within(
+        "ExeGPT Table 7",
+        "WAA, decode, one stage",
+        0.041,
+        _decode_stage_s(two, here),
+        0.2,
+        "s",
+        f"how many requests decode in a stage at a time, of which it says nothing: here {here}; it holds at {needed}",
     )
 
 
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):.2f}x" if known else "none"
+def _decode_stage_s(model: TwoLaneModel, batch: int) -> float:
+    """Seconds of one decode stage of WAA with a micro-batch of `batch` requests."""
+    context = round(model.lengths.mean_input + model.lengths.mean_decodes / 2)
+    return max(model.decode.step(StepCounts.of([], [context] * batch)))
 
 
-def ratios_to_static(small: Sequence[Scenario], large: Sequence[Scenario]) -> Iterator[Claim]:
-    unbounded = [s for s in large if s.bound_s is None]
-    best_static = "static's best placement is replicas of small groups, which the paper did not run"
-    for source, what, paper, group in (
-        ("ExeGPT Fig. 6", "over FT, small and mid models, mean", 2.0, small),
-        ("ExeGPT Fig. 8", "over FT, large models, RRA, mean", 3.2, large),
-        ("ExeGPT 7.4", "over FT, large models, no bound, mean", 2.2, unbounded),
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else 0.0
+
+
+@cache
+def bars() -> tuple[list[Row], list[Row]]:
+    """Every bar of Figures 6 and 8, small and large models: rows of the best of rra and waa."""
+    rows = {
+        (model, cluster, task): rows_of(model, cluster, task) for model, cluster, tasks in SCENARIOS for task in tasks
+    }
+    chosen = {key: [row for row in of if row.choice == "exegpt"][:4] for key, of in rows.items()}
+    small = [row for (model, *_, task), of in chosen.items() for row in of if task in SMALL and _is_small(model)]
+    large = [
+        row for (*where, task), of in chosen.items() for row in of if task in LARGE and tuple(where) in LARGE_CLUSTERS
+    ]
+    return small, large
+
+
+def _is_small(model: str) -> bool:
+    return model in ("t5-11b", "opt-13b", "gpt3-39b", "gpt3-101b")
+
+
+def _over(row: Row, *, at_quantile: bool = False, only: str | None = None) -> float | None:
+    """Ours over FT's; None: one of them keeps no bound."""
+    ft = row.ft_at_quantile_rps if at_quantile else row.ft_rps
+    ours = row.throughput_rps if only is None else row.by_policy.get(only, 0.0)
+    return ours / ft if ft and ours else None
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def figures_6_and_8() -> Iterator[Found]:
+    """As the paper takes its bounds: FT keeps them up to its longest output, ours at the 99th percentile's length."""
+    small, large = bars()
+    unbounded = [row for row in large if row.bound_s is None]
+    for source, what, paper, group, only in (
+        ("ExeGPT Fig. 6", "over FT, small and mid models, mean", 2.0, small, None),
+        ("ExeGPT Fig. 8", "over FT, large models, RRA, mean", 3.2, large, "rra"),
+        ("ExeGPT 7.4", "over FT, large models, RRA, no bound, mean", 2.2, unbounded, "rra"),
     ):
-        over_ft = [s.over_ft for s in group]
-        known = [value for value in over_ft if value is not None]
-        ours = f"{_mean(over_ft)} (static at its own best: {_mean([s.over_static for s in group])})"
-        yield judged(source, what, f"{paper}x", ours, bool(known) and float(np.mean(known)) > 1, best_static)
-    for source, what, paper, group, tightest in (
-        ("ExeGPT 7.3", "over FT at most, small and mid (GPT-3 39B, S)", "5.4x", small, False),
-        ("ExeGPT 7.4", "over FT at most (GPT-3 175B, G, tightest)", "15.2x", large, True),
+        over = _known([_over(row, only=only) for row in group])
+        alike = _known([_over(row, at_quantile=True, only=only) for row in group])
+        static = _mean(_known([row.over_static for row in group]))
+        why = (
+            "which output length FT has to keep a bound for, the longest as in the paper's 7.1; at the 99th "
+            f"percentile's, as all others, it is {_mean(alike):.2f}x, and over static batches at their best placement "
+            f"{static:.2f}x"
+        )
+        yield within(source, what, paper, _mean(over), 0.35, "x", why)
+    for source, what, paper, group, only in (
+        ("ExeGPT 7.3", "over FT, small and mid models, at most", 5.4, small, None),
+        ("ExeGPT 7.4", "over FT, large models, RRA, at most", 15.2, large, "rra"),
     ):
-        known = [s for s in group if s.over_ft is not None]
-        top = max(known, key=lambda s: s.over_ft or 0.0)
-        where = f"{top.model} on {top.cluster}, {top.task}, {_bound(top)}"
-        if tightest:
-            at = [s for s in known if (s.model, s.task, s.quantile) == ("gpt3-175b", "code-generation", 0.1)]
-            where += f"; there {_mean([s.over_ft for s in at])}"
-        else:
-            at = [s for s in known if (s.model, s.task) == ("gpt3-39b", "summarization")]
-            where += f"; there {max((s.over_ft or 0.0) for s in at):.2f}x" if at else ""
-        why = "an analytic profile makes FT's steps as efficient as ours; batch effects alone are left"
-        yield Claim(source, what, paper, f"{top.over_ft:.2f}x ({where})", "reported", why)
+        known = [row for row in group if _over(row, only=only) is not None]
+        top = max(known, key=lambda row: _over(row, only=only) or 0.0)
+        alike = max(_known([_over(row, at_quantile=True, only=only) for row in group]))
+        where = f"{top.model} on {top.cluster}, {top.workload}, {_bound(top)}"
+        why = (
+            f"{where}: the largest ratio is where FT's smallest batches just keep the bound up to their longest "
+            f"output; at the 99th percentile's length it is {alike:.2f}x"
+        )
+        yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
+    slowest = max(row.seconds for row in (*small, *large))
+    yield judged(
+        "ExeGPT 7.7", "scheduling, RRA and WAA, slowest", "300 s", f"{slowest:.2f} s", "under 300 s", slowest < 300
+    )
+    columns = ("model", "cluster", "task", "bound", "FT", "FT at p99", "static", "RRA", "WAA")
+    rows = [
+        (row.model, row.cluster, row.workload, _bound(row), *map(_rps, _figures(row)), *_ratios(row))
+        for row in {(row.model, row.cluster, row.workload, row.bound_s): row for row in (*small, *large)}.values()
+    ]
+    yield Table(
+        "ExeGPT Figures 6 and 8: requests a second",
+        (*columns, "over FT", "over FT at p99"),
+        tuple(rows),
+        "FT keeps the bound up to its longest output, as in the paper; `FT at p99` at the 99th percentile's length, as "
+        "all others. `python -m benchmarks.scheduler` makes these rows, and with `--check` sweeps them.",
+    )
 
 
-def _bound(scenario: Scenario) -> str:
-    return "no bound" if scenario.bound_s is None else f"{scenario.bound_s:.1f} s"
+def _figures(row: Row) -> tuple[float, ...]:
+    static = row.throughput_rps / row.over_static if row.over_static else 0.0
+    return row.ft_rps, row.ft_at_quantile_rps, static, row.by_policy.get("rra", 0.0), row.by_policy.get("waa", 0.0)
 
 
-def scenario_rows(scenarios: Sequence[Scenario]) -> list[list[str]]:
-    """Every bar: req/s of FT, of static at its own best, of ours; both ratios."""
-    rows = []
-    for s in scenarios:
-        figures = (s.ft, s.static, s.ours, s.over_ft, s.over_static)
-        ft, static, ours, over_ft, over_static = ("-" if value is None else f"{value:.2f}" for value in figures)
-        policy = s.policy or "-"
-        rows.append([s.model, s.cluster, s.task, _bound(s), ft, static, ours, policy, over_ft, over_static])
-    return rows
+def _ratios(row: Row) -> tuple[str, str]:
+    both = (_over(row), _over(row, at_quantile=True))
+    first, second = ("-" if value is None else f"{value:.2f}" for value in both)
+    return first, second
+
+
+def _rps(value: float) -> str:
+    return f"{value:.2f}" if value else "-"
+
+
+def _bound(row: Row) -> str:
+    return "no bound" if row.bound_s is None else f"{row.bound_s:.1f} s"
 
 
 def figure_7() -> Iterator[Claim]:
     """At FT's own bounds, every system on tensor parallelism over the four devices."""
-    ratios: dict[float, list[float]] = {slower_s: [] for slower_s in SLOWER_LOOPS_S}
+    ratios: dict[float, list[float]] = {slower_s: [] for slower_s in LOOPS_S}
     for task in SMALL_TASKS:
         workload = workload_of(task, "opt-13b")
         baseline = faster_transformer(problem("opt-13b", "a40x4", workload))
         for bound_s in baseline.bounds():
+            ft = baseline.at(bound_s)
             for slower_s, found in ratios.items():
                 of = problem("opt-13b", "a40x4", workload, bound_s)
                 loop = of.profile.overhead
@@ -143,59 +216,59 @@ def figure_7() -> Iterator[Claim]:
                 scheduler = Scheduler(replace(of, profile=profile))
                 space = scheduler.space("orca", scheduler.uniform_placement("orca", 4, 1, 1))
                 evaluation = space.evaluate({"max_batch": np.arange(1, int(space.capacity) + 1)})
-                found.append(float(evaluation.throughput[evaluation.feasible].max(initial=0.0)) / baseline.at(bound_s))
-    even = ratios[0.0]
-    ours = f"FT above in {sum(r < 1 for r in even)} of {len(even)}; ORCA {np.mean(even):.2f}x FT in the mean"
+                rps = float(evaluation.throughput[evaluation.feasible].max(initial=0.0))
+                found.append(rps / ft if ft else np.inf)
+    even = [ratio for ratio in ratios[0.0] if np.isfinite(ratio)]
     shown = ", ".join(
-        f"{1e3 * slower_s:.0f} ms: {np.mean(found):.2f}x, FT above in {sum(r < 1 for r in found)}"
-        for slower_s, found in ratios.items()
-        if slower_s
+        f"{1e3 * slower_s:.0f} ms: {sum(r < 1 for r in found)} of {len(found)}" for slower_s, found in ratios.items()
     )
-    why = (
-        "here a loop costs every policy the same 0.2 ms a step, and what is left is that slots are refilled at once. "
-        "The paper's ORCA and vLLM were an executor in Python whose overhead, it says, kernels did not hide. With "
-        f"steps of ORCA's slower by {shown}"
+    yield judged(
+        "ExeGPT Fig. 7",
+        "FT above DSI, vLLM and ORCA, OPT-13B",
+        "everywhere",
+        f"above ORCA in {sum(r < 1 for r in even)} of {len(ratios[0.0])}; ORCA {np.mean(even):.2f}x FT in the mean",
+        "everywhere",
+        all(ratio < 1 for ratio in ratios[0.0]),
+        "what a step costs beyond its kernels, here 0.2 ms in every system; with steps of ORCA's slower (the paper's "
+        f"executor in Python was not hidden by kernels) FT is above at {shown}",
     )
-    yield Claim("ExeGPT Fig. 7", "FT above DSI, vLLM, ORCA, OPT-13B", "everywhere", ours, "reported", why)
 
 
 def figure_9() -> Iterator[Claim]:
-    """Weights of the two groups, against one."""
+    """Weights of the two groups, against one; and what they leave for keys and values."""
     for model, cluster, paper in (("opt-13b", "a40x4", 18), ("gpt3-101b", "a100x16", 29)):
-        of = problem(model, cluster, workload_of("summarization", model))
-        waa, ft = best(of, ["waa"]), faster_transformer(of)
-        if waa is None:
-            yield Claim("ExeGPT Fig. 9", f"WAA, {model}", f"+{paper}% weights", "does not fit")
-            continue
-        copies = 2 * waa.replicas
-        yield judged(
+        of = problem(model, cluster, workload_of("translation", model))
+        waa = best(of, ["waa"])
+        assert waa is not None, "without a bound, a schedule exists wherever weights fit"
+        weights = of.model.weight_bytes(of.profile.dtype) / 1e9
+        # (2 w + a) / (w + a) = 1 + p / 100, with w the weights and a what else is counted.
+        besides = weights * (100 / paper - 1)
+        yield within(
             "ExeGPT Fig. 9",
-            f"WAA's weights over FT's, {model}, no bound",
-            f"+{paper}%",
-            f"+{100 * (copies - 1)}% ({copies} copies; {len(ft.latency)} batch sizes of FT fit)",
-            copies > 1,
-            "the paper counts other memory in, too; two whole copies are what decoder-only models need",
+            f"WAA's model memory over FT's, {model}, no bound",
+            1 + paper / 100,
+            2.0,
+            0.1,
+            "x",
+            f"what is counted: two copies of the weights are twice {weights:.0f} GB; it holds where {besides:.0f} GB "
+            "besides (of workspace, or K/V) are counted to the model in both",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
         scheduler = Scheduler(of)
-        cluster_of = of.cluster
-        whole = scheduler.score(
-            StaticSettings(batch=4, decode_microbatches=cluster_of.num_nodes, encode_microbatches=cluster_of.num_nodes),
-            scheduler.uniform_placement("static", cluster_of.devices_per_node, cluster_of.num_nodes, 1),
-        )
-        theirs = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in whole.stages)
+        nodes = of.cluster.num_nodes
+        static = StaticSettings(batch=4, decode_microbatches=nodes, encode_microbatches=nodes)
+        tp = min(of.cluster.devices_per_node, of.cluster.num_devices)
+        ft = scheduler.score(static, scheduler.uniform_placement("static", tp, of.cluster.num_devices // tp, 1))
+        theirs = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in ft.stages)
+        less = 100 * (waa.replicas * kv / theirs - 1)
         yield judged(
-            "ExeGPT Fig. 9",
-            f"K/V memory that WAA's weights leave, against FT, {model}",
-            "less",
-            f"{100 * (waa.replicas * kv / theirs - 1):+.0f}%",
-            waa.replicas * kv < theirs,
+            "ExeGPT Fig. 9", f"WAA's K/V memory over FT's, {model}", "less", f"{less:+.0f}%", "below 0", less < 0
         )
 
 
 def figure_10() -> Iterator[Claim]:
     """Plan on a tenth of a trace's lengths, run on all of them."""
-    ratios, kept, num = [], 0, 0
+    ratios, alike, kept, num = [], [], 0, 0
     rng = np.random.default_rng(0)
     for model, cluster in (("opt-13b", "a40x4"), ("gpt3-39b", "a40x16")):
         for task in ("azure-conv", "azure-code"):
@@ -205,114 +278,30 @@ def figure_10() -> Iterator[Claim]:
             baseline = faster_transformer(problem(model, cluster, whole))
             for bound_s in (baseline.bounds()[1], None):
                 plan = best(problem(model, cluster, tenth, bound_s), ["rra", "waa"])
-                if plan is None or not baseline.at(bound_s):
+                if plan is None:
                     continue
-                measured = _simulated(plan, problem(model, cluster, whole, bound_s))
-                ratios.append(measured.throughput_rps / baseline.at(bound_s))
+                found = simulated(plan, problem(model, cluster, whole, bound_s))
                 num += 1
-                kept += bound_s is None or measured.latency_s <= bound_s
-    ours = f"{np.mean(ratios):.1f}x in the mean, {max(ratios):.1f}x at most" if ratios else "no case fits"
+                kept += bound_s is None or found.latency_s <= bound_s
+                alike.append(found.throughput_rps / baseline.at(bound_s, at_quantile=True))
+                if baseline.at(bound_s):
+                    ratios.append(found.throughput_rps / baseline.at(bound_s))
     why = (
-        f"other data: the Azure traces' lengths, what fits a context of 2,048; planned on {NUM_PLANNED} of them, run "
-        f"on all: {kept} of {num} keep their bound"
+        "the data: lengths of the Azure traces, up to a context of 2,048, not WMT, Alpaca, CNN; where FT keeps a bound "
+        f"at the 99th percentile's length only, {np.mean(alike):.1f}x in the mean and {max(alike):.1f}x at most"
     )
-    yield Claim("ExeGPT Fig. 10", "over FT on real lengths", "4.4x in the mean, 8.7x at most", ours, "reported", why)
-
-
-def shifted(mean_factor: float, sd_factor: float) -> Workload:
-    """Task T with another output distribution. Source: ExeGPT Table 3."""
-    base = workload_of("translation", "opt-13b")
-    longest = base.output.lengths[-1]
-    normal = TruncatedNormal(kind="normal", mean=128 * mean_factor, sd=68 * sd_factor, min=1, max=longest)
-    return base.model_copy(update={"output": histogram(normal)})
-
-
-def placement_of(plan: Plan, scheduler: Scheduler) -> Placement:
-    """Where the scheduler put a plan of its own."""
-    return next(
-        space.placement
-        for space in scheduler.spaces(plan.policy.kind)
-        if space.placement.replicas == plan.replicas
-        and all(getattr(plan.policy, name) == value for name, value in space.placement.fixed.items())
-        and [s.tp for layout in space.placement.layouts for s in layout.lane] == [stage.tp for stage in plan.stages]
+    yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(ratios)), 0.35, "x", why)
+    yield within("ExeGPT Fig. 10", "over FT on real lengths, at most", 8.7, max(ratios), 0.4, "x", why)
+    yield judged(
+        "ExeGPT Fig. 10",
+        f"planned on {NUM_PLANNED} lengths, run on all: bounds kept",
+        "all",
+        f"{kept} of {num}",
+        "all",
+        kept == num,
     )
 
 
-def before_the_drift() -> tuple[Problem, float]:
-    """Task T on OPT-13B under FT's 30% bound, and that bound in seconds."""
-    before = shifted(1.0, 1.0)
-    bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
-    return problem("opt-13b", "a40x4", before, bound_s), bound_s
-
-
-def figure_11() -> Iterator[Claim]:
-    """WAA planned for task T at FT's 30% bound, run on other output lengths."""
-    of, bound_s = before_the_drift()
-    plan = best(of, ["waa"])
-    if plan is None:
-        yield Claim("ExeGPT Fig. 11", "WAA under drift, OPT-13B, T", "10 to 13%", "WAA cannot keep this bound")
-        return
-    placement = placement_of(plan, Scheduler(of))
-    decodes = Lengths(of.workload).decodes_at(0.99)
-    for name, mean, sd, (paper_a, paper_b) in (("mean +15%", 1.15, 1.0, (13, 10)), ("sd x1.3", 1.0, 1.3, (5, 0))):
-        after = Scheduler(problem("opt-13b", "a40x4", shifted(mean, sd), bound_s)).score(plan.policy, placement)
-        same_length = after.estimate.ttft_s + decodes * after.estimate.tpot_s
-        for sla, latency_s, paper in (("a", after.estimate.latency_s, paper_a), ("b", same_length, paper_b)):
-            margin = 100 * (1 - plan.estimate.latency_s / latency_s)
-            what = f"tighter bound that {name} needs, SLA ({sla})"
-            why = (
-                "the plan caps the requests inside, so longer outputs cost throughput and hardly time a token; and the "
-                "99th percentile, near the longest output that the task allows, rises less than the mean"
-            )
-            yield judged("ExeGPT Fig. 11", what, f"{paper}%", f"{margin:.0f}%", abs(margin - paper) <= 5, why)
-
-
-def _simulated(plan: Plan, of: Problem) -> Measured:
+def simulated(plan: Plan, of: Problem) -> Measured:
     """A plan, with the targets of its own lengths, on the lengths of a problem."""
     return simulate(plan, of.profile, of.workload, NUM_SIMULATED, np.random.default_rng(0))[0]
-
-
-def drift_of_rra() -> Iterator[Claim]:
-    """RRA planned for task T at FT's 30% bound: its schedule against the best one for other output lengths.
-
-    Simulated: the rule goes on aiming at the batches of its plan (ExeGPT 5.2).
-    """
-    of, bound_s = before_the_drift()
-    plan = best(of, ["rra"])
-    if plan is None:
-        yield Claim("ExeGPT 7.6", "RRA under drift, OPT-13B, T", "under 28%, 12.6%", "RRA cannot keep this bound")
-        return
-    for name, factors, most_throughput, most_latency in (
-        ("mean x0.7 to x1.3", ((0.7, 1.0), (0.85, 1.0), (1.15, 1.0), (1.3, 1.0)), 28.0, 12.6),
-        ("sd x0.7 to x1.3", ((1.0, 0.7), (1.0, 0.85), (1.0, 1.15), (1.0, 1.3)), 11.0, 17.0),
-    ):
-        off = []
-        for mean, sd in factors:
-            after = Scheduler(problem("opt-13b", "a40x4", shifted(mean, sd), bound_s))
-            adjusted = best(after.problem, ["rra"])
-            if adjusted is not None:
-                kept, other = (_simulated(each, after.problem) for each in (plan, adjusted))
-                off.append((kept.throughput_rps / other.throughput_rps - 1, kept.latency_s / other.latency_s - 1))
-        throughput, latency = (100 * np.abs(column).max() for column in np.asarray(off).T)
-        yield judged(
-            "ExeGPT 7.6",
-            f"RRA, {name}: schedule kept against adjusted, throughput and latency, at most",
-            f"under {most_throughput:g}%, {most_latency:g}%",
-            f"{throughput:.0f}%, {latency:.0f}%",
-            throughput <= most_throughput + 5 and latency <= most_latency + 5,
-            "the rule moves a phase's prompts by a tenth at most, the paper does not say how far its own goes; "
-            "mean, sd: "
-            + "; ".join(
-                f"x{mean:g}, x{sd:g}: {100 * more:+.0f}%, {100 * longer:+.0f}%"
-                for (mean, sd), (more, longer) in zip(factors, off, strict=True)
-            ),
-        )
-
-
-def scheduling_seconds(scenarios: Sequence[Scenario]) -> Iterator[Claim]:
-    slowest: dict[str, float] = {}
-    for s in scenarios:
-        if s.policy is not None:
-            slowest[s.policy] = max(slowest.get(s.policy, 0.0), s.seconds)
-    ours = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in sorted(slowest.items()))
-    yield judged("ExeGPT 7.7", "scheduling, slowest", "RRA 120 s, WAA 300 s", ours, max(slowest.values()) < 1, BESIDE)

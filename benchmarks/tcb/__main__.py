@@ -82,9 +82,12 @@ def scaled(spec: ModelSpec, width: int) -> ModelSpec:
     )
 
 
-def v100(dtype: DType) -> Machine:
+def v100(dtype: DType, step_s: float = 0.0) -> Machine:
+    """The paper's device; `step_s`: seconds that every step takes besides."""
     spec, _ = load_model("tcb-seq2seq")
-    return SimulatedMachine(RowCost(spec, profile(spec, load_cluster("v100x1"), dtype)))
+    of = profile(spec, load_cluster("v100x1"), dtype)
+    slower = of.overhead.model_copy(update={"seconds": tuple(step_s + seconds for seconds in of.overhead.seconds)})
+    return SimulatedMachine(RowCost(spec, of.model_copy(update={"overhead": slower})))
 
 
 def real(width: int, threads: int) -> Machine:
@@ -123,13 +126,20 @@ class Bench:
         return draw(rate, seconds, self.variance, (SLACK[0] * self.batch_s, SLACK[1] * self.batch_s))
 
     def outcome(
-        self, name: str, order: AdmissionOrder, demand: Demand, rows: int = ROWS, row_tokens: int = ROW_TOKENS
+        self,
+        name: str,
+        order: AdmissionOrder,
+        demand: Demand,
+        rows: int = ROWS,
+        row_tokens: int = ROW_TOKENS,
+        largest: int | None = None,
     ) -> Outcome:
+        """Serve with one of the systems; `largest`: requests of a batch of TTB, None: as many as TCB takes."""
         if name == "iteration":
             return serve_iterations(self.machine, order, round(rows * row_tokens / MEAN), row_tokens, demand)
         forms = {
             "TNB": form_tnb,
-            "TTB": form_ttb(self.costs),
+            "TTB": form_ttb(self.costs, largest),
             "TCB": form_tcb,
             "TCB slotted": form_slotted,
             "flattened": form_flattened,

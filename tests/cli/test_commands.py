@@ -462,3 +462,9 @@ def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
     assert "no plan keeps the bounds: waa" in ran.out
     assert re.search(r"in closed form, as they serve less: .*static", ran.out)
     assert "no proof of optimality (latencies of all requests are simulated" in " ".join(ran.out.split())
+
+
+def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
+    line = xgpt.fails(2, "serve", str(plan), "--batching", "rows", "--dry-run")
+    assert "--batching" in line and "--policy static" in line
+    assert "it goes with a plan" in xgpt.fails(2, "bench", "http://127.0.0.1:9", "--batching", "slots")

@@ -361,7 +361,7 @@ def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
 @pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_rate_of_loading_is_measured(checkpoint, name, dtype, monkeypatch):
-    """Bytes of the layers that were loaded, as the device keeps them, over the fastest load's seconds."""
+    """Bytes of the layers that were loaded, as the device keeps them, over the mean load's seconds."""
     directory = checkpoint(name)[0]
     spec = read_spec(directory)
     clock = iter(range(100))

@@ -1,0 +1,60 @@
+"""What FriendliAI's article says of PeriFlow (ORCA in production): its one figure, and its three statements.
+
+Source: "PeriFlow: How to Serve Large-scale Transformer Models", 2022-07-18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.papers import orca
+from benchmarks.papers.claims import Found, at_least, judged
+from benchmarks.papers.settings import problem, workload_of
+from xgpt.workload import sample
+
+RATE = 0.15
+"""Requests a second, which both systems sustain."""
+BATCHES = 4000
+
+
+def claims() -> Iterator[Found]:
+    workload = workload_of("orca", orca.MODEL)
+    at_orca, _, at_ft = orca.rates_at(orca.BOUND_S)
+    yield at_least("PeriFlow", "throughput over FT at the same latency, 175B", 36.9, at_orca / at_ft, "x")
+    _, outputs = sample(workload, 8 * BATCHES, np.random.default_rng(0))
+    batches = outputs.reshape(BATCHES, 8)
+    longest = batches.max(axis=1, keepdims=True)
+    wasted = 1 - batches.sum() / (8 * longest.sum())
+    yield judged(
+        "PeriFlow",
+        "share of a batch's computation that is for requests that have ended, batches of 8",
+        "some; none by iteration",
+        f"{100 * wasted:.0f}%; 0%",
+        "above 0, and 0 by iteration",
+        wasted > 0,
+    )
+    late = float(((longest - batches) / batches).mean())
+    yield judged(
+        "PeriFlow",
+        "a request that ends early waits for its batch, over its own length",
+        "cannot return promptly; returns at once by iteration",
+        f"{late:.1f} times its own tokens in the mean; 0",
+        "above 0, and 0 by iteration",
+        late > 0,
+    )
+    demand = orca.draw(workload, RATE)
+    ft = orca.FasterTransformer(problem(orca.MODEL, orca.CLUSTER, workload))
+    ends = ft.ends(demand, 8)
+    begins = ends - np.array([ft.batch_s(demand.inputs[ends == end], demand.outputs[ends == end]) for end in ends])
+    wait_ft = float(np.mean(np.maximum(begins - demand.arrivals_s, 0)))
+    wait_orca = orca.seconds_a_token(orca.lane_cost(problem(orca.MODEL, orca.CLUSTER, workload)))
+    yield judged(
+        "PeriFlow",
+        f"a new request's wait at {RATE:g} req/s: for the batch under way, or for the next iteration",
+        "for the whole batch; for an iteration",
+        f"{wait_ft:.1f} s in the mean; {wait_orca:.3f} s",
+        "the first above the second",
+        wait_ft > wait_orca,
+    )

@@ -1,0 +1,67 @@
+"""The table of the papers: every row names a part, every part a function; optima are optima."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.papers.__main__ import PARTS, page
+from benchmarks.papers.claims import Claim, Table, at_least, within
+from benchmarks.papers.tcb import where
+from benchmarks.tcb import competitive
+
+PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
+
+
+def test_every_row_of_the_page_has_a_part_and_every_part_its_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:ExeGPT|ORCA|TCB|PeriFlow).*\[([\w-]+)\]\(#parts\) \|$", text, re.MULTILINE)
+    commands = dict(
+        re.findall(r"^\| ([\w-]+) \| `python -m benchmarks.papers [\w-]+` \| `([\w.]+)`", text, re.MULTILINE)
+    )
+    assert len(rows) > 60 and set(rows) == set(commands) <= set(PARTS)
+    code = {name: f"{part.make.__module__}.{part.make.__name__}" for name, part in PARTS.items()}
+    assert commands == {name: code[name] for name in commands}
+
+
+def test_a_row_that_does_not_hold_names_its_assumption() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    failed = [line.split(" | ") for line in lines if " | **no** | " in line]
+    assert failed and all(len(cells[-2]) > 40 for cells in failed)
+
+
+@pytest.mark.parametrize("name", ["exegpt-tables-6-7", "orca-figure-9"])
+def test_a_part_is_made_and_printed(name: str) -> None:
+    made = list(PARTS[name].make())
+    text = page({name: (made, 0.1)})
+    assert all(claim.what in text for claim in made if isinstance(claim, Claim))
+    assert all(table.title in text for table in made if isinstance(table, Table))
+
+
+def test_verdicts() -> None:
+    assert within("x", "y", 2.0, 2.29, 0.15, "s").holds and not within("x", "y", 2.0, 2.31, 0.15, "s").holds
+    assert at_least("x", "y", 2.0, 2.0, "s").holds and not at_least("x", "y", 2.0, 1.99, "s").holds
+    assert where(1.5, {1.0: 1.0, 2.0: 2.0}) == "1.5" and where(3.0, {1.0: 1.0, 2.0: 2.0}).startswith("none tried")
+
+
+def test_the_integer_programme_finds_what_trying_all_schedules_finds() -> None:
+    rng = np.random.default_rng(0)
+    case = competitive.Case("small", 7, 3, 2, 9)
+    for _ in range(40):
+        instance = competitive.draw(case, rng)
+        best, proven = competitive.optimum(instance)
+        assert proven and best == pytest.approx(competitive.optimum_by_trying(instance))
+
+
+@pytest.mark.parametrize("eta", competitive.ETAS)
+def test_das_reaches_its_constant_on_larger_instances(eta: float) -> None:
+    rng = np.random.default_rng(1)
+    ratios = []
+    for _ in range(25):
+        instance = competitive.draw(competitive.CASES[1], rng)
+        ratios.append(competitive.online(instance, eta) / competitive.optimum(instance)[0])
+    assert competitive.constant(eta) <= min(ratios) <= max(ratios) <= 1 + 1e-9
+    assert min(ratios) < 1
