@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.planned import problem_of, scored
+from tests.planned import placements_of, problem_of, scored
 from xgpt import policies
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.deployment import Deployment
@@ -20,6 +20,8 @@ from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
+from xscheduler.schedule import Scheduler
+from xscheduler.space import POLICIES
 from xsimulator.events import replay
 
 NUM_REQUESTS = 60
@@ -49,7 +51,13 @@ LANES = {
     "tp2+1": ([2], [1]),
     "1+tp2": ([1], [2]),
 }
-NAMES = {"opt": "opt-tied", "llama": "llama-grouped", "t5": "t5-tied", "deep": "opt-untied-odd"}
+NAMES = {
+    "experts": "mixtral-grouped",
+    "opt": "opt-tied",
+    "llama": "llama-grouped",
+    "t5": "t5-tied",
+    "deep": "opt-untied-odd",
+}
 SHALLOW = ("opt", "llama", "t5")
 
 
@@ -143,6 +151,19 @@ def check(fleet, plan, expected, sampling=None, after_step=lambda number: None):
         assert end < len(log) or len(replayed) == end - begin
         assert [record[2:] for record in replayed] == [record[2:] for record in log[begin:end]][: len(replayed)]
     return len(begins)
+
+
+@pytest.mark.parametrize(("ep", "kind"), [(1, "orca"), (2, "rra")])
+def test_experts_in_parts_and_in_slices(fleet, checkpoint, alone, ep, kind):
+    problem = problem_of(checkpoint(NAMES["experts"])[0], 2)
+    placement = next(
+        placement
+        for placement in placements_of(problem, kind)
+        if [stage.group for stage in placement.decode_lane] == [(2, ep)] and placement.microbatches == 1
+    )
+    plan = Scheduler(problem).score(POLICIES[kind](**placement.fixed, **ONE_LANE[kind]), placement)
+    assert [stage.ep for stage in plan.stages] == [ep]
+    check(fleet, plan, alone("experts"))
 
 
 def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkpoint):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.numerics.checkpoints import FAMILIES, VOCABULARY
+from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
 from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
@@ -45,6 +45,9 @@ SHORT = {
     ("t5", "dense_act_fn"),
     ("gpt2", "hidden_size"),
     ("opt", "activation_function"),
+    ("gpt_oss", "layer_types"),
+    ("mixtral", "sliding_window"),
+    ("qwen3_moe", "norm_topk_prob"),
 }
 
 
@@ -80,7 +83,8 @@ def their_logits(directory, family, inputs):
     """The same of transformers with its own cache, fed with these tokens; None where it refuses the checkpoint."""
     kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
     try:
-        model = kind.from_pretrained(directory, dtype=torch.float32).eval()
+        eager = {"experts_implementation": "eager"} if family in WITH_EXPERTS else {}
+        model = kind.from_pretrained(directory, dtype=torch.float32, **eager).eval()
         prompt = torch.tensor([PROMPT])
         first, rest = {"input_ids": prompt}, {}
         if family == "t5":
