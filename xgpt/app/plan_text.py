@@ -58,6 +58,19 @@ def engine_in_words(plan: Plan) -> list[str]:
     return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
 
 
+def mixing_in_words(plan: Plan) -> list[str]:
+    """How far the choice of the policy hangs on what mixed steps cost."""
+    edge = plan.estimate.mixing_edge
+    if edge is None:
+        return []
+    now = 0.0 if plan.engine is None else plan.engine.mixing
+    where = "more" if edge.mixing > now else "less"
+    return [
+        f"mixed steps: decodes are taken to be {100 * now:.0f}% slower in a step that also encodes; at "
+        f"{100 * edge.mixing:.0f}% or {where}, {edge.policy} would serve more"
+    ]
+
+
 def bounds_in_words(constraint: Constraint) -> str:
     """What a request must keep: "15 s from arrival to the last token"."""
     names = {

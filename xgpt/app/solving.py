@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.app.arrivals import with_capacities
 from xgpt.app.checking import check_planned
+from xgpt.app.mixing import with_mixing_edge
 from xgpt.app.planning import is_uniform, plan_each, plan_uniform
 from xgpt.app.problems import resolve
 from xgpt.app.simulating import with_joint_lengths
@@ -68,8 +69,9 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     started = time.perf_counter()
     plans = plan_each(problem, request.policy, request.search, request.order, progress)
     plans = with_capacities(plans, problem.profile)
+    kind = next(iter(plans))
+    plans[kind] = best = with_mixing_edge(plans, problem.profile)
     planning_s = time.perf_counter() - started
-    kind, best = next(iter(plans.items()))
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     if trace is not None:
         plans[kind] = best = with_joint_lengths(best, problem.profile, trace)

@@ -212,6 +212,15 @@ class JointLengths(Frozen):
     """Relative difference of latency."""
 
 
+class MixingEdge(Frozen):
+    """The cost of mixed steps from which on, or below which, a plan of another policy would serve more."""
+
+    mixing: float
+    """As of an engine: share of what decodes take in a step of their own."""
+    policy: str
+    """That plan's policy."""
+
+
 class Capacity(Frozen):
     """The highest Poisson arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
 
@@ -274,6 +283,8 @@ class Estimate(Frozen):
     """Cost of a million output tokens at saturation; None: no price is known."""
     capacity: Capacity | None = None
     """None: there is no bound (any rate below the throughput is kept), or it has not been simulated."""
+    mixing_edge: MixingEdge | None = None
+    """Where the choice of policy changes; None: nowhere from 0 to 0.4, or steps were measured."""
     joint_lengths: JointLengths | None = None
     """None: the workload is not a trace, or its lengths are all equal."""
     warnings: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import xgpt
+from xgpt.app.plan_text import mixing_in_words
 from xgpt.errors import InputError
 from xgpt.io import config_names
 from xgpt.resolve import engine_of, load_engine
@@ -83,3 +84,16 @@ def test_what_a_request_takes_outside_of_the_loop_counts_from_its_arrival() -> N
         for engine in (plans[0].engine, slow)
     )
     assert late.figures["ttft_mean_s"] - fast.figures["ttft_mean_s"] == pytest.approx(0.4955, abs=1e-6)
+
+
+def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> None:
+    asked = {"model": "qwen3-32b", "cluster": "h200x8", "workload": "azure-conv", "latency_bound_s": 20.0}
+    plan = xgpt.plan(**asked, objective="saturated")
+    edge = plan.estimate.mixing_edge
+    assert plan.policy.kind == "chunked" and edge is not None and 0 < edge.mixing < 0.4
+    (line,) = mixing_in_words(plan)
+    assert f"at {100 * edge.mixing:.0f}% or more, {edge.policy} would serve more" in line
+    of = load_engine("xgpt")
+    sources = of.sources | {"mixing": "assumed"}
+    dear = of.model_copy(update={"mixing": min(1.5 * edge.mixing, 0.4), "sources": sources})
+    assert xgpt.plan(**asked, objective="saturated", engine=dear).policy.kind != "chunked"
