@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies.rule import PromptBudget
-from xsimulator.step_cost import LaneCost
 from xsimulator.step_counts import StepCounts
 
 Array = npt.NDArray[np.float64]
@@ -124,31 +123,6 @@ class Step(NamedTuple):
     batch: Batch
     lane: str = "both"
     transfer: tuple[int, ...] = ()
-
-
-class Clock:
-    """When the steps of a lane end, as `xsimulator.clock.LaneClock`."""
-
-    def __init__(self, cost: LaneCost) -> None:
-        self.cost = cost
-        self.free_ns = [0] * cost.num_stages
-
-    def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
-        cost, free, now = self.cost, self.free_ns, issue_ns
-        costs = cost.step_ns(counts)
-        if len(free) == 1:
-            now = free[0] = max(now, free[0]) + costs[0]
-            return now
-        for stage, hop in enumerate(cost.hops_ns(counts.num_tokens)):
-            now += hop
-            if now < free[stage]:
-                now = free[stage]
-            now += costs[stage]
-            free[stage] = now
-        return now
-
-    def occupy(self, issue_ns: int, seconds: float) -> None:
-        self.free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self.free_ns]
 
 
 class Run(ABC):

@@ -28,30 +28,56 @@ class Span(NamedTuple):
 OnSpan = Callable[[Span], None]
 
 
-class LaneClock:
-    """Says when the steps of one lane end. To be called once a step, in their order."""
+class Clock:
+    """When the steps of one lane end. To be asked once a step, in their order.
 
-    def __init__(self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
-        self._cost = cost
-        self._schedule = schedule
-        self._on_span = on_span
-        self._free_ns = [0] * cost.num_stages
-        """The time at which each stage is done with what has been scheduled."""
+    Attributes:
+        free_ns: the time at which each stage is done with what has been scheduled.
+    """
 
-    def __call__(self, issue_ns: int, step: Step) -> int:
-        counts = step_counts(self._schedule, step, has_encoder=self._cost.has_encoder)
-        now_ns = issue_ns
-        costs, hops = self._cost.step(counts), self._cost.hops(counts.num_tokens)
-        for stage, (cost_s, hop_s) in enumerate(zip(costs, hops, strict=True)):
-            start_ns = max(now_ns + round(hop_s * 1e9), self._free_ns[stage])
-            now_ns = self._free_ns[stage] = start_ns + max(1, round(cost_s * 1e9))
-            if self._on_span is not None:
-                self._on_span(Span(step.lane, stage, start_ns, now_ns, step))
-        return now_ns
+    def __init__(self, cost: LaneCost) -> None:
+        self.cost = cost
+        self.free_ns = [0] * cost.num_stages
+
+    def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
+        """Return when a step that is scheduled now leaves the last stage."""
+        cost, free, now = self.cost, self.free_ns, issue_ns
+        costs = cost.step_ns(counts)
+        if len(free) == 1:
+            now = free[0] = max(now, free[0]) + costs[0]
+            return now
+        for stage, hop in enumerate(cost.hops_ns(counts.num_tokens)):
+            now += hop
+            if now < free[stage]:
+                now = free[stage]
+            now += costs[stage]
+            free[stage] = now
+        return now
 
     def occupy(self, issue_ns: int, seconds: float) -> None:
         """Occupy every stage with something else for this long, after the step that it works on."""
-        self._free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self._free_ns]
+        self.free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self.free_ns]
+
+
+class LaneClock(Clock):
+    """The same for a schedule's steps, whose counts it reads off the schedule.
+
+    Args:
+        on_span: told of each stage's work on each step.
+    """
+
+    def __init__(self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
+        super().__init__(cost)
+        self._schedule = schedule
+        self._on_span = on_span
+
+    def __call__(self, issue_ns: int, step: Step) -> int:
+        counts = step_counts(self._schedule, step, has_encoder=self.cost.has_encoder)
+        end_ns = self.end_ns(issue_ns, counts)
+        if self._on_span is not None:
+            for stage, (until_ns, cost_ns) in enumerate(zip(self.free_ns, self.cost.step_ns(counts), strict=True)):
+                self._on_span(Span(step.lane, stage, until_ns - cost_ns, until_ns, step))
+        return end_ns
 
 
 class TwoLaneClock:
@@ -76,6 +102,9 @@ class TwoLaneClock:
 def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
     """Count what the cost of a step depends on, as it is scheduled."""
     running = schedule.pool.running
+    if not step.encode and not has_encoder:
+        decodes = len(step.decode)
+        return StepCounts((), decodes, sum([running[id_].context for id_ in step.decode]), decodes, decodes)
     ended = set(schedule.encoded(step))
     encode = [(start, start + length, int(id_ in ended)) for id_, start, length in step.encode]
     prompt_tokens = sum(length for _, _, length in step.encode)

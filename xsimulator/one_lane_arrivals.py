@@ -7,7 +7,8 @@ from collections import deque
 import numpy as np
 
 from xgpt.policies.rule import LaneSettings, PromptBudget
-from xsimulator.arrivals import Batch, Clock, Kv, Run, Step, Stream
+from xsimulator.arrivals import Batch, Kv, Run, Step, Stream
+from xsimulator.clock import Clock
 from xsimulator.step_cost import LaneCost
 
 

@@ -32,6 +32,8 @@ Ints = npt.NDArray[np.int_]
 NUM_GROUPS = 10
 """Groups into which consecutive admissions, which have much in common, are put."""
 NUM_DRAWS = 40
+LEAST_ERROR = 0.003
+"""Stated at least: where lengths hardly differ a schedule repeats itself for ever, in a way that its start decides."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class RequestLaw:
     Attributes:
         seconds: # [admissions, lengths]
         probabilities: of the lengths. # [lengths]
+        batch: of each admission: requests of one were admitted in the same step. # [admissions]
     """
 
     seconds: Array
     probabilities: Array
+    batch: Ints
 
     def quantile(self, q: float) -> float:
         """The latency that a share q of all requests keeps, s."""
@@ -56,6 +60,15 @@ class RequestLaw:
         seconds, reached = self._sorted
         index = int(np.searchsorted(seconds, bound_s, side="right"))
         return float(reached[index - 1]) if index else 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether requests of the same length all take the same time."""
+        return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
+
+    def batches_beyond(self, q: float) -> int:
+        """Return the number of batches with requests that take longer than the quantile: few do not tell a tail."""
+        return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
         """Standard error of that quantile, relative: groups of admissions are drawn again and again in their place."""
@@ -71,7 +84,7 @@ class RequestLaw:
             reached = np.cumsum(weights * times[of])
             index = int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12)))
             found.append(self.seconds.flat[order[min(index, len(order) - 1)]])
-        return float(np.std(found, ddof=1) / np.mean(found))
+        return max(float(np.std(found, ddof=1) / np.mean(found)), LEAST_ERROR)
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
@@ -95,7 +108,8 @@ def request_law(
     if not ids:
         raise InputError("requests", len(seen.first_token), f"the log needs over {skip_requests} admitted requests")
     decodes = lengths.outputs.astype(int) - encode_emits
-    return RequestLaw(seen.latencies(ids, decodes), lengths.output_probabilities)
+    batch = np.asarray([seen.admitted[id_] for id_ in ids])
+    return RequestLaw(seen.latencies(ids, decodes), lengths.output_probabilities, batch)
 
 
 class _Seen:
@@ -107,7 +121,7 @@ class _Seen:
         self._end = np.asarray([record.end_ns for record in log], float) / 1e9
         self.first_token: dict[int, int] = {}
         """Step that makes it, by request; of an encoder's lane, that ends the prompt."""
-        self._admitted: dict[int, int] = {}
+        self.admitted: dict[int, int] = {}
         self._joined: dict[int, tuple[tuple[str, int], int]] = {}
         """Lane and micro-batch in which a request decodes, and its first decode step's number there, by request."""
         prompts = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
@@ -126,8 +140,8 @@ class _Seen:
                     inside[batch] = set(record.decode)
                 steps[batch].append(i)
             for id_, start, length in record.encode:
-                if id_ not in self._admitted:
-                    self._admitted[id_] = i
+                if id_ not in self.admitted:
+                    self.admitted[id_] = i
                     waiting -= 1
                 if start + length == prompts[id_]:
                     self.first_token.setdefault(id_, i)
@@ -149,9 +163,9 @@ class _Seen:
 
     def latencies(self, ids: Sequence[int], decodes: Ints) -> Array:
         """Seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
-        opens = self._admitted[ids[0]]
+        opens = self.admitted[ids[0]]
         """From here on batches are as in the steady state, up to the last admission."""
-        admitted = self._start[[self._admitted[id_] for id_ in ids]]
+        admitted = self._start[[self.admitted[id_] for id_ in ids]]
         first = self._end[[self.first_token[id_] for id_ in ids]]
         found = np.repeat((first - admitted)[:, None], len(decodes), axis=1)
         for batch, steps in self._steps.items():

@@ -10,7 +10,8 @@ import numpy as np
 
 from xgpt.policies.rule import PromptBudget
 from xgpt.policies.waa import TwoLaneSettings
-from xsimulator.arrivals import Batch, Clock, Kv, Run, Step, Stream
+from xsimulator.arrivals import Batch, Kv, Run, Step, Stream
+from xsimulator.clock import Clock
 from xsimulator.step_cost import LaneCost
 from xsimulator.transfer import TransferCost
 

@@ -194,6 +194,12 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 # Outputs of one or two tokens: the encode lane alone limits waa, with next to nothing in decode.
 @example(Case(3782129256, 3, "waa", "length", monotone=True, quantile=0.9))
 @example(Case(4100690267, 2, "waa", "length", monotone=False, quantile=0.5))
+# A static batch in parts whose outputs end with the first decode round.
+@example(Case(486237138, 2, "auto", "length", monotone=False, quantile=0.99))
+# Outputs of one token: a batch's latency is that of its prompts, and few batches do not tell the slowest hundredth.
+@example(Case(4100226323, 2, "orca", "request", monotone=False, quantile=0.99))
+# All prompts and outputs alike: the steps repeat for ever what the start has made of them.
+@example(Case(2509471469, 1, "chunked", "request", monotone=True, quantile=0.9))
 def test_claims_hold(case: Case) -> None:
     claims_hold(case)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cache
-from math import floor, log
+from math import ceil, floor, log
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan, Profile, Workload
+from xgpt.workload import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,13 @@ if TYPE_CHECKING:
     from xsimulator.request_law import RequestLaw
 
 NUM_REQUESTS = 500
-"""Simulated admissions, each of which stands for requests of every length."""
+"""Simulated admissions, each of which stands for requests of every length. Fewer may lack the longest prompts, and the
+error that they show does not tell."""
 MOST_REQUESTS = 2000
+MOST_TOKENS = 40_000
+"""More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
+BATCHES_BEYOND = 3
+"""Encode batches that have requests beyond the quantile, at least; where there are fewer, more are simulated."""
 GOOD_ERROR = 0.01
 """Relative standard error of a simulated latency, above which more admissions are simulated."""
 RUNG = 1.01
@@ -41,6 +47,8 @@ REACH = 1.15
 """By which factor the closed form may overestimate latencies: higher rungs are not looked at."""
 SEED = 0
 """All plans meet the same requests."""
+ROUNDING = 1e-9
+"""Policies whose settings come to the same serve the same, but for this share."""
 
 
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
@@ -54,13 +62,15 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
     from xgpt.app.simulating import request_latencies
 
+    of, quantile = workload or plan.workload, plan.constraint.quantile
     num_requests = NUM_REQUESTS
+    most = max(MOST_REQUESTS, MOST_TOKENS / mean(of.output))
     while True:
-        rng = np.random.default_rng(seed)
-        law = request_latencies(plan, profile, workload or plan.workload, num_requests, rng)
-        if num_requests >= MOST_REQUESTS or law.error(plan.constraint.quantile) <= GOOD_ERROR:
+        law = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed))
+        settled = law.error(quantile) <= GOOD_ERROR and law.batches_beyond(quantile) >= BATCHES_BEYOND
+        if num_requests >= most or settled or law.is_constant:
             return law
-        num_requests *= 4
+        num_requests = min(4 * num_requests, ceil(most))
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
@@ -135,7 +145,7 @@ class Ladder:
         """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
-        while (top := self.plan(above)) is not None and top.estimate.throughput_rps > rival_rps:
+        while (top := self.plan(above)) is not None and top.estimate.throughput_rps > rival_rps * (1 + ROUNDING):
             low = above - BLOCK
             if self.keeps(low, bound_s):
                 break

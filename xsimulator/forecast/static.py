@@ -81,12 +81,14 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     own_way = decode[kinds]
     td = active * decode[:kinds]  # [kinds, n, segments]
     rounds = np.maximum(np.maximum.reduce(td), own_way)
-    # The first round overlaps with the others' encoding: its last micro-batch just passes through.
-    saved = np.maximum(rounds[:, 0] - own_way[:, 0], 0.0) * some[:, 0] / weights[0]
-    cycle = encoding + (rounds * some).sum(axis=1) - saved
+    # Every stage encodes all parts first. The first one is done before the last, and begins to decode; where that takes
+    # longer on the way than encoding did, the first round is late.
+    other_stages = own_way[:, 0] - np.maximum.reduce(decode[:kinds, :, 0]) - (own - slowest)
+    late = np.maximum(np.maximum.reduce(td[:, :, 0]) + other_stages - rounds[:, 0], 0.0)
+    cycle = encoding + (rounds * some).sum(axis=1) + late * some[:, 0] / weights[0]
     decodes = model.quantile_decodes
     met = np.minimum(np.maximum(decodes - starts, 0), weights)
-    decoding = (rounds * met).sum(axis=1) - saved * bool(decodes)
+    decoding = (rounds * met).sum(axis=1) + late * bool(decodes)
     return Performance(
         throughput=batch / cycle,
         latency=encoding + decoding,
