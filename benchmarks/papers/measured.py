@@ -14,7 +14,7 @@ from xgpt.policies.tcb import Batching
 from xgpt.resolve import load_model
 from xgpt.schema import BenchReport, Plan, StaticSettings
 
-WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 2
+WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 4
 """Of the model in TCB's shape; requests of a batch, and of a measurement; how often each layout is measured."""
 LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 GB_A_GPU = {"39B": 39 * 2 / 16, "101B": 101 * 2 / 32, "175B": 175 * 2 / 32, "341B": 341 * 2 / 48}
@@ -101,7 +101,7 @@ def tcb_served() -> Iterator[Found]:
             report = bench(of, num_requests=NUM_REQUESTS, batching=layout).report
             assert isinstance(report, BenchReport) and not report.num_failed
             seen[layout].append(next(f.measured for f in report.figures if f.metric == "throughput_rps"))
-    rps = {layout: float(np.mean(values)) for layout, values in seen.items()}
+    rps = {layout: max(values) for layout, values in seen.items()}  # other work on the machine only slows it
     why = (
         f"how many requests TNB's batch has: here as many as TCB's, {BATCH}, so that fuller rows are all that is left; "
         "the paper gives TNB 64 rows and TCB 64 rows of 400 tokens, some 1,240 requests"
@@ -121,4 +121,4 @@ def tcb_served() -> Iterator[Found]:
     cells = [(layout, *(f"{value:.1f}" for value in values), f"{rps[layout]:.1f}") for layout, values in seen.items()]
     rounds = tuple(f"round {number + 1}" for number in range(ROUNDS))
     note = f"Requests a second, width {WIDTH}, batches of {BATCH} at most: `xgpt bench PLAN --batching LAYOUT`."
-    yield Table("TCB's layouts behind the endpoint", ("layout", *rounds, "mean"), tuple(cells), note)
+    yield Table("TCB's layouts behind the endpoint", ("layout", *rounds, "best"), tuple(cells), note)
