@@ -5,8 +5,9 @@
 Random checkpoints of OPT's shapes in bfloat16 are written, and loaded on one device (a core) and on two in each
 placement: first with the file dropped from the page cache (from disk), then with the file in it (from memory). Each
 worker reads its own part, memory-mapped, converts it and lays it out for the CPU's products; K/V memory, groups and a
-first step are included; the fastest of a few times counts, as other work only slows it. `predicted` is the planner's: the fullest device's weights, at the rate that a profile of this
-machine measures (`xprofiler.measure.loading_rate`); from disk, and reading the file at the rate of a plain read of it.
+first step are included; the fastest of a few times counts, as other work only slows it. `predicted` is the planner's:
+the fullest device's weights, at the rate that a profile of this machine measures (`xprofiler.measure.loading_rate`);
+from disk, and reading the file at the rate of a plain read of it. Rows are kept in results/loading.
 Source of the table: ExeGPT sec. 7.7, Table 4.
 """
 
