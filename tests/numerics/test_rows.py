@@ -21,6 +21,9 @@ PROMPTS = {one.id: tuple(rng.integers(0, VOCABULARY, one.input_length).tolist())
 LENGTHS = {one.id: one.max_output for one in REQUESTS}
 ROWS = [REQUESTS[:4], REQUESTS[4:5], REQUESTS[5:]]
 
+SHAPES = [name for name in FIRST_SHAPES if not name.startswith("gpt_oss")]
+"""Rows know no windows and no sinks."""
+
 SLOTTED, LEFT_OVER = slotted_rows(ROWS, 65, 16)
 BATCHES = {
     "padded": padded_rows(REQUESTS),
@@ -58,7 +61,7 @@ def test_the_layouts_are_what_they_should_be():
     )
 
 
-@pytest.mark.parametrize("name", FIRST_SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("layout", BATCHES)
 @pytest.mark.parametrize("free_slots", [False, True])
 def test_tokens_are_those_of_the_flattened_batch(flattened, name, layout, free_slots):

@@ -46,7 +46,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     """Return the schedule of whole batches in rows, without a request in it.
 
     Raises:
-        InputError: the plan does not run whole batches on one device.
+        InputError: the plan does not run whole batches on one device, or its model attends in windows or with sinks.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -54,6 +54,9 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
+        raise InputError("batching", batching, accepted)
+    if plan.model.sliding_window is not None or plan.model.attention_sinks:
+        accepted = f"{plan.model.name} attends in windows or with sinks, which rows do not: take flat"
         raise InputError("batching", batching, accepted)
     pool = RowPool(
         _fewest_blocks(plan.stages),
