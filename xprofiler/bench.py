@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import Curve, ModelSpec
+from xgpt.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, make_batch
@@ -50,6 +50,10 @@ JOBS_A_STEP = 16
 """Points after which it is measured again."""
 STEPS_A_STRETCH = 3
 """Steps in succession: over seconds of profiling they meet as much of the machine's ups and downs as one request."""
+WORST_ONE_IN, MORE_PASSES = 4, 6
+"""In restless minutes (`RESTLESS`) every fourth point, the least certain ones, is measured six times more."""
+STALL = 3.0
+"""A call that takes this many medians tells of a stall of the machine, not of the point."""
 MAX_STEP_TOKENS = 2048
 """Prompt tokens in a measured attention call: larger ones cost proportionally."""
 MAX_CACHED_TOKENS = 16384
@@ -123,6 +127,22 @@ def spread(steps: Sequence[float]) -> float:
     return max(0.0, float(np.quantile(stretches, 0.9) / np.mean(stretches)) - 1)
 
 
+def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
+    """Return the points whose means the machine's restlessness leaves least certain, a share of all."""
+
+    def error(values: Sequence[float]) -> float:
+        return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
+
+    ranked = sorted(times, key=lambda key: -error(times[key][1:]))
+    return ranked[: -(-len(ranked) // WORST_ONE_IN)]
+
+
+def mean_without_stalls(values: Sequence[float]) -> float:
+    """Return the mean of what a call took, without calls that a stall of the machine made several times as long."""
+    most = STALL * statistics.median(values)
+    return statistics.mean(value for value in values if value <= most)
+
+
 class Bench:
     """Measures the points of a profile on one worker, which may be one of several that compute together.
 
@@ -135,6 +155,8 @@ class Bench:
         self.spec = worker.model.spec
         self.progress = progress
         self.seconds = seconds or timed
+        self._is_alone = seconds is None
+        """Not one of several, which must all make the same calls."""
 
     def measure(self) -> Timings:
         """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
@@ -144,13 +166,20 @@ class Bench:
         jobs = self.jobs()
         times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
         steps: list[float] = []
-        calls = in_passes(jobs, _prompt_tokens)
-        for done, key in enumerate(calls):
-            self.progress(done, len(calls), f"profiling: {key[0]}")
-            if done % JOBS_A_STEP == 0:
-                steps.append(self.typical_step())
-            times[key].append(jobs[key]())
-        return {key: statistics.mean(values[1:]) for key, values in times.items()} | {("spread", 0): spread(steps[1:])}
+
+        def call(keys: Sequence[tuple[str | int, ...]], what: str) -> None:
+            for done, key in enumerate(keys):
+                self.progress(done, len(keys), f"{what}: {key[0]}")
+                if done % JOBS_A_STEP == 0:
+                    steps.append(self.typical_step())
+                times[key].append(jobs[key]())
+
+        call(in_passes(jobs, _prompt_tokens), "profiling")
+        if self._is_alone and spread(steps[1:]) > RESTLESS:
+            call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
+        return {key: mean_without_stalls(values[1:]) for key, values in times.items()} | {
+            ("spread", 0): spread(steps[1:])
+        }
 
     def jobs(self) -> Jobs:
         """What measures each point."""

@@ -145,12 +145,19 @@ def test_plan_writes_what_it_prints(xgpt: Xgpt) -> None:
     assert sorted(Path.cwd().iterdir()) == [Path.cwd() / "deep"]
 
 
-def test_a_profile_whose_spread_leaves_nothing_of_a_bound_is_refused(xgpt: Xgpt) -> None:
+def test_restless_minutes_do_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     spec, _ = load_model(PROBLEM[1])
     profile = analytic.profile(spec, load_cluster(PROBLEM[3]), spec.default_dtype)
     Path("wild.json").write_text(dump_json(profile.model_copy(update={"spread": 1.3})))
-    line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, "--profile", "wild.json")
-    assert "profile.spread: 1.3" in line
+    asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "chunked", "--profile", "wild.json")
+    ran = xgpt(*asked)
+    assert re.search(
+        r"restless minutes.* 130% longer.* up to 20%.*with 12% this plan would keep about \d+% more",
+        " ".join(ran.out.split()),
+    )
+    document = json.loads(xgpt(*asked, "--json").out)
+    assert document["constraint"]["headroom"] == 0.2
+    assert "restless" in document["estimate"]["warnings"][0]
 
 
 def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:

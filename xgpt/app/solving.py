@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import with_capacities
+from xgpt.app.arrivals import predicted_rate, with_capacities
 from xgpt.app.checking import check_planned
 from xgpt.app.mixing import with_mixing_edge
 from xgpt.app.planning import is_uniform, plan_each, plan_uniform
@@ -16,6 +16,7 @@ from xgpt.app.sizing import ClusterChoice, cheapest, fewest_devices
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_trace
 from xgpt.schema import Plan
+from xgpt.schema.profile import KNOWN_ERROR
 
 if TYPE_CHECKING:
     from xgpt.app.profiles import Progress
@@ -75,9 +76,30 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     if trace is not None:
         plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
+    if problem.profile.is_restless:
+        plans[kind] = best = _told_of_restlessness(best, problem)
     if problem.cluster.is_local:
         check_planned(best)
     return Planned(request, problem, plans, choices, planning_s)
+
+
+def _told_of_restlessness(plan: Plan, problem: Problem) -> Plan:
+    """The plan with a warning that its profile was measured in restless minutes, and what the headroom for that costs
+    of the arrival rate, in closed form."""
+    profile, constraint = problem.profile, plan.constraint
+    text = (
+        f"the profile was measured in restless minutes: slow stretches took {100 * profile.spread:.0f}% longer than "
+        f"the mean, and bounds are kept up to {100 * constraint.headroom:.0f}%; measure again in quiet ones with `xgpt "
+        "profile`, or say what to keep with --headroom"
+    )
+    usual = KNOWN_ERROR[profile.source]
+    if constraint.headroom > usual and constraint.maximises_arrivals:
+        loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
+        most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
+        if most and now:
+            text += f"; with {100 * usual:.0f}% this plan would keep about {100 * (most / now - 1):.0f}% more"
+    warnings = (*plan.estimate.warnings, text)
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"warnings": warnings})})
 
 
 def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:

@@ -77,5 +77,10 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
         render.table("all layers but attention", ["tokens", "ms", "tokens/s"], rows),
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
         f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
+        *(
+            ["warning: measured in restless minutes: its worst points were repeated; measure again in quiet ones"]
+            if profile.is_restless and profile.source == "measured"
+            else []
+        ),
         *(f"{part}: {source}" for part, source in profile.provenance.items()),
     )

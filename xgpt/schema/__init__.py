@@ -44,7 +44,16 @@ from xgpt.schema.policy import (
     Variable,
     WaaSettings,
 )
-from xgpt.schema.profile import LEAST_HEADROOM, CrossTimes, Curve, EncoderLayerTimes, LayerTimes, Profile, Surface
+from xgpt.schema.profile import (
+    LEAST_HEADROOM,
+    RESTLESS,
+    CrossTimes,
+    Curve,
+    EncoderLayerTimes,
+    LayerTimes,
+    Profile,
+    Surface,
+)
 from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
@@ -54,6 +63,7 @@ __all__ = [
     "ANYONE",
     "BYTES_PER_ELEMENT",
     "LEAST_HEADROOM",
+    "RESTLESS",
     "ROW_ORDERS",
     "SLICE_TOKENS",
     "Account",

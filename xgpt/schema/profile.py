@@ -27,6 +27,13 @@ the hour nor the load of clients on the same machine. A running server takes sma
 ones for a reason to re-plan."""
 
 
+RESTLESS = 0.15
+"""Spread from which a measurement tells of restless minutes: it meets the machine's other work as well."""
+MOST_HEADROOM = 0.20
+"""Headroom at most that a spread makes a plan keep: more would give away the machine for what disturbed its
+measurement."""
+
+
 class Curve(Frozen):
     """Seconds against one size: `seconds[i]` at `points[i]`; linear between points."""
 
@@ -219,8 +226,14 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Share by which everything may take longer than this profile says before a plan breaks its bound."""
-        return round(max(self.spread, KNOWN_ERROR[self.source]), 4)
+        """Share by which everything may take longer than this profile says before a plan breaks its bound: the known
+        error of its kind, or its spread if that is more, up to `MOST_HEADROOM`."""
+        return round(max(min(self.spread, MOST_HEADROOM), KNOWN_ERROR[self.source]), 4)
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether the machine was disturbed while it was measured."""
+        return self.spread > RESTLESS
 
     def slowed(self, factor: float) -> Profile:
         """Return the profile of a machine on which everything takes `factor` times as long."""

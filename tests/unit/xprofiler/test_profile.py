@@ -14,8 +14,9 @@ from xgpt.errors import InputError
 from xgpt.io import config_names, parse
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Profile
-from xprofiler import analytic
-from xprofiler.bench import spread
+from xgpt.schema.profile import MOST_HEADROOM, RESTLESS
+from xprofiler import analytic, bench
+from xprofiler.bench import Bench, least_certain, mean_without_stalls, spread
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
 
@@ -155,9 +156,44 @@ def test_the_spread_is_of_stretches_and_one_stall_does_not_hide_it() -> None:
     assert spread([1.0, 1.0, 8.0] + [1.0] * 17) > 0.0
 
 
+def test_a_stall_is_no_part_of_a_point() -> None:
+    assert mean_without_stalls([1.0, 1.2, 1.1, 30.0]) == pytest.approx(1.1)
+    assert mean_without_stalls([1.0, 2.0]) == 1.5
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatch, *, stalls: bool) -> None:
+    """One point in eight varies; the typical step tells whether the minutes are restless."""
+    calls: dict[tuple[str | int, ...], int] = {}
+    rng = np.random.default_rng(0)
+
+    class Fake(Bench):
+        def __init__(self) -> None:
+            self.progress = lambda done, total, what: None
+            self._is_alone = True
+            self.worker = type("W", (), {"cache": type("C", (), {"layers": ()})()})()
+
+        def typical_step(self) -> float:
+            return float(rng.exponential()) if stalls else 1.0
+
+        def job(self, number: int) -> float:
+            calls["point", number] = calls.get(("point", number), 0) + 1
+            return 1.0 + (number % 8 == 0) * float(rng.random())
+
+        def jobs(self) -> bench.Jobs:
+            return {("point", number): lambda number=number: self.job(number) for number in range(64)}
+
+    found = Fake().measure()
+    assert (found["spread", 0] > RESTLESS) == stalls
+    repeated = {number for (_, number), count in calls.items() if count > min(calls.values())}
+    assert repeated >= {0, 8, 16, 24, 32, 40, 48, 56} if stalls else not repeated
+    assert len(least_certain({("point", n): [1.0, 1.0, 1.0 + n] for n in range(8)})) == 2
+
+
 @pytest.mark.parametrize(("source", "least"), [("measured", 0.05), ("imported", 0.10), ("analytic", 0.12)])
 def test_headroom_follows_what_the_times_come_from(source: str, least: float) -> None:
     profile = problem("opt-125m", "v100x1", "summarization").profile
     of_kind = profile.model_copy(update={"source": source})
     assert of_kind.headroom == least
-    assert of_kind.model_copy(update={"spread": 0.2}).headroom == 0.2
+    assert of_kind.model_copy(update={"spread": 0.17}).headroom == 0.17
+    assert of_kind.model_copy(update={"spread": 0.46}).headroom == MOST_HEADROOM
