@@ -54,6 +54,7 @@ class Trial:
     def __init__(self, plan: Plan, profile: Profile, seed: int = SEED, *, by_request: bool = False) -> None:
         self.plan, self.constraint = plan, plan.constraint
         self._by_request = by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve"
+        self._by_request |= not plan.policy.counts_tell
         self.lanes = lanes_of(plan, profile)
         share = plan.estimate.throughput_rps / plan.replicas
         longest_s = plan.estimate.latency_s + _wait_s(plan, share)

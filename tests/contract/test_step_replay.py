@@ -49,6 +49,14 @@ LANES = {
         max_decode_batch=9,
         decode_microbatches=2,
     ),
+    "waa, buffered": TwoLaneSettings(
+        encode_tokens=20.0,
+        encode_stages=1,
+        encode_blocks=15,
+        max_decode_batch=9,
+        decode_microbatches=2,
+        buffer_iterations=3,
+    ),
 }
 OTHERS = {
     "rra": [replace(LANES["rra"], encode_every=4), replace(LANES["rra"], encode_tokens=9.0)],
@@ -61,6 +69,7 @@ OTHERS = {
         replace(LANES["static, hybrid micro-batches"], encode_parts=1),
     ],
     "waa": [replace(LANES["waa"], max_decode_batch=5), replace(LANES["waa"], decode_microbatches=1)],
+    "waa, buffered": [replace(LANES["waa, buffered"], buffer_iterations=number) for number in (0, 2)],
 }
 CASES = pytest.mark.parametrize(("kind", "kv"), [(kind, "reserve") for kind in LANES] + [
     (kind, "quantile") for kind in LANES if "static" not in kind

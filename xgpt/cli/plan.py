@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--order",
-    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das", "slotted-das"]),
+    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]),
     default="fcfs",
     show_default=True,
     help="Which waiting request enters next: fcfs, the earliest arrival; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
-    "(TCB); slotted-das, the same for rows in slots.",
+    "(TCB); slotted-das, the same for rows in slots; shuffled, the earliest with each 64 in a row in random order.",
 )
 @click.option(
     "--fix",

@@ -35,6 +35,7 @@ def build(plan: Plan) -> Schedule:
             encode_blocks=_fewest_blocks(encode),
             max_decode_batch=plan.policy.max_decode_batch,
             decode_microbatches=plan.policy.decode_microbatches,
+            buffer_iterations=plan.policy.buffer_iterations,
             encoder_only=plan.model.is_encoder_decoder,
         )
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)

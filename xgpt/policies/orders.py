@@ -1,8 +1,8 @@
 """The orders of admission: which of an account's waiting requests enters next.
 
-First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das), also for rows in slots (slotted-das). All keep requests sorted as they come,
-so that a step pays for those that enter, not for those that wait.
+First come, first served (fcfs) or almost (shuffled), shortest prompt first (sjf), longest output first (lpt), earliest
+deadline first (edf), and TCB's deadline-aware scheduling (das), also for rows in slots (slotted-das). All keep requests
+sorted as they come, so that a step pays for those that enter, not for those that wait.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ Entry = tuple[float, int, Request]
 """(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
 
 
+WINDOW = 64
+"""Requests, in the order of their ids, that the order "shuffled" deals out among each other: those of many batches, and
+few enough that none waits for long."""
+
+
 def utility(request: Request) -> float:
     """What serving a request in time is worth. Source: TCB sec. 5.1."""
     return 1 / request.input_length
@@ -29,6 +34,16 @@ def utility(request: Request) -> float:
 def deadline(request: Request) -> float:
     """Nanoseconds; infinite where the request has none."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
+
+
+def shuffled(request: Request) -> float:
+    """Order requests by the window of ids in which they fall, and within it by chance: the same chance each time.
+
+    Source: ExeGPT sec. 6: where input and output length correlate, inputs are randomised across batches.
+    """
+    mixed = (request.id + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    return request.id // WINDOW + ((mixed ^ mixed >> 27) >> 40) / (1 << 24)
 
 
 class Order(ABC):
@@ -276,6 +291,8 @@ def make_order(order: AdmissionOrder, row_tokens: int | None = None) -> Order:
             return SortedOrder(lambda request: -request.max_output)
         case "edf":
             return SortedOrder(deadline)
+        case "shuffled":
+            return SortedOrder(shuffled)
         case "das":
             assert row_tokens is not None
             return DasOrder(row_tokens)

@@ -2,7 +2,8 @@
 
 A request passes four places. The encode lane takes a batch of prompts when all of it fits under the cap; the batch
 leaves with its first tokens, waits for its keys and values to move ("transfer" steps, one at a time, each with all
-that has come meanwhile), and joins the micro-batch of the decode lane whose turn it is.
+that has come meanwhile), and joins the micro-batch of the decode lane whose turn it is, no sooner than the buffer time
+after it began, which is counted in decode iterations: a rule reads no clock.
 Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
 """
 
@@ -34,6 +35,7 @@ class TwoLaneSettings:
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
         max_decode_batch: requests in encode, in transfer and in decode at most.
         decode_microbatches: what the decode lane's requests are divided into.
+        buffer_iterations: decode iterations from an encode batch's beginning until it joins, at least.
         reuse_is_planned: `encode_tokens` are those that are left to encode, not whole prompts.
         encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
     """
@@ -43,6 +45,7 @@ class TwoLaneSettings:
     encode_blocks: int
     max_decode_batch: int
     decode_microbatches: int = 1
+    buffer_iterations: int = 0
     encoder_only: bool = False
     reuse_is_planned: bool = False
 
@@ -64,6 +67,9 @@ class TwoLane(Schedule):
         """In the decode lane, and in none of its micro-batches yet."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
+        self._num_decode_steps = 0
+        self._joins_at: dict[int, int] = {}
+        """Of requests that have not joined: the number of decode steps that must have begun before."""
         self._budget = PromptBudget(settings.encode_tokens)
 
     def apply(self, other: Schedule) -> bool:
@@ -142,6 +148,10 @@ class TwoLane(Schedule):
             microbatch=self._encode_turn,
         )
         pool.begin(step, batch)
+        if settings.buffer_iterations:
+            joins_at = self._num_decode_steps + settings.buffer_iterations * len(self._decode)
+            self._joins_at = {id_: at for id_, at in self._joins_at.items() if id_ in pool.running}
+            self._joins_at |= dict.fromkeys((request.id for request in entered), joins_at)
         self._encode_turn = (self._encode_turn + 1) % len(self._encode)
         return step
 
@@ -195,16 +205,24 @@ class TwoLane(Schedule):
             grown = self.pool.take_grown()
             step = Step((), decode, preempted, lane="decode", microbatch=number, grown=grown)
             self.pool.begin(step, batch)
+            self._num_decode_steps += bool(decode)
             self._decode_turn = (number + 1) % count
             return step
         return None
 
     def _join(self, batch: MicroBatch) -> None:
         """Let transferred requests join, until the micro-batch has its share of all."""
-        arrived = self._arrived.decoding
         share = -(-self._num_decoding() // len(self._decode))
-        for request in list(arrived.values())[: max(0, share - batch.num_running)]:
+        for request in self._ready()[: max(0, share - batch.num_running)]:
+            self._joins_at.pop(request.id, None)
             self.pool.move(request, batch)
+
+    def _ready(self) -> list[Request]:
+        """Transferred requests whose buffer time is over; where none decodes, no iteration will end it."""
+        arrived = list(self._arrived.decoding.values())
+        if not self._joins_at or not any(batch.num_running for batch in self._decode):
+            return arrived
+        return [request for request in arrived if self._joins_at.get(request.id, 0) <= self._num_decode_steps]
 
     def _num_decoding(self) -> int:
         return len(self._arrived.decoding) + sum(batch.num_running for batch in self._decode)

@@ -23,7 +23,7 @@ SPARED_TAIL = 0.1
 """What a plan leaves unused of the share of requests that may break a bound (sla "request")."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das", "slotted-das"]
+AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
 
 ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
 """Orders that look at the prompt tokens of a row together."""
@@ -144,9 +144,10 @@ class Admission(Frozen):
 
     Waiting requests enter in the order of arrival ("fcfs"), shortest prompt first ("sjf"), largest possible output
     first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by TCB's deadline-aware
-    scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots). A request that has
-    waited for longer than `patience` times the plan's latency is overdue, and every second request to enter is the one
-    that is overdue the longest, so that none starves; None: no request is ever overdue.
+    scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots), or in the order of
+    arrival with each 64 in a row shuffled ("shuffled": neighbours' lengths may be alike, those of a batch are not). A
+    request that has waited for longer than `patience` times the plan's latency is overdue, and every second request to
+    enter is the one that is overdue the longest, so that none starves; None: no request is ever overdue.
 
     Where a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
     longer output goes on, and is preempted when other requests need the memory that it takes beyond its promise.

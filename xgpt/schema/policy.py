@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 
@@ -49,6 +49,8 @@ class SingleLane(Frozen):
     ep_degree: PositiveInt = 1
     """Parts into which such a group divides the experts of a layer."""
 
+    counts_tell: ClassVar[bool] = True
+    """Whether arrivals may be simulated by counts."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """What the stages of a replica are divided into."""
     holds_finished: ClassVar[bool] = False
@@ -153,10 +155,18 @@ class WaaSettings(Frozen):
     """Largest number of requests in decode."""
     decode_microbatches: PositiveInt = 1
     """Micro-batches of the decode lane."""
+    buffer_iterations: NonNegativeInt = 0
+    """Decode iterations that pass at least from an encode batch's beginning until it joins: as many as encoding takes
+    leave time for longer ones, and batches join at a steady pace; 0: each joins once it has been transferred."""
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the decode lane."""
+
+    @property
+    def counts_tell(self) -> bool:
+        """Whether arrivals may be simulated by counts: none of a request's steps waits for others by itself."""
+        return not self.buffer_iterations
 
     lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
     holds_finished: ClassVar[bool] = False

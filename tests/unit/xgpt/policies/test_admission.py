@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.orders import DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
+from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
 from xgpt.policies.request import Request
 from xgpt.schema import Account, AdmissionOrder
 
@@ -327,3 +327,15 @@ def heaps_of(queue: Queue) -> list[list[object]]:
         heaps += order._heaps.values() if isinstance(order, DasOrder) else [order._heap]
         assert isinstance(order, DasOrder | SortedOrder)
     return heaps
+
+
+def test_shuffled_requests_enter_in_windows_of_arrivals_each_in_an_order_of_its_own() -> None:
+    queue = filled(make_queue("shuffled"), [request(id_, 10) for id_ in range(3 * WINDOW)])
+    ids = drained(queue)
+    windows = [ids[n * WINDOW : (n + 1) * WINDOW] for n in range(3)]
+    for n, window in enumerate(windows):
+        assert sorted(window) == list(range(n * WINDOW, (n + 1) * WINDOW)) != window
+    assert [i % WINDOW for i in windows[0]] != [i % WINDOW for i in windows[1]]
+    # Neighbours are spread: as far from each other as by chance.
+    places = np.argsort(windows[0])
+    assert np.mean(np.abs(np.diff(places))) == pytest.approx(WINDOW / 3, rel=0.35)

@@ -137,6 +137,24 @@ def test_waa_passes_requests_from_lane_to_lane() -> None:
     assert encoded(fourth) == [6, 7]
 
 
+def test_waa_lets_a_batch_join_after_its_buffer_time() -> None:
+    settings = TwoLaneSettings(
+        encode_tokens=20.0, encode_stages=1, encode_blocks=100, max_decode_batch=6, buffer_iterations=3
+    )
+    schedule = TwoLane(settings, Pool(1000, 16))
+    submit(schedule, *[10] * 4)
+    sizes = []
+    for _ in range(7):
+        for lane in ("encode", "transfer"):
+            for step in begin(schedule, lane):
+                schedule.settle(step, [])
+        (decode,) = begin(schedule, "decode")
+        sizes.append(len(decode.decode))
+        schedule.settle(decode, [])
+    # The first batch waits for no iterations, as none would come; the second began with the second of them.
+    assert sizes == [2, 2, 2, 2, 4, 4, 4]
+
+
 def test_waa_spreads_arrivals_over_the_micro_batches() -> None:
     settings = TwoLaneSettings(
         encode_tokens=60.0,

@@ -1,0 +1,307 @@
+"""What WAA's buffer time and shuffled inputs gain where input and output lengths correlate (ExeGPT sec. 5.2, 6).
+
+    python -m benchmarks.correlated --trace FILE [--requests 2000] [--measured] [--rounds 4]
+
+Requests have the lengths of a trace, in four orders of arrival: as recorded; inputs and outputs drawn apart; paired so
+that they correlate by +0.54 (ExeGPT finds +0.57 to +0.94 in translations, Azure has -0.17 in conversations); and
+these pairs in runs of alike inputs, as a client that works through sorted files sends them. Buffer times are multiples
+of what a batch takes until it joins without any. Each setting meets the same requests, waiting from the beginning, on
+the simulated clock; with --measured a trace that is scaled down runs on two devices of this machine, too: all settings
+by turns, each with what is predicted of it, as ratios to the setting without either.
+Prints tables, writes results/correlated.json and .md; the last is docs/results/correlated.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from scipy.special import ndtri
+from scipy.stats import rankdata
+
+from benchmarks.drift import SMALL
+from xgpt.app.engines import build_engine
+from xgpt.app.profiles import obtain_profile
+from xgpt.app.simulating import read_log, run_requests
+from xgpt.cli.render import progress_bar
+from xgpt.io import write_atomic
+from xgpt.resolve import load_cluster, load_model, load_trace
+from xgpt.schema import AdmissionOrder, Constraint, Plan, Profile, Workload
+from xgpt.schema.step_log import StepRecord
+from xgpt.workload import TraceLengths, histogram_of
+from xprofiler import analytic
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xsimulator.measures import Measured
+
+RESULTS = Path("results/correlated")
+CORRELATION = 0.54
+RUN = 512
+"""Requests whose inputs come sorted, one run after the other."""
+BUFFERS = (1.0, 1.25, 1.5)
+"""Times the decode iterations that pass until a batch joins without any."""
+SCALE = 1 / 16
+"""Of the trace's lengths for the model that is measured."""
+Ints = np.ndarray[Any, np.dtype[np.int_]]
+Pairs = tuple[Ints, Ints]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Settings of the rule."""
+
+    order: AdmissionOrder = "fcfs"
+    buffer: int = 0
+
+    def of(self, plan: Plan) -> Plan:
+        """The plan with them."""
+        admission = plan.admission.model_copy(update={"order": self.order})
+        policy = plan.policy.model_copy(update={"buffer_iterations": self.buffer}) if self.buffer else plan.policy
+        return plan.model_copy(update={"admission": admission, "policy": policy})
+
+    def __str__(self) -> str:
+        texts = ["shuffled"] * (self.order == "shuffled") + [f"buffer {self.buffer}"] * bool(self.buffer)
+        return ", ".join(texts) or "neither"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Figures of a run.
+
+    Attributes:
+        spread_of_batches, spread_of_encoding: deviation of the requests in a decode step, and of the prompt tokens of a
+            step that encodes, as shares of their means.
+    """
+
+    measured: Measured
+    spread_of_batches: float
+    spread_of_encoding: float
+
+    @classmethod
+    def of(cls, plan: Plan, log: list[StepRecord], num_requests: int) -> Outcome:
+        middle = log[len(log) // 5 : -len(log) // 5]
+        batches = np.asarray([len(record.decode) for record in middle if record.decode])
+        encoded = np.asarray([sum(n for _, _, n in record.encode) for record in middle if record.encode])
+        measured = read_log(plan, plan.workload, log, num_requests, saturated=True)
+        return cls(measured, float(batches.std() / batches.mean()), float(encoded.std() / encoded.mean()))
+
+    @property
+    def cells(self) -> list[str]:
+        of = self.measured
+        seconds = (of.latency_s, of.request_latency_s, of.itl_p99_s)
+        spreads = (self.spread_of_batches, self.spread_of_encoding)
+        return [f"{of.throughput_rps:.3f}", *(f"{s:.3f}" for s in seconds), *(f"{100 * s:.1f}%" for s in spreads)]
+
+
+COLUMNS = ("req/s", "latency s", "all requests' p99 s", "itl p99 s", "spread of decode batches", "of encoded tokens")
+
+
+def orders_of(trace: TraceLengths, count: int, rng: np.random.Generator) -> dict[str, Pairs]:
+    """The first requests of a trace's lengths, in each order of arrival."""
+    inputs, outputs = trace.input[:count], trace.output[:count]
+    chance = rng.permutation(len(inputs))
+    inputs_then, apart = inputs[chance], rng.permutation(outputs)
+    paired = correlated(inputs_then, outputs, CORRELATION, rng)
+    alike = np.concatenate([run[np.argsort(inputs_then[run], kind="stable")] for run in _runs(np.arange(len(inputs)))])
+    return {
+        "as recorded": (inputs, outputs),
+        "drawn apart": (inputs_then, apart),
+        "paired": (inputs_then, paired),
+        "paired, runs of alike inputs": (inputs_then[alike], paired[alike]),
+    }
+
+
+def correlated(inputs: Ints, outputs: Ints, wanted: float, rng: np.random.Generator) -> Ints:
+    """The outputs in an order in which they correlate with the inputs as wanted: by ranks of two normal variables."""
+    of_inputs, of_chance = (
+        ndtri((rankdata(x, "ordinal") - 0.5) / len(inputs)) for x in (inputs, rng.random(len(inputs)))
+    )
+    low, high, rising = 0.0, 1.0, np.sort(outputs)
+    for _ in range(30):
+        share = (low + high) / 2
+        score = share * of_inputs + np.sqrt(1 - share**2) * of_chance
+        found = rising[rankdata(score, "ordinal") - 1]
+        low, high = (share, high) if np.corrcoef(inputs, found)[0, 1] < wanted else (low, share)
+    return found
+
+
+def _runs(order: Ints) -> Iterator[Ints]:
+    return (order[i : i + RUN] for i in range(0, len(order), RUN))
+
+
+def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
+    if not hasattr(plan.policy, "buffer_iterations"):
+        return [Arm(), Arm("shuffled")]
+    log = run_requests(plan, profile, *pairs, np.zeros(len(pairs[0])), plan.workload.output.lengths[-1])
+    passed = iterations_until_joined(log) / plan.policy.decode_microbatches
+    return [Arm(), Arm("shuffled"), *(Arm(buffer=round(times * passed)) for times in BUFFERS)]
+
+
+def iterations_until_joined(log: Sequence[StepRecord]) -> float:
+    """Return how many decode steps begin, in the mean, between a request's encode step and its first decode step."""
+    begun: dict[int, int] = {}
+    passed: list[int] = []
+    count = 0
+    for record in sorted(log, key=lambda record: record.number):
+        begun |= {id_: count for id_, _, _ in record.encode}
+        passed += [count - begun.pop(id_) for id_ in record.decode if id_ in begun]
+        count += bool(record.decode)
+    return float(np.mean(passed[len(passed) // 5 :]))
+
+
+def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcome:
+    """One setting on the simulated clock."""
+    log = run_requests(plan, profile, *pairs, np.zeros(len(pairs[0])), plan.workload.output.lengths[-1])
+    return Outcome.of(plan, log, num_requests)
+
+
+def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
+    """Tables of WAA and of RRA on a datasheet's cluster."""
+    (model, _), cluster = load_model("llama-3.1-8b"), load_cluster("a100x16")
+    workload = Workload(name="trace", input=histogram_of(trace.input), output=histogram_of(trace.output))
+    profile = analytic.profile(model, cluster, "bfloat16")
+    lines = []
+    for kind, bound_s in (("waa", 20.0), ("rra", 20.0)):
+        constraint = Constraint(latency_bound_s=bound_s)
+        of = Problem(model, None, cluster, workload, profile, constraint, max_devices=4, replicas=1)
+        plan = Scheduler(of).best([kind])
+        total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
+        orders = orders_of(trace, min(total, len(trace.input)), np.random.default_rng(0))
+        rows = []
+        arms = arms_of(plan, profile, orders["paired"])
+        for name, pairs in orders.items():
+            for arm in arms:
+                done = run(arm.of(plan), profile, pairs, num_requests)
+                rows.append([name, str(arm), *done.cells])
+                click.echo("  ".join([kind, *rows[-1]]))
+        lines += [
+            f"### {kind}: {settings(plan)}",
+            "",
+            f"{model.name} on four devices of {cluster.name}, a latency bound of {bound_s:g} s; in closed form "
+            f"{plan.estimate.throughput_rps:.3f} req/s, {plan.estimate.latency_s:.3f} s.",
+            "",
+            *table(("arrivals", "setting", *COLUMNS), rows),
+        ]
+    return lines
+
+
+def measured(trace: TraceLengths, num_requests: int, rounds: int) -> list[str]:
+    """A table of WAA on two devices of this machine, predicted and measured."""
+    cluster = load_cluster("local:2")
+    inputs, outputs = (np.maximum(1, np.rint(SCALE * of)).astype(int) for of in (trace.input, trace.output))
+    small = trace._replace(input=inputs, output=outputs)
+    with progress_bar() as progress:
+        profile = obtain_profile(SMALL, None, cluster, progress)
+    workload = Workload(name="scaled", input=histogram_of(inputs), output=histogram_of(outputs))
+    plan = Scheduler(Problem(SMALL, None, cluster, workload, profile, Constraint())).best(["waa"])
+    total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
+    orders = orders_of(small, min(total, len(inputs)), np.random.default_rng(0))
+    rows = []
+    arms = arms_of(plan, profile, orders["paired"])
+    for name in ("paired", "paired, runs of alike inputs"):
+        found: dict[Arm, list[Outcome]] = {}
+        for _ in range(rounds):  # by turns: the machine's pace is all settings'
+            for arm in arms:
+                found.setdefault(arm, []).append(execute(arm.of(plan), orders[name], num_requests))
+        base = run(plan, profile, orders[name], num_requests).measured
+        for arm, outcomes in found.items():
+            said = run(arm.of(plan), profile, orders[name], num_requests).measured
+            cells = [f"{_ratio(said, base, of) - 1:+.1%}" for of in RATIOS]
+            for of in RATIOS:
+                each = [_ratio(x.measured, y.measured, of) - 1 for x, y in zip(outcomes, found[Arm()], strict=True)]
+                cells.append(f"{np.median(each):+.1%} ({min(each):+.1%} to {max(each):+.1%})")
+            spread = np.mean([outcome.spread_of_batches for outcome in outcomes])
+            rows.append([name, str(arm), *cells, f"{spread:.1%}"])
+            click.echo("  ".join(rows[-1]))
+    columns = ("arrivals", "setting", *(f"{of}, {how}" for how in ("predicted", "measured") for of in RATIOS))
+    return [
+        f"### Measured: {settings(plan)}",
+        "",
+        f"{SMALL.name} on two devices of this machine, the trace's lengths times 1/{1 / SCALE:.0f}; {rounds} rounds of "
+        f"{num_requests} requests, settings by turns. Gains over the setting with neither, predicted and measured: the "
+        "median of the rounds, and the least and the most.",
+        "",
+        *table((*columns, "spread of decode batches"), rows),
+    ]
+
+
+RATIOS: dict[str, Callable[[Measured], float]] = {
+    "throughput": lambda of: of.throughput_rps,
+    "latency": lambda of: of.latency_s,
+}
+
+
+def _ratio(found: Measured, base: Measured, of: str) -> float:
+    return RATIOS[of](found) / RATIOS[of](base)
+
+
+def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
+    """One setting on this machine's devices."""
+    log: list[StepRecord] = []
+    engine = build_engine(plan, log.append)
+    assert isinstance(engine, Engine)
+    try:
+        tokens = np.random.default_rng(0).integers(0, plan.model.vocab_size, int(max(pairs[0])))
+        for i, (length, output) in enumerate(zip(*(of.tolist() for of in pairs), strict=True)):
+            prompt = tuple(tokens[:length].tolist())
+            engine.submit(Generation(i, prompt, plan.workload.output.lengths[-1], output_length=output))
+        while not engine.pool.is_idle or not log:
+            engine.step()
+    finally:
+        engine.close()
+    return Outcome.of(plan, log, num_requests)
+
+
+def settings(plan: Plan) -> str:
+    """What the plan does, and where."""
+    variables = [f"{of.name} {getattr(plan.policy, of.name)}" for of in plan.policy.variables]
+    lanes = dict.fromkeys(stage.lane for stage in plan.stages)
+    shape = " > ".join(str([stage.tp for stage in plan.stages if stage.lane == lane]) for lane in lanes)
+    return ", ".join([*variables, shape])
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(r) + " |" for r in rows),
+        "",
+    ]
+
+
+@click.command()
+@click.option("--trace", "path", required=True, metavar="FILE", help="Requests, as xgpt plan --workload reads them.")
+@click.option("--requests", "num_requests", default=2000, show_default=True, help="Requests that are measured.")
+@click.option("--measured", "is_measured", is_flag=True, help="Run a scaled down trace on this machine, too.")
+@click.option("--rounds", default=4, show_default=True, help="Of measuring.")
+def main(path: str, num_requests: int, is_measured: bool, rounds: int) -> None:
+    """Simulate, and perhaps measure, each setting under each order of arrival."""
+    trace = load_trace(path)
+    if trace is None:
+        raise click.UsageError(f"--trace: {path} is no trace")
+    correlation = np.corrcoef(trace.input, trace.output)[0, 1]
+    neighbours = np.corrcoef(trace.input[:-1], trace.input[1:])[0, 1]
+    command = f"python -m benchmarks.correlated --trace {Path(path).name} --requests {num_requests}"
+    command += " --measured" * is_measured
+    lines = [
+        f"`{command}`, {datetime.date.today()}. As recorded, inputs and outputs correlate by {correlation:+.2f}, the "
+        f"inputs of neighbours by {neighbours:+.2f}; where paired, inputs and outputs by {CORRELATION:+.2f}.",
+        "",
+        *predicted(trace, num_requests),
+    ]
+    if is_measured:
+        lines += measured(trace, min(num_requests, 400), rounds)
+    write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
+    write_atomic(RESULTS.with_suffix(".json"), json.dumps(lines, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
