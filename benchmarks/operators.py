@@ -3,8 +3,9 @@
     python -m benchmarks.operators [--fit] [--json results/operators.json]
 
 Shapes are those of the shipped Llama and Qwen models at every tensor-parallel degree; the measured latencies are vLLM's
-in the wheel of aiconfigurator-core 0.12, in half precision. `--fit` prints efficiencies for configs/devices: one set a
-device kind that minimises the mean error of each kind of operator, on a logarithmic scale.
+in the wheel of aiconfigurator-core 0.12, in half precision and in eight bits. `--fit` prints efficiencies for
+configs/devices: one set a device kind and dtype that minimises the mean error of each kind of operator, on a
+logarithmic scale.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from scipy.optimize import minimize
 
 from xgpt.errors import InputError
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import ClusterSpec, Efficiency, ModelSpec
+from xgpt.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xprofiler import imported
 from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
 
-CLUSTERS = ("a100x16", "h100x8", "h200x8")
+CLUSTERS = ("a100x16", "h100x8", "h200x8", "b200x8", "b300x8", "gb200x4", "l40sx8", "rtx-pro-6000x8")
+DTYPES: tuple[DType, ...] = ("bfloat16", "float8")
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b")
 TOKENS = tuple(2**i for i in range(14))
 ELEMENTS = tuple(2**i for i in range(10, 27))
@@ -57,16 +60,16 @@ START = {
 }
 
 
-def points(cluster: ClusterSpec) -> dict[str, list[Point]]:
-    """Every operator of the models at every degree, by kind."""
+def points(cluster: ClusterSpec, dtype: DType) -> dict[str, list[Point]]:
+    """Every operator of the models at every degree, by kind. All-reduces are in half precision whatever the dtype."""
     root = imported.wheel_folder() / "data" / imported.SYSTEMS[cluster.device.name]
-    tables = imported.Tables(root, "vllm", "bfloat16")
+    tables = imported.Tables(root, "vllm", imported.TABLE_DTYPES[dtype], device=cluster.device)
     found: dict[str, list[Point]] = {kind: [] for kind in PARAMETERS}
     for name in MODELS:
         spec, _ = load_model(name)
         for t in tp_degrees(spec, cluster):
             _of_model(spec, t, tables, found)
-    for t in (2, 4, 8):
+    for t in (t for t in (2, 4, 8) if t <= cluster.devices_per_node):
         seconds = tables.all_reduce(ELEMENTS, t)
         found["all-reduce"] += [
             (lambda kernels, n=n, t=t: kernels.all_reduce(n, t), float(s))
@@ -101,22 +104,24 @@ def errors(kernels: Kernels, of: list[Point]) -> np.ndarray:
     return np.asarray([predict(kernels) / measured - 1 for predict, measured in of])
 
 
-def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency) -> Kernels:
-    device = cluster.device.model_copy(update={"efficiency": efficiency})
-    return Kernels(cluster.model_copy(update={"device": device}), "bfloat16")
+def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency, dtype: DType) -> Kernels:
+    device = cluster.device.model_copy(update={"efficiency": efficiency, "efficiency_float8": efficiency})
+    return Kernels(cluster.model_copy(update={"device": device}), dtype)
 
 
-def fit(cluster: ClusterSpec, found: dict[str, list[Point]]) -> Efficiency:
+def fit(cluster: ClusterSpec, found: dict[str, list[Point]], dtype: DType) -> Efficiency:
     """One set for the device kind."""
     values = A40_EFFICIENCY.model_dump() | START
     for kind in ("matrix product", "decode attention", "prompt attention", "all-reduce"):
         names = [n for n in PARAMETERS[kind] if not (kind == "prompt attention" and n == "attention_s")]
         sample = found[kind][:: max(1, len(found[kind]) // 1000)]
-        values |= _fit_kind(cluster, values, names, sample)
+        values |= _fit_kind(cluster, values, names, sample, dtype)
     return Efficiency.model_validate(values | {"layer_s": LAYER_S, "source": SOURCE})
 
 
-def _fit_kind(cluster: ClusterSpec, values: dict[str, Any], names: list[str], of: list[Point]) -> dict[str, float]:
+def _fit_kind(
+    cluster: ClusterSpec, values: dict[str, Any], names: list[str], of: list[Point], dtype: DType
+) -> dict[str, float]:
     start = np.asarray([values[name] for name in names])
 
     def tried(scale: np.ndarray) -> dict[str, float]:
@@ -126,7 +131,7 @@ def _fit_kind(cluster: ClusterSpec, values: dict[str, Any], names: list[str], of
         found = tried(scale)
         if any(found.get(name, 0) > 1 for name in ("matrix", "weights", "attention", "kv", "bus")):
             return 1e3
-        kernels = with_efficiency(cluster, Efficiency.model_validate(values | found))
+        kernels = with_efficiency(cluster, Efficiency.model_validate(values | found), dtype)
         return float(np.mean(np.abs(np.log1p(errors(kernels, of)))))
 
     simplex = np.vstack([np.zeros(len(names)), 0.15 * np.eye(len(names))])
@@ -139,28 +144,35 @@ def _fit_kind(cluster: ClusterSpec, values: dict[str, Any], names: list[str], of
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--cluster", action="append", choices=CLUSTERS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     document = {}
-    for name in CLUSTERS:
+    for name, dtype in product(options.cluster or CLUSTERS, DTYPES):
         cluster = load_cluster(name)
+        device = cluster.device
+        if dtype not in device.flops_per_s:
+            continue
         try:
-            found = points(cluster)
+            found = points(cluster, dtype)
         except InputError as error:
             raise SystemExit(str(error)) from None
-        efficiency = fit(cluster, found) if options.fit else cluster.device.efficiency or A40_EFFICIENCY
+        own = device.efficiency_float8 if dtype == "float8" else device.efficiency
+        efficiency = fit(cluster, found, dtype) if options.fit else own or device.efficiency or A40_EFFICIENCY
         if options.fit:
+            print("efficiency_float8:" if dtype == "float8" else "efficiency:")
             for field, value in efficiency.model_dump().items():
                 print(f"  {field}: {value:.3g}" if isinstance(value, float) else f"  {field}: {value}")
-        kernels = with_efficiency(cluster, efficiency)
-        document[cluster.device.name] = {}
+        kernels = with_efficiency(cluster, efficiency, dtype)
+        label = f"{device.name} {dtype}"
+        document[label] = {}
         for kind, of in found.items():
             error = errors(kernels, of)
             median, p90 = (float(100 * np.quantile(np.abs(error), q)) for q in (0.5, 0.9))
             bias = float(100 * np.median(error))
-            document[cluster.device.name][kind] = {"points": len(of), "median": median, "p90": p90, "bias": bias}
+            document[label][kind] = {"points": len(of), "median": median, "p90": p90, "bias": bias}
             print(
-                f"{cluster.device.name:16} {kind:18} {len(of):5} points, error: median {median:5.1f}%,"
+                f"{label:26} {kind:18} {len(of):5} points, error: median {median:5.1f}%,"
                 f" 90% below {p90:5.1f}%, bias {bias:+5.1f}%",
                 flush=True,
             )

@@ -178,6 +178,10 @@ class Kernels:
                 "cluster.device", device.name, f"it states no {dtype} rate or no memory bandwidth; add them to its YAML"
             )
         efficiency = device.efficiency or A40_EFFICIENCY
+        self.elementwise = efficiency.kv
+        """Share of memory bandwidth that norms and activations reach, which stay in half precision."""
+        if dtype == "float8" and device.efficiency_float8 is not None:
+            efficiency = device.efficiency_float8
         own = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
         self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth

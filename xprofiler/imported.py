@@ -42,8 +42,12 @@ PACKAGE = "aiconfigurator_core"
 SYSTEMS = {
     "a100-sxm4-80gb": "a100_sxm",
     "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "gb200": "gb200",
     "h100-80gb-hbm3": "h100_sxm",
     "h200": "h200_sxm",
+    "l40s": "l40s",
+    "rtx-pro-6000": "rtx_pro_6000_server",
 }
 """Folder of each kind of device."""
 
@@ -191,7 +195,7 @@ def _layer(
     dense = 1 - spec.num_expert_layers() / spec.num_layers
     elements = 8 * spec.hidden_size + 2 * (q + 2 * kv) + dense * (3 if spec.gated_ffn else 2) * (spec.ffn_size // t)
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
-    small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.efficiency.kv
+    small = np.asarray([kernels.copy(n * elements * half) for n in TOKENS]) / kernels.elementwise
     rest = products + reduced + small
     captured = np.interp(captured_tokens, tokens, rest)
     rest = (engine.layer_s or 0.0) + np.where(tokens > captured_tokens, captured + slower * (rest - captured), rest)

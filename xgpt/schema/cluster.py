@@ -63,6 +63,8 @@ class DeviceKind(Frozen):
     """Datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
     """What kernels reach of that; None: the device can only be measured."""
+    efficiency_float8: Efficiency | None = None
+    """What they reach of the rates in eight bits; None: the same shares."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the memory that weights, K/V and workspace may fill together."""
 
