@@ -92,9 +92,7 @@ class Scheduler:
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
-        return Space(
-            kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish, fixed=self.problem.fixed
-        )
+        return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
 
     def _limits(self, placement: Placement) -> SpaceLimits | None:
         """None where the weights do not fit."""
@@ -104,7 +102,12 @@ class Scheduler:
         encode, decode = memories[0], memories[-1]
         assert isinstance(encode, LaneMemory) and isinstance(decode, LaneMemory)
         return SpaceLimits(
-            decode, self._block_size, self.problem.kv, self._max_batch, encode if len(placement.layouts) == 2 else None
+            memory=decode,
+            block_size=self._block_size,
+            kv=self.problem.kv,
+            max_batch=self._max_batch,
+            encode_memory=encode if len(placement.layouts) == 2 else None,
+            fixed=self.problem.fixed,
         )
 
     def _in_loop(self, constraint: Constraint) -> Constraint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
@@ -53,6 +53,7 @@ class SpaceLimits:
         block_size: tokens a K/V block.
         kv: how memory is promised to requests. Static batches are always set aside whole.
         max_batch: requests in a micro-batch at most that the profile and the runner are made for.
+        fixed: values that control variables are held at.
     """
 
     memory: LaneMemory
@@ -60,6 +61,7 @@ class SpaceLimits:
     kv: KvPromise = "reserve"
     max_batch: int = 512
     encode_memory: LaneMemory | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,6 @@ class Space:
     Args:
         models: called when the first point is predicted.
         wish: a user's own objective and constraint, of which no bound and no direction is known.
-        fixed: values that control variables are held at.
     """
 
     def __init__(
@@ -111,7 +112,6 @@ class Space:
         constraint: Constraint,
         limits: SpaceLimits,
         wish: Wish | None = None,
-        fixed: Mapping[str, int] | None = None,
     ) -> None:
         self.kind = kind
         self.forecast = CHOICES[kind]
@@ -119,10 +119,10 @@ class Space:
         self.lengths = lengths
         self.constraint = constraint
         self.limits = limits
+        self.fixed = limits.fixed
         self.bound = np.inf
         """Throughput, all replicas together, that no point exceeds."""
         self.wish = wish
-        self.fixed = fixed or {}
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []

@@ -288,9 +288,12 @@ def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: _Drawn, p
         return {"throughput_rps": e.throughput_rps / pace} | {
             name: pace * getattr(e, name) for name in FIGURES if name != "throughput_rps"
         }
+    from xgpt.workload import TraceLengths
+
     assert profile is not None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
-    log = run_requests(plan.model_copy(update={"profile": slower}), profile, *drawn)
+    requests = TraceLengths(drawn.inputs, drawn.outputs, drawn.arrivals_s)
+    log = run_requests(plan.model_copy(update={"profile": slower}), profile, requests, drawn.max_output)
     measured = read_log(plan, workload, log, load.num_requests, saturated=closed)
     return _figures(measured, None if closed else times_of(plan, log, load.num_requests))
 

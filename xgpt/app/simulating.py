@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies import Schedule
-    from xgpt.prefixes import Prefixes
     from xgpt.schema.step_log import StepRecord
-    from xgpt.workload import Floats, Ints, TraceLengths
+    from xgpt.workload import Ints, TraceLengths
     from xsimulator.clock import OnSpan, Span
     from xsimulator.events import StepClock
     from xsimulator.measures import Measured, RequestTimes
@@ -148,16 +147,16 @@ def simulate(
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-    import numpy as np
 
-    from xgpt.workload import sample
+    from xgpt.workload import TraceLengths, sample
 
     check_fits(plan, workload)
     saturated = arrivals is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
     inputs, outputs = sample(workload, total, rng)
-    arrivals_s = np.zeros(total) if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    log = run_requests(plan, profile, inputs, outputs, arrivals_s, workload.output.lengths[-1], on_span)
+    times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
+    trace = TraceLengths(inputs, outputs, times)
+    log = run_requests(plan, profile, trace, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=saturated)
     measured = replace(
         measured,
@@ -180,7 +179,7 @@ def request_latencies(
     """
     import numpy as np
 
-    from xgpt.workload import sample
+    from xgpt.workload import TraceLengths, sample
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
     from xsimulator.request_law import request_law
@@ -196,7 +195,7 @@ def request_latencies(
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated
         outputs[:first], longest[:first] = left, longest[:first] - generated
-    log = run_requests(plan, profile, inputs, outputs, np.zeros(total), longest)
+    log = run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest)
     return request_law(log, lengths, skipped, num_requests, encode_emits=_encode_emits(plan))
 
 
@@ -222,9 +221,14 @@ def replay_trace(
     total = requests_to_send(plan, num_requests, saturated=False)
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
-    columns = (trace.input[:total], trace.output[:total], trace.timestamp_s[:total])
     prefixes = trace.prefixes if shares_prompts(plan) else None
-    log = run_requests(plan, profile, *columns, workload.output.lengths[-1], on_span, prefixes)
+    first = trace._replace(
+        input=trace.input[:total],
+        output=trace.output[:total],
+        timestamp_s=trace.timestamp_s[:total],
+        prefixes=prefixes,
+    )
+    log = run_requests(plan, profile, first, workload.output.lengths[-1], on_span)
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
 
@@ -245,7 +249,8 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_re
     inputs, outputs = trace.input[chosen], trace.output[chosen]
     found = []
     for paired in (outputs, rng.permutation(outputs)):
-        log = run_requests(plan, profile, inputs, paired, np.zeros(total), plan.workload.output.lengths[-1])
+        requests = trace._replace(input=inputs, output=paired, timestamp_s=None, prefixes=None)
+        log = run_requests(plan, profile, requests, plan.workload.output.lengths[-1])
         found.append(read_log(plan, plan.workload, log, num_requests, saturated=True))
     pairs, apart = found
     joint = JointLengths(
@@ -259,17 +264,14 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_re
 def run_requests(
     plan: Plan,
     profile: Profile,
-    inputs: Ints,
-    outputs: Ints,
-    arrivals_s: Floats,
+    trace: TraceLengths,
     max_output: int | Ints,
     on_span: OnSpan | None = None,
-    prefixes: Prefixes | None = None,
 ) -> list[StepRecord]:
-    """The steps of these requests, in the order of their arrival, on one replica. # each [requests]
+    """Return the steps of these requests on one replica.
 
     Args:
-        prefixes: what they have in common; None: nothing.
+        trace: without times: all arrive at once.
     """
     import numpy as np
 
@@ -278,10 +280,13 @@ def run_requests(
 
     schedule = policies.build(plan)
     size = plan.block_size
-    most = np.broadcast_to(max_output, len(inputs))
-    columns = zip(*(of.tolist() for of in (inputs, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True)
+    most = np.broadcast_to(max_output, len(trace.input))
+    arrivals_s = np.zeros(len(most)) if trace.timestamp_s is None else trace.timestamp_s
+    columns = zip(
+        *(of.tolist() for of in (trace.input, most, trace.output, (1e9 * arrivals_s).astype(int))), strict=True
+    )
     requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
-    if prefixes is not None:
+    if (prefixes := trace.prefixes) is not None:
         requests = [
             request._replace(
                 chain=prefixes.chain(request.id, request.input_length, size),
