@@ -28,6 +28,7 @@ from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, Constraint, Plan, Profile
 from xscheduler.problem import Problem
+from xscheduler.space import runnable
 
 RESULTS = Path("results/prediction.json")
 COLUMNS = (
@@ -72,7 +73,8 @@ def _nearest_bound(subject: Problem) -> float:
     """The tightest bound that every policy keeps."""
     nearest: list[float] = []
     policies: tuple[PolicyChoice, ...] = ("rra", "chunked", "orca", "static")
-    for policy in policies:
+    able = runnable(policies, subject.model)
+    for policy in (policy for policy in policies if policy in able):
         try:
             plan_each(subject.under(Constraint(latency_bound_s=1e-6)), policy)
         except InfeasibleError as error:

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt import policies
 from xgpt.app.arrivals import rate_of
 from xgpt.app.planning import plan_each
 from xgpt.app.replanning import propose
+from xgpt.app.simulating import simulate
 from xgpt.observation import observe_lengths
 from xgpt.schema import Constraint, Observation, Plan
 from xgpt.workload import sample
+from xsimulator.events import replay
 
 OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
 
@@ -44,6 +47,21 @@ def test_the_plan_that_keeps_a_higher_arrival_rate_takes_over() -> None:
     assert rate_of(plan) == then
     assert plan.constraint == running().constraint
     assert decision.best.latency_s * (1 + plan.constraint.headroom) <= 8.0
+
+
+def test_an_encoder_decoder_goes_over_to_a_plan_for_other_lengths() -> None:
+    of = problem("t5-11b", "h200x1", "translation")
+    constraint = Constraint(latency_bound_s=6.0)
+    plan = next(iter(plan_each(of.under(constraint), "orca").values()))
+    inputs, outputs = sample(of.workload, 2000, np.random.default_rng(0))
+    shorter = observe_lengths(inputs // 2 + 1, outputs // 3 + 1, of.workload)
+    decision, other = propose(plan, of.profile, shorter)
+    assert other is not None and decision.gain > 0.05
+    measured, log = simulate(other, of.profile, shorter.workload, 300, np.random.default_rng(1))
+    assert measured.latency_s <= 6.0
+    schedule = policies.build(plan)
+    assert schedule.apply(policies.build(other)) == (decision.action == "swap")
+    assert replay(policies.build(other), log) == log
 
 
 def test_what_gains_little_stays() -> None:
