@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from xgpt.io import sha256
-from xgpt.schema import Admission, Estimate, Plan, PolicySettings, ProfileRef, SearchCertificate, Stage, StageLane
+from xgpt.schema import (
+    Admission,
+    Estimate,
+    Plan,
+    PolicySettings,
+    ProfileRef,
+    ReuseEstimate,
+    SearchCertificate,
+    Stage,
+    StageLane,
+)
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.space import Space
-from xsimulator.lengths import Lengths
+from xsimulator.lengths import Lengths, Reused
 
 
 def plan_of(
@@ -39,7 +49,7 @@ def plan_of(
         replicas=space.placement.replicas,
         block_size=limits.block_size,
         stages=stages,
-        estimate=_estimate(problem, lengths, space.placement, values, memory_bytes),
+        estimate=_estimate(problem, lengths, space.placement, values, memory_bytes, limits.block_size),
         search=certificate,
         profile=ProfileRef(
             source=profile.source,
@@ -87,7 +97,12 @@ def _stages(
 
 
 def _estimate(
-    problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float], memory_bytes: tuple[int, ...]
+    problem: Problem,
+    lengths: Lengths,
+    placement: Placement,
+    values: dict[str, float],
+    memory_bytes: tuple[int, ...],
+    block_size: int,
 ) -> Estimate:
     rps = values["throughput"]
     output_tokens_per_s = rps * lengths.mean_output
@@ -107,8 +122,13 @@ def _estimate(
         bubble_fraction=values["bubble"],
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
+        reuse=None if problem.reused is None else _reuse(problem.reused, block_size),
         warnings=_beyond_profile(problem, lengths, placement, values),
     )
+
+
+def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
+    return ReuseEstimate(share=reused.share, most_share=reused.most, kept_blocks=reused.kept_blocks(block_size))
 
 
 def _beyond_profile(
@@ -121,7 +141,7 @@ def _beyond_profile(
     encode_tokens = values["encode_tokens"] / placement.microbatches
     warnings = []
     tokens, most_tokens = decode_batch + encode_tokens, layer.rest.points[-1]
-    context = lengths.max_input + lengths.max_output
+    context = lengths.max_whole_input + lengths.max_output
     if encoder is not None:  # prompts pass the encoder, and the decoder sees them apart from its own tokens
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from xgpt.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
 from xscheduler.placement import Placement
 from xscheduler.space import Wish
+from xsimulator.lengths import Reused
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Problem:
         replicas: only this number of replicas.
         fixed: values that control variables and those of placements are held at.
         placement: only this one. It need not be one that would be tried.
+        reused: what requests find of their prompts; None: nothing.
         wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
     """
 
@@ -38,6 +40,7 @@ class Problem:
     fixed: Mapping[str, int] = field(default_factory=dict)
     placement: Placement | None = None
     wish: Wish | None = None
+    reused: Reused | None = None
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
@@ -51,8 +54,17 @@ class Problem:
             plan.constraint,
             plan.admission.kv,
             plan.engine,
+            reused=reused_by(plan, plan.workload),
         )
 
     def under(self, constraint: Constraint) -> Problem:
         """The same problem under another constraint."""
         return replace(self, constraint=constraint)
+
+
+def reused_by(plan: Plan, workload: Workload) -> Reused | None:
+    """Return what a plan counts on being found of a workload's prompts; None: nothing."""
+    found = plan.estimate.reuse
+    if found is None:
+        return None
+    return Reused.proportional(workload, found.share, found.kept_blocks * plan.block_size, found.most_share)

@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(self, problem: Problem, method: Method = "branch-and-bound") -> None:
         self.problem = problem
         self.method: Method = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
-        self.lengths = Lengths(problem.workload)
+        self.lengths = Lengths(problem.workload, problem.reused)
         _check_context(problem, self.lengths)
         self._models = _Predictors(problem, self.lengths)
         self._placements = Placements(
@@ -53,7 +53,7 @@ class Scheduler:
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
         self._placement_bounds: dict[Constraint, PlacementBounds] = {}
-        self._memories: dict[Lane, LaneMemory | InfeasibleError] = {}
+        self._memories: dict[tuple[Lane, bool], LaneMemory | InfeasibleError] = {}
 
     # Spaces ----------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,8 @@ class Scheduler:
 
     def _limits(self, placement: Placement) -> SpaceLimits | None:
         """None where the weights do not fit."""
-        memories = [self._memory(layout.lane) for layout in placement.layouts]
+        # Prompts are kept where they are encoded.
+        memories = [self._memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
             return None
         encode, decode = memories[0], memories[-1]
@@ -115,8 +116,8 @@ class Scheduler:
         engine = self.problem.engine
         return constraint if engine is None else constraint.less(engine.request_path_s)
 
-    def _memory(self, lane: Lane) -> LaneMemory | InfeasibleError:
-        found = self._memories.get(lane)
+    def _memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:
+        found = self._memories.get((lane, keeps))
         if found is None:
             problem = self.problem
             try:
@@ -130,10 +131,11 @@ class Scheduler:
                     of.engine,
                     problem.engine,
                     of.kv_dtype,
+                    kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
                 )
             except InfeasibleError as error:
                 found = error.with_traceback(None)
-            self._memories[lane] = found
+            self._memories[lane, keeps] = found
         return found
 
     # Answers ---------------------------------------------------------------------------------------------------
@@ -412,9 +414,9 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 def _check_context(problem: Problem, lengths: Lengths) -> None:
     model = problem.model
     if model.is_encoder_decoder:
-        context = max(lengths.max_input, lengths.max_output)
+        context = max(lengths.max_whole_input, lengths.max_output)
     else:
-        context = lengths.max_input + lengths.max_output
+        context = lengths.max_whole_input + lengths.max_output
     if context > model.max_context:
         raise InputError(
             "workload",

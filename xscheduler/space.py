@@ -176,7 +176,7 @@ class Space:
         blocks = limits.memory.blocks_beside(
             step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
         )
-        in_memory = capacity(self.lengths, blocks, limits.block_size, self.kv)
+        in_memory = capacity(self.lengths, blocks, limits.block_size, self.kv, limits.memory.kept_blocks)
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
@@ -185,7 +185,7 @@ class Space:
         if memory is None:
             return np.ones(len(encode_tokens), bool)
         held = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
-        return held <= memory.blocks_beside(step_tokens) * self.limits.block_size
+        return held <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * self.limits.block_size
 
     def branches(self) -> list[dict[str, int]]:
         """One assignment of the enumerated variables each."""
@@ -304,7 +304,7 @@ class Space:
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
     """Requests that a lane holds where steps have no activations: the same for all placements on it."""
-    return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv)[0])
+    return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv, memory.kept_blocks)[0])
 
 
 class Evaluation:

@@ -28,7 +28,7 @@ class Stream(NamedTuple):
         inputs, outputs: tokens.
         max_output: what is set aside for each.
         arrivals_ns: when each arrives.
-        cached: tokens of each prompt whose K/V is there already, under orca and chunked; empty: none of any.
+        cached: tokens of each prompt whose K/V is there already; empty: none of any.
     """
 
     inputs: list[int]
@@ -191,6 +191,10 @@ class Run(ABC):
     @abstractmethod
     def _settle_next(self) -> None:
         """Settle that step."""
+
+    def found(self, request: int) -> int:
+        """Return the tokens of a prompt that need not be encoded."""
+        return self._cached[request] if self._cached else 0
 
     def can_admit(self) -> bool:
         if self.head == self.tail:

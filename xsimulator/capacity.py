@@ -69,6 +69,8 @@ class Trial:
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs.tolist(), outputs.tolist()
+        share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
+        self._cached = np.minimum(share * inputs, inputs - 1).astype(int).tolist() if share else ()
         # A Poisson process given its number of arrivals: chance in the mean rate would be an error of the result.
         arrivals_s = poisson_arrivals(1.0, total, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
@@ -81,7 +83,7 @@ class Trial:
         """
         plan, last = self.plan, self.num_warm_up + self.num_requests
         arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()
-        stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns)
+        stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns, self._cached)
         path_s = plan.request_path_s
         goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
         run = self._run(stream)
@@ -97,7 +99,8 @@ class Trial:
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests always wait."""
-        stream = Stream(self._inputs, self._outputs, self.plan.workload.output.lengths[-1], [0] * len(self._inputs))
+        longest, at_once = self.plan.workload.output.lengths[-1], [0] * len(self._inputs)
+        stream = Stream(self._inputs, self._outputs, longest, at_once, self._cached)
         run = self._run(stream)
         run.run()
         ends = np.sort(run.end_ns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from xgpt.errors import InputError
 from xgpt.schema import Profile
 from xsimulator.curves import Grid, Line, Table
@@ -39,7 +41,12 @@ class GroupTables:
         """A layer's attention among the tokens of each prompt, against their number."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
-            seconds = grid(grid.batches[:, None], lengths.inputs) @ lengths.input_probabilities
+            batches, reused = grid.batches[:, None], lengths.reused
+            if reused is None:
+                seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
+            else:  # what is left attends to what was there, too
+                found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
+                seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
             self._of_prompts[lengths] = Table(grid.batches, seconds)
         return self._of_prompts[lengths]
 

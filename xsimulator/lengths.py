@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,19 +16,63 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 
 
+@dataclass(frozen=True, eq=False)
+class Reused:
+    """What requests find of their prompts, and the memory that is left for it.
+
+    Attributes:
+        whole, cached: tokens of prompts, and of each of them those that are found. # [kinds] each
+        probabilities: of these kinds of requests. # [kinds]
+        kept_tokens: tokens of K/V memory that hold prompts, of running requests and of earlier ones.
+        most: share of all prompt tokens that a cache finds which forgets nothing.
+        holds_prompts: a running request is promised memory for its prompt, as if it shared it with none that runs.
+            Without it requests take less than they do: for bounds.
+    """
+
+    whole: Array
+    cached: Array
+    probabilities: Array
+    kept_tokens: float
+    most: float
+    holds_prompts: bool = True
+
+    @classmethod
+    def proportional(cls, workload: Workload, share: float, kept_tokens: float, most: float) -> Reused:
+        """Every request finds the same share of its prompt, but for its last token."""
+        whole = np.asarray(workload.input.lengths, float)
+        cached = np.floor(np.minimum(share * whole, whole - 1))
+        return cls(whole, cached, np.asarray(workload.input.probabilities), kept_tokens, most)
+
+    @property
+    def share(self) -> float:
+        """The share of all prompt tokens that is found."""
+        return float((self.probabilities @ self.cached) / (self.probabilities @ self.whole))
+
+    def kept_blocks(self, block_size: int) -> int:
+        """The same memory in K/V blocks."""
+        return math.ceil(self.kept_tokens / block_size)
+
+
 class Lengths:
     """Input lengths I and decode iterations D of a workload.
+
+    Where requests find a part of their prompts, I is what is left to encode, and `mean_whole_input` counts all.
 
     The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times; the
     paper counts s. Said here once: everything downstream counts D.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
+        self.reused = reused
         self.inputs: Array = np.asarray(workload.input.lengths, float)
         self.input_probabilities: Array = np.asarray(workload.input.probabilities)
+        self.max_whole_input = workload.input.lengths[-1]
+        self.mean_whole_input = float(self.input_probabilities @ self.inputs)
+        if reused is not None:
+            self.inputs, self.input_probabilities = reused.whole - reused.cached, reused.probabilities
         self.outputs: Array = np.asarray(workload.output.lengths, float)
         self.output_probabilities: Array = np.asarray(workload.output.probabilities)
-        self.max_input = workload.input.lengths[-1]
+        self.max_input = int(np.ceil(self.inputs.max()))
         self.max_output = workload.output.lengths[-1]
         self._workload = workload
 
@@ -60,9 +105,9 @@ class Lengths:
     def mean_decode_context(self) -> float:
         """Mean tokens attended to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, whatever the schedule."""
         if not self.mean_decodes:
-            return self.mean_input
+            return self.mean_whole_input
         times = np.arange(1, len(self.survival) + 1)
-        return self.mean_input + float(times @ self.survival) / self.mean_decodes
+        return self.mean_whole_input + float(times @ self.survival) / self.mean_decodes
 
     def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
         """Output tokens that requests met in decode have generated, and those that they have left, at least one.
@@ -76,14 +121,28 @@ class Lengths:
         generated = rng.integers(1, outputs)
         return generated, outputs - generated
 
+    @property
+    def _held_inputs(self) -> Array:
+        """Tokens of prompts that count towards a running request's memory."""
+        if self.reused is None:
+            return self.inputs
+        return self.reused.whole if self.reused.holds_prompts else np.zeros_like(self.inputs)
+
     def decodes_at(self, q: float) -> int:
         """D of a request whose output has the quantile's length."""
         return quantile(self._workload.output, q) - 1
 
     def reserved_blocks(self, block_size: int) -> tuple[float, float]:
         """Mean and mean square of the K/V blocks that "reserve" sets aside for a request."""
-        blocks = np.ceil((self.inputs + self.max_output) / block_size)
+        blocks = np.ceil((self._held_inputs + self.max_output) / block_size)
         return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
+
+    def output_blocks(self, block_size: int) -> tuple[float, float]:
+        """Mean and mean square of the K/V blocks behind a running request's prompt at a random moment."""
+        met = np.concatenate([[1.0], self.survival])
+        met /= met.sum()
+        blocks = np.arange(len(met)) / block_size + 1
+        return float(blocks @ met), float(blocks**2 @ met)
 
     def occupied_blocks(self, block_size: int) -> tuple[float, float]:
         """Mean and mean square of the K/V blocks that a running request holds at a random moment.
@@ -94,7 +153,7 @@ class Lengths:
         ages = np.arange(len(self.survival) + 1)
         met = np.concatenate([[1.0], self.survival])
         met /= met.sum()
-        blocks = np.ceil((self.inputs[:, None] + 1 + ages) / block_size)  # [inputs, ages]
+        blocks = np.ceil((self._held_inputs[:, None] + 1 + ages) / block_size)  # [inputs, ages]
         return float(self.input_probabilities @ blocks @ met), float(self.input_probabilities @ blocks**2 @ met)
 
 

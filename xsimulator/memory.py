@@ -45,6 +45,7 @@ class LaneMemory:
         engine: what runs it, as a profile names it.
         keeps: what is known of that engine: the memory that it keeps for itself.
         kv_dtype: type of K/V; None: as the dtype has it.
+        kept_blocks: blocks that hold prompts, of requests that run and of earlier ones, for later ones to find.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -60,10 +61,12 @@ class LaneMemory:
         engine: str | None = None,
         keeps: EngineSpec | None = None,
         kv_dtype: DType | None = None,
+        kept_blocks: int = 0,
     ) -> None:
         precision = Precision.of(dtype, cluster.device.type, engine)
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
         self.lane = lane
+        self.kept_blocks = kept_blocks
         self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
         tp = np.asarray([stage.tp for stage in lane], float)
         decoder = np.asarray([stage.decoder_layers for stage in lane], float)
@@ -126,7 +129,7 @@ class LaneMemory:
 
 
 def capacity(
-    lengths: Lengths, blocks: npt.ArrayLike, block_size: int, kv: KvPromise = "reserve"
+    lengths: Lengths, blocks: npt.ArrayLike, block_size: int, kv: KvPromise = "reserve", kept_blocks: int = 0
 ) -> npt.NDArray[np.float64]:
     """Requests that may be inside at once.
 
@@ -134,13 +137,26 @@ def capacity(
     largest B with B E[r] + z sqrt(B E[r^2]) <= blocks; one that does not fit just waits, so 99 of 100 moments will do.
     Under "quantile" B is the plan's `max_running`, and no more are inside: the sum varies by B v alone; where it does
     not fit one is preempted, so it is 999 of 1000 moments. Both solve a quadratic in sqrt(B).
+
+    Args:
+        kept_blocks: blocks for prompts that later ones find; the outputs so far must fit into the others. What is
+            promised and not used yet keeps prompts, too.
     """
+    if kept_blocks:
+        mean, mean_square = lengths.output_blocks(block_size)
+        beside = _solve(2.33, mean, mean_square, np.asarray(blocks, float) - kept_blocks)
+        return np.minimum(beside, capacity(lengths, blocks, block_size, kv))
     if kv == "reserve":
         z, (mean, mean_square) = 2.33, lengths.reserved_blocks(block_size)
     else:
         z, (mean, mean_square) = 3.09, lengths.occupied_blocks(block_size)
         mean_square -= mean**2
-    available = np.maximum(np.asarray(blocks, float), 0.0)
+    return _solve(z, mean, mean_square, np.asarray(blocks, float))
+
+
+def _solve(z: float, mean: float, mean_square: float, blocks: Array) -> Array:
+    """The largest B with B mean + z sqrt(B mean_square) <= blocks."""
+    available = np.maximum(blocks, 0.0)
     spread = z * np.sqrt(max(mean_square, 0.0))
     root = (np.sqrt(spread**2 + 4 * mean * available) - spread) / (2 * mean)
     return root * root

@@ -138,7 +138,7 @@ class OneLaneRun(Run):
             admitted = self.admit()
             if admitted is None:
                 break
-            start = batch.encoding[admitted] = self._cached[admitted] if self._cached else 0
+            start = batch.encoding[admitted] = self.found(admitted)
             length = int(min(self.inputs[admitted] - start, left))
             chunks.append((admitted, start, length))
             left -= length
@@ -150,15 +150,16 @@ class OneLaneRun(Run):
         assert budget is not None
         budget.open(batch.decoding - settings.carried_batch)
         while self.head < self.tail:
-            length = self.inputs[self.head]
+            found = self.found(self.head)
+            length = self.inputs[self.head] - (found if settings.reuse_is_planned else 0)
             if not (budget.covers(length) or (not chunks and not batch.decoding)):
                 batch.since_encode = 0
                 return chunks
             admitted = self.admit()
             if admitted is None:
                 break
-            batch.encoding[admitted] = 0
-            chunks.append((admitted, 0, length))
+            batch.encoding[admitted] = found
+            chunks.append((admitted, found, self.inputs[admitted] - found))
             budget.spend(length)
         budget.close()
         return chunks
@@ -169,14 +170,14 @@ class OneLaneRun(Run):
         while len(entered) < most and (request := self.admit()) is not None:
             entered.append(request)
         for i, request in enumerate(entered):
-            self._batches[i * len(self._batches) // len(entered)].encoding[request] = 0
+            self._batches[i * len(self._batches) // len(entered)].encoding[request] = self.found(request)
         self._turn = 0
 
     def _part(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
         size = -(-batch.num_running // settings.encode_parts)
         part = [request for request in batch.encoding if request not in batch.issued][:size]
         batch.issued.update(part)
-        return [(request, 0, self.inputs[request]) for request in part]
+        return [(request, self.found(request), self.inputs[request] - self.found(request)) for request in part]
 
     def _has_more_to_encode(self, batch: Batch) -> bool:
         return len(batch.encoding) > len(batch.issued)

@@ -15,9 +15,13 @@ import numpy.typing as npt
 
 from xgpt.policies import Blocks
 from xgpt.workload import TraceLengths
+from xsimulator.lengths import Reused
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+KINDS = 200
+"""Kinds of requests that closed forms tell apart."""
 
 
 class ReuseCurve:
@@ -54,6 +58,28 @@ class ReuseCurve:
     def most(self) -> float:
         """The share that a cache finds that forgets nothing."""
         return self.share(np.inf)
+
+    def reused(self, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True) -> Reused:
+        """Return what requests find in a cache of that many tokens, as closed forms take it.
+
+        Requests are put together by what they have left to encode: the fewest and the most of them are kept apart.
+
+        Args:
+            kept_tokens: memory that is left for it; None: as much.
+        """
+        cached = self.cached(tokens)
+        order = np.argsort(self.inputs - cached, kind="stable")
+        groups = np.array_split(order, min(len(order), KINDS))
+        columns = [[float(of[group].mean()) for group in groups] for of in (self.inputs, cached)]
+        shares = np.asarray([len(group) / len(order) for group in groups])
+        return Reused(
+            np.asarray(columns[0]),
+            np.asarray(columns[1]),
+            shares,
+            tokens if kept_tokens is None else kept_tokens,
+            self.most,
+            holds_prompts,
+        )
 
     def sizes(self, count: int) -> Array:
         """Return cache sizes in tokens at which the share grows by equal parts, the last of which finds the most."""

@@ -132,13 +132,18 @@ class TwoLaneRun(Run):
         budget.open()
         entered: list[int] = []
         while len(entered) < due and (request := self.admit()) is not None:
-            budget.spend(self.inputs[request])
+            budget.spend(self._length(request))
             self._encode_blocks += kv.of(self.inputs[request])
             entered.append(request)
-        if self.head == self.tail or budget.covers(self.inputs[self.head]):
+        if self.head == self.tail or budget.covers(self._length(self.head)):
             budget.close()
         self._encode_turn = (self._encode_turn + 1) % len(self._encode)
-        return Step([(request, 0, self.inputs[request]) for request in entered], False, batch, "encode")
+        pieces = [(request, self.found(request), self.inputs[request] - self.found(request)) for request in entered]
+        return Step(pieces, False, batch, "encode")
+
+    def _length(self, request: int) -> int:
+        """Return the tokens of a prompt that count towards an encode batch."""
+        return self.inputs[request] - (self.found(request) if self._settings.reuse_is_planned else 0)
 
     def _due(self) -> int:
         settings, budget = self._settings, copy(self._budget)
@@ -147,9 +152,9 @@ class TwoLaneRun(Run):
         for request in range(self.head, min(self.tail, self.head + settings.max_decode_batch + 1)):
             blocks += self._kv.of(self.inputs[request])
             fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
-            if count and not (fits and budget.covers(self.inputs[request])):
+            if count and not (fits and budget.covers(self._length(request))):
                 break
-            budget.spend(self.inputs[request])
+            budget.spend(self._length(request))
             count += 1
         return count
 

@@ -40,6 +40,8 @@ def every_point(space: Space) -> tuple[dict[str, Ints], Evaluation]:
 class Blocks:
     """Memory of a lane that is all K/V blocks."""
 
+    kept_blocks = 0
+
     def __init__(self, blocks: int, lane: Lane) -> None:
         self.blocks = blocks
         self.lane = lane

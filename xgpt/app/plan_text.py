@@ -150,6 +150,24 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     return lines
 
 
+def reuse_in_words(plan: Plan) -> list[str]:
+    """What the plan counts on being found of prompts, and what it gains by it."""
+    from xgpt.app.arrivals import maximised
+
+    reuse = plan.estimate.reuse
+    if reuse is None:
+        return []
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
+    line = (
+        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} if memory had no end) "
+        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave"
+    )
+    if reuse.alone:
+        gain = maximised(plan) / reuse.alone - 1
+        line += f"; the best plan that counts on none reaches {reuse.alone:.3f} requests/s ({gain:+.0%})"
+    return [line]
+
+
 def joint_in_words(plan: Plan) -> list[str]:
     """What the estimate misses where a trace's outputs depend on their inputs."""
     joint = plan.estimate.joint_lengths

@@ -112,7 +112,7 @@ def run_simulation(
     """
     import numpy as np
 
-    from xgpt.resolve import workload_of
+    from xgpt.resolve import load_trace, workload_of
     from xgpt.workload import read_lengths
 
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
@@ -124,7 +124,9 @@ def run_simulation(
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
         rng = np.random.default_rng(seed)
-        measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
+        own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
+        own = own if own is not None and own.prefixes is not None else None
+        measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append, own)
     times = None
     if own_times or arrivals is not None:
         times = times_of(plan, steps, num_requests).later(plan.request_path_s)
@@ -139,13 +141,17 @@ def simulate(
     rng: np.random.Generator,
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
+    trace: TraceLengths | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay sampled requests on the simulated engine; all at once, or as they arrive.
 
     One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
 
+    Args:
+        trace: requests to replay in their own order, with what they have in common; None: lengths are drawn.
+
     Raises:
-        InputError: a request of the workload can never fit into the plan's K/V memory.
+        InputError: a request of the workload can never fit into the plan's K/V memory, or the trace has too few.
     """
 
     from xgpt.workload import TraceLengths, sample
@@ -153,10 +159,15 @@ def simulate(
     check_fits(plan, workload)
     saturated = arrivals is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
-    inputs, outputs = sample(workload, total, rng)
+    if trace is None:
+        inputs, outputs = sample(workload, total, rng)
+    elif len(trace.input) < total:
+        raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
+    else:
+        inputs, outputs = trace.input[:total], trace.output[:total]
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    trace = TraceLengths(inputs, outputs, times)
-    log = run_requests(plan, profile, trace, workload.output.lengths[-1], on_span)
+    replayed = TraceLengths(inputs, outputs, times, None if trace is None else trace.prefixes)
+    log = run_requests(plan, profile, replayed, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=saturated)
     measured = replace(
         measured,
@@ -271,7 +282,8 @@ def run_requests(
     """Return the steps of these requests on one replica.
 
     Args:
-        trace: without times: all arrive at once.
+        trace: without times: all arrive at once. Where it does not say what requests have in common and the plan counts
+            on reuse, one beginning takes the planned share of each prompt.
     """
     import numpy as np
 
@@ -294,6 +306,10 @@ def run_requests(
             )
             for request in requests
         ]
+    elif plan.estimate.reuse is not None:
+        share, longest = plan.estimate.reuse.share, int(trace.input.max()) // size
+        common = [block.to_bytes(4, "big") for block in range(longest)]
+        requests = [r._replace(chain=tuple(common[: round(share * r.input_length / size)])) for r in requests]
     return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
 
 

@@ -11,6 +11,7 @@ from xgpt.app.checking import check_planned
 from xgpt.app.mixing import with_mixing_edge
 from xgpt.app.planning import is_uniform, plan_each, plan_uniform
 from xgpt.app.problems import resolve
+from xgpt.app.reusing import with_reuse
 from xgpt.app.simulating import with_joint_lengths
 from xgpt.app.sizing import ClusterChoice, cheapest, fewest_devices
 from xgpt.errors import InfeasibleError
@@ -69,11 +70,13 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     problem, choices = _chosen(request, progress)
     started = time.perf_counter()
     plans = plan_each(problem, request.policy, request.search, request.order, progress)
+    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+    if trace is not None:
+        plans = with_reuse(problem, request, trace, plans)
     plans = with_capacities(plans, problem.profile)
     kind = next(iter(plans))
     plans[kind] = best = with_mixing_edge(plans, problem.profile)
     planning_s = time.perf_counter() - started
-    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
     if trace is not None:
         plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
     if problem.profile.is_restless:

@@ -120,6 +120,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)
     if planned.may_be_uneven:

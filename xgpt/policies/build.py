@@ -37,6 +37,7 @@ def build(plan: Plan) -> Schedule:
             decode_microbatches=plan.policy.decode_microbatches,
             buffer_iterations=plan.policy.buffer_iterations,
             encoder_only=plan.model.is_encoder_decoder,
+            reuse_is_planned=plan.estimate.reuse is not None,
         )
         return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
     lane = settings_of(plan, plan.policy)
@@ -82,7 +83,11 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
     # What an engine does a step ahead, it does where one step at a time is under way: phases and static batches are
     # decided by what has ended, and a pipeline is kept busy by its micro-batches.
     is_ahead = plan.engine is not None and plan.engine.schedules_ahead
-    return replace(settings, ahead=is_ahead and settings.mix and len(plan.stages) == 1 and settings.microbatches == 1)
+    return replace(
+        settings,
+        ahead=is_ahead and settings.mix and len(plan.stages) == 1 and settings.microbatches == 1,
+        reuse_is_planned=estimate.reuse is not None,
+    )
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:

@@ -29,6 +29,7 @@ from xgpt.schema.plan import (
     Objective,
     Plan,
     ProfileRef,
+    ReuseEstimate,
     SearchCertificate,
     Stage,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "ProfileRef",
     "Proposal",
     "Quantization",
+    "ReuseEstimate",
     "RopeScaling",
     "RraSettings",
     "RunDType",

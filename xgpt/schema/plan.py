@@ -222,6 +222,22 @@ class MixingEdge(Frozen):
     """That plan's policy."""
 
 
+class ReuseEstimate(Frozen):
+    """What requests find of their prompts, and the memory that the plan leaves for it.
+
+    Memory is divided: a block that holds prompts for later requests is one that no output has.
+    """
+
+    share: float = Field(ge=0, le=1)
+    """Share of all prompt tokens whose K/V an earlier request has left."""
+    most_share: float = Field(ge=0, le=1)
+    """The same where memory has no end."""
+    kept_blocks: NonNegativeInt
+    """Number of K/V blocks of each stage that encodes which hold prompts, of running requests and of earlier ones."""
+    alone: float | None = None
+    """What the plan maximises, in requests a second, for the best plan that counts on no reuse; None: not planned."""
+
+
 class Capacity(Frozen):
     """The highest Poisson arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
 
@@ -288,6 +304,8 @@ class Estimate(Frozen):
     """Where the choice of policy changes; None: nowhere from 0 to 0.4, or steps were measured."""
     joint_lengths: JointLengths | None = None
     """None: the workload is not a trace, or its lengths are all equal."""
+    reuse: ReuseEstimate | None = None
+    """None: the plan counts on no K/V of earlier requests."""
     warnings: tuple[str, ...] = ()
     """What to know before the plan is used."""
 

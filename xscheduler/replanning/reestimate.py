@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from xgpt.schema import Plan, Profile, Workload
+from xscheduler.problem import reused_by
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
@@ -23,10 +24,13 @@ def reestimate(
     Args:
         ratio: factor on the closed form's latency.
     """
-    lengths = Lengths(workload)
+    lengths = Lengths(workload, reused_by(plan, workload))
     lanes = lanes_of(plan, profile)
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
-    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv))
+    kept = 0
+    if plan.estimate.reuse is not None and plan.policy.lanes == ("both",):
+        kept = plan.estimate.reuse.kept_blocks
+    inside = float(capacity(lengths, blocks, plan.block_size, plan.admission.kv, kept))
     inside = max(1.0, min(inside, plan.admission.max_running or np.inf))
     forecast = FORECASTS[plan.policy.kind]
     model = forecast.model(*(lanes[name] for name in plan.policy.lanes), lengths, quantile)

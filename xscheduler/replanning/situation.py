@@ -7,7 +7,7 @@ from math import sqrt
 
 from xgpt.schema import Histogram, Observation, Plan, Profile, Workload
 from xscheduler.placement import Placement
-from xscheduler.problem import Problem
+from xscheduler.problem import Problem, reused_by
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Situation:
             max_devices=plan.replicas * plan.devices_per_replica,
             replicas=plan.replicas,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,
+            reused=reused_by(plan, self.lengths),
         )
 
     def quantile(self, deviations: float) -> float:

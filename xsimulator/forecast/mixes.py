@@ -244,7 +244,7 @@ class MixedSteps:
         self._lane, self._pipeline, self._of_all = lane, model.pipeline, model.of_all
         self._mixes = mixes_of(lengths, ahead=lane.ahead)
         self._quantile_decodes = model.quantile_decodes
-        context = model.self_context + lengths.mean_decode_context - lengths.mean_input
+        context = model.self_context + lengths.mean_decode_context - lengths.mean_whole_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
         self._prompts = lane.prompts(lengths)
         hop = lane.hop

@@ -38,7 +38,7 @@ class OneLaneModel:
         self.pipeline = Pipeline(self.lane)
         self.quantile_decodes = lengths.decodes_at(quantile)
         self.of_all = AllRequests(lengths, quantile) if all_requests else None
-        self.self_context = 0.0 if self.lane.has_encoder else lengths.mean_input
+        self.self_context = 0.0 if self.lane.has_encoder else lengths.mean_whole_input
         """Tokens that self-attention meets before the first output token."""
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 

@@ -1,0 +1,81 @@
+"""Plans divide memory between running requests and what later ones find; the simulated engine finds as much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xgpt
+from tools.structured import shared_prompts, write
+from xgpt.schema import Plan
+from xgpt.workload import TraceLengths
+
+PROBLEM = {"model": "llama-3.1-8b", "cluster": "a40x4", "devices": 1, "latency_bound_s": 30, "policy": "chunked"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trace = shared_prompts(2500, np.random.default_rng(0), prompts=150)
+    path = tmp_path_factory.mktemp("reuse") / "agents.jsonl"
+    path.write_text(write(trace))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(path: Path) -> Plan:
+    return xgpt.plan(**PROBLEM, workload=path, objective="saturated")
+
+
+def test_what_is_found_and_gained_is_what_is_simulated(plan: Plan, path: Path) -> None:
+    reuse = plan.estimate.reuse
+    assert reuse is not None and reuse.alone is not None
+    assert 0.3 < reuse.share < reuse.most_share, "not all fits, so memory has to be divided"
+    assert 0 < reuse.kept_blocks < plan.stages[0].kv_blocks
+    figures = xgpt.simulate(plan, workload=str(path), num_requests=1200).figures
+    assert figures["reused_share"] == pytest.approx(reuse.share, abs=0.03)
+    assert figures["throughput_rps"] == pytest.approx(plan.estimate.throughput_rps, rel=0.1)
+    assert figures["throughput_rps"] > 1.3 * reuse.alone
+
+
+def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None:
+    """Half of the memory, and all of it, are divisions, too: their plans lie below what the certificate says."""
+    from xgpt.app.planning import plan_each
+    from xgpt.app.problems import resolve
+    from xgpt.app.request import plan_request
+    from xgpt.workload import read_lengths
+    from xsimulator.reuse import ReuseCurve
+
+    assert plan.search.gap is not None
+    most = plan.estimate.throughput_rps * (1 + plan.search.gap) * (1 + 1e-9)
+    problem = resolve(plan_request(**PROBLEM, workload=path, objective="saturated"))
+    curve = ReuseCurve(read_lengths(path), plan.block_size)
+    memory = plan.stages[0].kv_blocks * plan.block_size
+    for share in (0.2, 0.55, 0.72, 0.85, 0.93):
+        given = replace(problem, replicas=1, reused=curve.reused(share * memory))
+        (other,) = plan_each(given, "chunked").values()
+        assert other.estimate.throughput_rps <= most
+
+
+def test_a_trace_of_lengths_alone_is_planned_as_ever(path: Path, tmp_path: Path, plan: Plan) -> None:
+    lengths = tmp_path / "lengths.csv"
+    rows = _rows(path)
+    lengths.write_text("input,output\n" + "".join(f"{i},{o}\n" for i, o in zip(*rows[:2], strict=True)))
+    alone = xgpt.plan(**PROBLEM, workload=lengths, objective="saturated")
+    assert alone.estimate.reuse is None
+    assert plan.estimate.reuse is not None
+    assert alone.estimate.throughput_rps == pytest.approx(plan.estimate.reuse.alone, rel=1e-9)
+
+
+def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
+    found = xgpt.plan(**PROBLEM, workload=path)
+    assert found.estimate.reuse is not None and found.estimate.capacity is not None
+    assert found.estimate.capacity.rate_per_s > 1.3 * (found.estimate.reuse.alone or 0)
+
+
+def _rows(path: Path) -> TraceLengths:
+    from xgpt.workload import read_lengths
+
+    return read_lengths(path)

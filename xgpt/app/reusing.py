@@ -1,0 +1,109 @@
+"""Plans that count on reuse: memory is divided between running requests and what later ones find of their prompts.
+
+How much is found is a function of the memory that a setting leaves for it, and has no direction in the batch: a larger
+batch serves more at a time, and finds less. So the memory that is kept is enumerated, in steps between which the share
+that is found grows by equal parts. Within a step lengths are fixed, and every direction holds as without reuse; the
+certificate counts for each step what its settings could reach if they found as much as the next step's, in no more
+memory than this one's, and if running requests took memory for their outputs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from xgpt.app.arrivals import maximised
+from xgpt.app.planning import plan_each
+from xgpt.app.simulating import shares_prompts
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Plan
+from xsimulator.reuse import ReuseCurve
+
+if TYPE_CHECKING:
+    from xgpt.app.request import PlanRequest
+    from xgpt.workload import TraceLengths
+    from xscheduler.problem import Problem
+
+STEPS = 4
+"""Sizes of what is kept at which as much more is found as at the one before."""
+SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
+"""Shares of the K/V memory that may be kept, in addition."""
+BOUND = "the best of any division of memory between running requests and what later ones find"
+MOST_STEPS = 2
+"""Divisions of memory for which arrivals are simulated."""
+
+
+def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
+
+    Plans that count on reuse have one replica, as it is not said which replica a request comes to.
+
+    Args:
+        plans: those that count on none.
+    """
+    best = next(iter(plans.values()))
+    counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
+    if trace.prefixes is None or not counts:
+        return plans
+    curve = ReuseCurve(trace, best.block_size)
+    steps = list(pairwise(_sizes(curve, best)))
+    of_steps = [replace(problem, replicas=1, reused=curve.reused(size)) for size, _ in steps]
+    highest = None
+    if problem.constraint.maximises_arrivals:
+        of_steps = _promising(of_steps, request)
+    else:
+        could = [curve.reused(larger, size, holds_prompts=False) for size, larger in steps]
+        reached = [_planned(replace(problem, replicas=1, reused=reused), request) for reused in could]
+        bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
+        highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
+    found = dict(plans)
+    for of_step in of_steps:
+        for kind, plan in _planned(of_step, request).items():
+            if kind not in found or maximised(plan) > maximised(found[kind]):
+                found[kind] = plan
+    ordered = sorted(found.items(), key=lambda item: -maximised(item[1]))
+    return {kind: _counting(plan, best, highest) for kind, plan in ordered}
+
+
+def _promising(of_steps: list[Problem], request: PlanRequest) -> list[Problem]:
+    """Return the divisions of memory to look at for arrivals, which take simulations: those that serve most at
+    saturation."""
+
+    def saturated(problem: Problem) -> float:
+        constraint = problem.constraint.model_copy(update={"objective": "saturated"})
+        planned = _planned(problem.under(constraint), request)
+        return max((plan.estimate.throughput_rps for plan in planned.values()), default=0.0)
+
+    return sorted(of_steps, key=saturated, reverse=True)[:MOST_STEPS]
+
+
+def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
+    """Tokens that may be kept, from none to all of a plan's K/V memory."""
+    memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
+    steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
+    return sorted(size for size in steps if size <= memory)
+
+
+def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
+    """Each policy's best plan; none where memory does not hold it."""
+    try:
+        return plan_each(problem, request.policy, request.search, request.order)
+    except InfeasibleError:
+        return {}
+
+
+def _bound(plan: Plan) -> float | None:
+    """What no plan of the same policy exceeds; None: not proven."""
+    gap = plan.search.gap
+    return None if gap is None else maximised(plan) * (1 + gap)
+
+
+def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
+    """The plan with what the best one without reuse reaches, and the gap to what no division of memory exceeds."""
+    if plan.estimate.reuse is None:
+        return plan
+    reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})
+    gap = None if highest is None else max(0.0, highest / maximised(plan) - 1)
+    search = plan.search.model_copy(update={"gap": gap, "bound": BOUND})
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": reuse}), "search": search})
