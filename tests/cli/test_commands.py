@@ -475,3 +475,8 @@ def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
     line = xgpt.fails(2, "serve", str(plan), "--batching", "rows", "--dry-run")
     assert "--batching" in line and "--policy static" in line
     assert "it goes with a plan" in xgpt.fails(2, "bench", "http://127.0.0.1:9", "--batching", "slots")
+
+
+def test_what_is_bounded_has_its_column(xgpt: Xgpt) -> None:
+    bounded = xgpt("plan", "--latency-bound", "8", *PROBLEM, "--objective", "saturated", "--tpot", "0.1").out
+    assert "tpot ms" in bounded and "tpot ms" not in xgpt("plan", "--latency-bound", "8", *PROBLEM).out

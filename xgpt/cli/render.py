@@ -85,6 +85,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
                 f"{e.latency_s:.2f}",
                 f"{e.output_tokens_per_s:.1f}",
                 f"{e.ttft_s:.2f}",
+                "-" if plan.constraint.tpot_s is None else f"{1000 * e.tpot_s:.0f}",
                 f"{1000 * e.itl_p99_s:.0f}",
                 "-" if plan.search.gap is None else f"{100 * plan.search.gap:.1f}%",
                 "-" if e.cost_per_million_tokens is None else f"{e.cost_per_million_tokens:.3g}",
@@ -99,14 +100,15 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
         "latency s",
         "tok/s",
         "ttft s",
+        "tpot ms",
         "itl p99 ms",
         "gap",
+        "cost/Mtok",
     ]
-    columns += ["cost/Mtok"]
     known = [
         i
         for i, name in enumerate(columns)
-        if name not in ("whole s", "cost/Mtok") or any(row[i] != "-" for row in rows)
+        if name not in ("whole s", "tpot ms", "cost/Mtok") or any(row[i] != "-" for row in rows)
     ]
     if title is None:
         what = next(iter(plans.values())).constraint.maximises_arrivals

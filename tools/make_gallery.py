@@ -1,0 +1,327 @@
+"""Writes docs/gallery: questions that plans answer, each with its commands, a picture and two sentences.
+
+    python -m tools.make_gallery
+
+Every figure in a sentence is that of a plan which its command has made just now.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+OUT = Path(__file__).parents[1] / "docs/gallery"
+COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#6b7785")
+PLAN = "xgpt plan --latency-bound"
+
+Found = dict[str, dict[str, Any]]
+"""Plans by label, as plan.json has them; of a command that ends with exit code 1 nothing."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A question.
+
+    Attributes:
+        commands: by label.
+        value: what is drawn of a plan.
+        unit: of that value.
+        says: the sentences.
+        series: where labels are "NAME, X": lines over this quantity, instead of bars.
+    """
+
+    slug: str
+    question: str
+    commands: dict[str, str]
+    value: Callable[[dict[str, Any]], float]
+    unit: str
+    says: Callable[[Found], str]
+    series: str | None = None
+
+
+def rate(plan: dict[str, Any]) -> float:
+    """The highest arrival rate that keeps the bounds, requests a second."""
+    return float(plan["estimate"]["capacity"]["rate_per_s"])
+
+
+def throughput(plan: dict[str, Any]) -> float:
+    return float(plan["estimate"]["throughput_rps"])
+
+
+def devices(plan: dict[str, Any]) -> int:
+    """Devices that the plan uses."""
+    return int(plan["replicas"]) * len({device for stage in plan["stages"] for device in stage["devices"]})
+
+
+def policy(plan: dict[str, Any]) -> str:
+    return str(plan["policy"]["kind"])
+
+
+def price(plan: dict[str, Any], an_hour: float) -> float:
+    """Of a million requests at the highest rate."""
+    return devices(plan) * an_hour / rate(plan) / 3600 * 1e6
+
+
+def ratio(found: Found, over: str, under: str, of: Callable[[dict[str, Any]], float] = rate) -> float:
+    return of(found[over]) / of(found[under])
+
+
+LLAMA8 = "--model llama-3.1-8b --cluster h200x1 --workload azure-conv"
+LLAMA70 = "--model llama-3.1-70b --cluster h100x8 --workload azure-conv"
+H200 = "--model llama-3.1-70b --cluster h200x8 --workload azure-conv"
+QWEN32 = "--model qwen3-32b --cluster h200x8 --workload azure-conv"
+CHAT = "--workload chat-short --ttft 2 --ttft-quantile 0.99"
+
+ENTRIES = (
+    Entry(
+        "cheaper-device",
+        "Which is cheaper for a chat whose first token comes within 2 s for 99%: four A100 or one H200?",
+        {
+            "4 x A100": f"{PLAN} 20 --model llama-3.1-8b --cluster a100x16 --devices 4 {CHAT}",
+            "1 x H200": f"{PLAN} 20 --model llama-3.1-8b --cluster h200x1 {CHAT}",
+        },
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"Four A100 take {rate(found['4 x A100']):.0f} requests a second, one H200 {rate(found['1 x H200']):.0f}. "
+            f"At 1.40 an hour for an A100 and 2.90 for an H200, a million requests cost "
+            f"{price(found['4 x A100'], 1.4):.1f} and {price(found['1 x H200'], 2.9):.1f}."
+        ),
+    ),
+    Entry(
+        "three-gpus",
+        "What does the third of three H200 add for Llama 3.1 70B, where tensor parallelism takes powers of two?",
+        {f"{count} devices": f"{PLAN} 30 {H200} --devices {count}" for count in (2, 3, 4)},
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"Two take {rate(found['2 devices']):.2f} requests a second, three {rate(found['3 devices']):.2f}, four "
+            f"{rate(found['4 devices']):.2f}. On three, {policy(found['3 devices'])} runs in stages of "
+            f"{' and '.join(str(stage['tp']) for stage in found['3 devices']['stages'])} devices: partial tensor "
+            "parallelism uses what uniform stages would leave idle."
+        ),
+    ),
+    Entry(
+        "rra-or-chunked",
+        "How near does RRA come to chunked prefill?",
+        {
+            f"{kind}, {bound}": f"{PLAN} {bound} --objective saturated --policy {kind} {LLAMA8}"
+            for kind in ("rra", "chunked")
+            for bound in (4, 8, 16, 32, 64)
+        },
+        throughput,
+        "req/s, saturated",
+        lambda found: (
+            f"Under a bound of 8 s chunked prefill serves {ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times "
+            f"as much, under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times. Phases of their own "
+            "cost a request its wait for the next one, which a loose bound affords."
+        ),
+        series="latency bound, s",
+    ),
+    Entry(
+        "looser-bound",
+        "What does a looser latency bound buy?",
+        {f"llama-3.1-70b, {bound}": f"{PLAN} {bound} {LLAMA70}" for bound in (10, 12, 15, 20, 30, 60)},
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"From 10 to 15 s the rate rises {ratio(found, 'llama-3.1-70b, 15', 'llama-3.1-70b, 10'):.2f} times, from "
+            f"30 to 60 s {ratio(found, 'llama-3.1-70b, 60', 'llama-3.1-70b, 30'):.2f} times. Near the shortest latency "
+            "that can be kept, each second counts."
+        ),
+        series="latency bound, s",
+    ),
+    Entry(
+        "objective",
+        "Does it matter whether saturated throughput or the arrival rate is maximised?",
+        {
+            "arrivals": f"{PLAN} 10 {QWEN32}",
+            "saturated": f"{PLAN} 10 {QWEN32} --objective saturated",
+        },
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
+            f"requests a second, the one for saturation ({policy(found['saturated'])}) up to "
+            f"{rate(found['saturated']):.1f}. Saturated, the second serves "
+            f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much, but requests that "
+            "arrive by themselves also wait."
+        ),
+    ),
+    Entry(
+        "share",
+        "What does it cost to keep a bound for 999 of 1,000 requests instead of for 900?",
+        {f"{share}": f"{PLAN} 15 {LLAMA70} --quantile {share}" for share in (0.9, 0.99, 0.999)},
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"For 90% of requests the rate is {rate(found['0.9']):.1f} a second, for 99% {rate(found['0.99']):.1f}, "
+            f"for 99.9% {rate(found['0.999']):.1f}. The longest outputs decide what can be kept for nearly all."
+        ),
+    ),
+    Entry(
+        "how-many",
+        "How many H100 does Llama 3.1 70B take at 2, 6 and 12 requests a second under 15 s?",
+        {f"{each}/s": f"{PLAN} 15 {LLAMA70} --arrival-rate {each} --devices auto" for each in (2, 6, 12)},
+        lambda plan: float(devices(plan)),
+        "devices",
+        lambda found: (
+            "They take "
+            + ", ".join(f"{devices(plan)} for {label}" for label, plan in found.items())
+            + ". A single replica must hold the weights, so the first request a second is the dearest."
+        ),
+    ),
+    Entry(
+        "batching",
+        "What is iteration-level batching worth against static batches?",
+        {kind: f"{PLAN} 20 --policy {kind} {LLAMA8}" for kind in ("static", "orca", "chunked")},
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"ORCA's schedule takes {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
+            f"with prompts cut {ratio(found, 'chunked', 'static'):.1f} times. A static batch keeps the slots of short "
+            "outputs until its longest has ended."
+        ),
+    ),
+    Entry(
+        "eight-bits",
+        "What do eight bits gain on one H200?",
+        {
+            dtype: f"{PLAN} 30 --model qwen3-32b --cluster h200x1 --workload azure-conv --dtype {dtype}"
+            for dtype in ("bfloat16", "float8")
+        },
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"Qwen3-32B takes {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests. Weights take half the "
+            "memory and half the time to read, and what is free goes to keys and values."
+        ),
+    ),
+    Entry(
+        "experts",
+        "Does a mixture of experts serve more than a dense model of the same size?",
+        {
+            "Qwen3-32B": f"{PLAN} 30 --model qwen3-32b --cluster h200x1 --workload azure-conv",
+            "Qwen3-30B-A3B": f"{PLAN} 30 --model qwen3-30b-a3b --cluster h200x1 --workload azure-conv",
+        },
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"With 3 of 30 billion parameters at work, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
+            f"requests keep 30 s: {rate(found['Qwen3-30B-A3B']):.1f} a second beyond {rate(found['Qwen3-32B']):.1f}. A "
+            "large batch reads all experts all the same, so the gain is below the ratio of the parameters."
+        ),
+    ),
+    Entry(
+        "code-or-chat",
+        "Does a request for code cost as much as one in a conversation?",
+        {
+            name: f"{PLAN} 8 --model llama-3.1-8b --cluster h200x1 --workload {name}"
+            for name in ("azure-code", "azure-conv")
+        },
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"One H200 takes {rate(found['azure-code']):.0f} requests of the code trace a second and "
+            f"{rate(found['azure-conv']):.0f} of the conversation trace. Code has longer prompts and outputs of a few "
+            "tokens: the one is bound by products, the other by reading keys and values."
+        ),
+    ),
+    Entry(
+        "engine",
+        "What do two years of vLLM change in what a plan can promise?",
+        {engine: f"{PLAN} 8 {LLAMA8} --engine {engine}" for engine in ("vllm-0.10", "vllm-0.15", "vllm-0.32")},
+        rate,
+        "arrivals/s",
+        lambda found: (
+            f"With the loop, the captured batches and the scheduling of 0.32 the same device takes "
+            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times what it takes with those of 0.10. What each engine "
+            "does besides its steps stands in configs/engines, with its source."
+        ),
+    ),
+)
+
+
+def run(command: str) -> dict[str, Any] | None:
+    """The plan that a command makes; None: nothing keeps the bound."""
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = [sys.executable, "-m", *command.split(), "--json"]
+        ran = subprocess.run(arguments, cwd=directory, capture_output=True, text=True, check=False)
+    if ran.returncode not in (0, 1):
+        raise RuntimeError(f"{command}: {ran.stderr}")
+    plan: dict[str, Any] | None = json.loads(ran.stdout) if ran.returncode == 0 else None
+    return plan
+
+
+def draw(entry: Entry, found: Found, path: Path) -> None:
+    """A picture of each plan's value."""
+    figure = Figure(figsize=(7, 2.6 if entry.series else 0.8 + 0.4 * len(found)))
+    axes = figure.add_subplot()
+    if entry.series is None:
+        labels, values = list(found), [entry.value(plan) for plan in found.values()]
+        bars = axes.barh(labels, values, color=COLOURS[0], height=0.6)
+        axes.bar_label(
+            bars,
+            [f"{value:.3g} ({policy(plan)})" for value, plan in zip(values, found.values(), strict=True)],
+            padding=4,
+        )
+        axes.invert_yaxis()
+        axes.set_xlim(right=1.25 * max(values))
+    else:
+        for colour, name in zip(COLOURS, dict.fromkeys(label.partition(", ")[0] for label in found), strict=False):
+            points = [
+                (float(label.partition(", ")[2]), entry.value(plan))
+                for label, plan in found.items()
+                if label.startswith(f"{name}, ")
+            ]
+            axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
+        axes.set_xscale("log")
+        axes.set_xlabel(entry.series)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.legend(frameon=False)
+        axes.grid(color="#d9dfe6")
+    (axes.set_xlabel if entry.series is None else axes.set_ylabel)(entry.unit)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
+
+
+def page(entries: Sequence[tuple[Entry, Found]]) -> str:
+    """The gallery in Markdown."""
+    parts = [
+        "# Gallery\n\nQuestions that plans answer. Each figure is of the commands below it, on profiles computed "
+        + "from datasheets;\n`make gallery` makes this page.\n"
+    ]
+    for entry, found in entries:
+        commands = "\n".join(f"    {command}" for command in entry.commands.values())
+        parts.append(
+            f"## {entry.question}\n\n![{entry.question}]({entry.slug}.svg)\n\n{entry.says(found)}\n\n{commands}\n"
+        )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with ThreadPoolExecutor(2) as pool:
+        for entry in ENTRIES:
+            plans = dict(zip(entry.commands, pool.map(run, entry.commands.values()), strict=True))
+            found = {label: plan for label, plan in plans.items() if plan is not None}
+            draw(entry, found, OUT / f"{entry.slug}.svg")
+            drawn.append((entry, found))
+            print(entry.slug, entry.says(found), flush=True)
+    (OUT / "index.md").write_text(page(drawn), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
