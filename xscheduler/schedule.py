@@ -388,17 +388,25 @@ class _Predictors:
         make = CHOICES[kind].model
         found = self._made.get((make, lanes))
         if found is None:
-            profile = self._problem.profile
+            profile, engine = self._problem.profile, self._problem.engine
             model = floor = self._model(make, lanes, profile, self._degrees)
-            if self.floor is not profile:
-                floor = self._model(make, lanes, self.floor, self._floor_degrees)
+            if self.floor is not profile or (engine is not None and engine.mixing):
+                floor = self._model(make, lanes, self.floor, self._floor_degrees, is_floor=True)
             found = self._made[make, lanes] = Models(model, floor)
         return found
 
-    def _model(self, make: Callable[..., Any], lanes: tuple[Lane, ...], profile: Profile, degrees: Degrees) -> Any:
+    def _model(
+        self,
+        make: Callable[..., Any],
+        lanes: tuple[Lane, ...],
+        profile: Profile,
+        degrees: Degrees,
+        *,
+        is_floor: bool = False,
+    ) -> Any:
         constraint = self._problem.constraint
         of, engine = self._problem.model, self._problem.engine
-        costs = [LaneCost(of, profile, lane, degrees, engine) for lane in lanes]
+        costs = [LaneCost(of, profile, lane, degrees, engine, is_floor=is_floor) for lane in lanes]
         of_all = constraint.sla == "request"
         return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
 

@@ -40,6 +40,7 @@ class LaneCost:
     Args:
         degrees: the profile's, where several lanes share them.
         engine: what runs the steps; None: any, of which nothing is known but the profile's times.
+        is_floor: these are the tables below a profile's: closed forms charge a mixed step what one decode would take.
 
     Attributes:
         mixing: share of what decodes take in a step of their own, by which one that also encodes takes longer than the
@@ -59,6 +60,8 @@ class LaneCost:
         stages: Lane,
         degrees: Degrees | None = None,
         engine: EngineSpec | None = None,
+        *,
+        is_floor: bool = False,
     ) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
             says = "it holds no times between devices: stages cannot be predicted"
@@ -67,6 +70,7 @@ class LaneCost:
         self.profile = profile
         self.stages = stages
         self.mixing = 0.0 if engine is None else engine.mixing
+        self.is_floor = is_floor
         self.ahead = engine is not None and engine.schedules_ahead and len(stages) == 1
         self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
             dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, simulate
 from xgpt.resolve import load_engine
 from xgpt.schema import ChunkedSettings, EngineSpec, OrcaSettings
+from xscheduler.box_bounds import breach
+from xscheduler.schedule import Scheduler
 from xsimulator.forecast import estimate
 
 PROBLEM = ("llama-3.1-8b", "h200x1", "azure-conv")
@@ -20,7 +24,9 @@ SETTINGS = (
 
 
 def engine(*, ahead: bool, mixing: float) -> EngineSpec:
-    return load_engine("xgpt").model_copy(update={"schedules_ahead": ahead, "mixing": mixing})
+    of = load_engine("xgpt")
+    changed = {"schedules_ahead": ahead, "mixing": mixing, "sources": of.sources | {"mixing": "assumed"}}
+    return of.model_copy(update=changed)
 
 
 @pytest.mark.parametrize(("ahead", "mixing"), [(True, 0.0), (True, 0.3)])
@@ -36,6 +42,15 @@ def test_closed_forms_follow_the_simulated_engine(
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.05)
     # Without either the closed form is up to 18% high here; neither adds to that.
     assert predicted["ttft"] == pytest.approx(measured.ttft_s, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["orca", "chunked"])
+def test_bounds_hold_whatever_mixed_steps_cost(kind: str) -> None:
+    """A larger batch meets more mixed steps, so on the lower tables a mixed step costs what one decode takes."""
+    of = Scheduler(replace(problem(*PROBLEM), engine=engine(ahead=True, mixing=0.4)))
+    for number, space in enumerate(of.spaces(kind)):
+        assert breach(space, 200, np.random.default_rng(number)) == 0
+    assert (of.best((kind,)).search.gap or 0.0) < 0.05
 
 
 def test_both_cost_something() -> None:

@@ -260,8 +260,10 @@ class MixedSteps:
         cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         if self._lane.mixing:
-            none = np.zeros(size)
-            alone = self._steps(mix.columns[0, 1], none, none)[0]  # what a busy step's decodes take by themselves
+            # What a busy step's decodes take by themselves; on the lower tables, where a larger batch must not cost
+            # more per request, what one of them takes.
+            none, batch = np.zeros(size), mix.columns[0, 1]
+            alone = self._steps(np.minimum(batch, 1.0) if self._lane.is_floor else batch, none, none)[0]
             cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]
         through = self._pipeline.all_stages(cost) + hops.reshape(-1, size)  # [steps, n]
         slowest = cost[0]
