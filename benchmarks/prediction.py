@@ -1,72 +1,146 @@
-"""Predicted against measured on this machine: every policy at its best under a tight, a middle and no bound.
+"""Predicted against measured on this machine: three workloads, saturated and with requests that arrive at three rates.
 
-    python -m benchmarks.prediction [--requests 300] [--model opt-125m] [--workload summarization] [--chosen-only]
+    python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--alone] [--every-policy]
 
-The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured.
-Nothing is fitted afterwards. Writes results/prediction.WORKLOAD.json and .md; the last is
-docs/results/prediction.md.
+The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured; the
+very requests that were sent are simulated. Nothing is fitted afterwards. Each error is split in two: the pace of the
+machine (how many times as long as predicted the executed steps took), and what is left of the prediction at that pace,
+the model's error, which the aims are for. `--quick` ends within 11 minutes: loads that did not come to their turn are
+named. Writes results/prediction.json and .md.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
-from xgpt.app.bench import Load
-from xgpt.app.comparing import measure_each
+from benchmarks.lib.alone import run_alone
+from xgpt.app.bench import Load, bench_plan
 from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.profiles import obtain_profile
 from xgpt.app.request import PolicyChoice, plan_request
+from xgpt.app.simulating import outstanding_requests, requests_to_send
+from xgpt.arrival_process import ArrivalProcess
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
 from xgpt.schema import BenchReport, Constraint, Plan, Profile
 from xscheduler.problem import Problem
 from xscheduler.space import runnable
+from xsimulator.executed import Paces, paces
 
 RESULTS = Path("results/prediction.json")
-COLUMNS = (
-    "bound s", "policy", "settings", "plan", "req/s", "measured", "error", "latency s", "measured", "error",
-    "ttft s", "measured", "itl p99 s", "measured", "bound kept", "GFLOP/s",
-)  # fmt: skip
+WORKLOADS = ("tcb", "summarization", "chat-short")
+SHARES = (0.3, 0.6, 0.85)
+"""Arrival rates, as shares of the plan's saturated throughput."""
+SECONDS, QUICK_SECONDS = 90.0, 30.0
+"""About as long is each load measured."""
+QUICK_TOTAL_S = 600.0
+"""With `--quick` no further load is begun after as long."""
+LEAST_REQUESTS, MOST_REQUESTS = 40, 300
+BOUND_FACTOR = 3.0
+"""Plans are made for the nearest bound times this."""
+AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
+"""Per cent within which the model's error is to lie, in the median over loads."""
+SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
+"""Tokens of a step, by which paces are told apart: one pace for all is the machine's, several are the profile's."""
+
+
+class Row(NamedTuple):
+    """One load of one plan.
+
+    Attributes:
+        by_size: the pace of the steps of each of `SIZES`; None: there were none.
+        alone: the pace of the same requests' steps in an engine without an endpoint; None: that was not asked for.
+    """
+
+    plan: Plan
+    report: BenchReport
+    by_size: tuple[float | None, ...]
+    alone: float | None
+
+    @property
+    def load(self) -> str:
+        """The load in words."""
+        rate = self.report.arrival_rate_per_s
+        return "saturated" if rate is None else f"{rate:.2f}/s"
+
+    def figures(self) -> dict[str, tuple[float, float, float | None]]:
+        """Return (measured, error, the model's error) of each figure that there is an aim for."""
+        found = {}
+        for figure in self.report.figures:
+            name = "ttft" if figure.metric in ("ttft_s", "ttft_mean_s") else figure.metric
+            if name in AIMS:
+                found[name] = figure.measured, figure.error, figure.error_at_pace
+        return found
 
 
 @click.command()
-@click.option("--requests", "num_requests", default=300, show_default=True)
 @click.option("--model", default="opt-125m", show_default=True)
-@click.option("--workload", default="summarization", show_default=True)
+@click.option("--workload", "workloads", multiple=True, default=WORKLOADS, show_default=True)
+@click.option("--policy", default="auto", show_default=True)
+@click.option("--every-policy", is_flag=True, help="Measure each policy's plan saturated, not the best one alone.")
+@click.option("--alone", is_flag=True, help="Also run each load's requests on an engine without an endpoint.")
+@click.option("--quick", is_flag=True, help="End within 11 minutes.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--chosen-only", is_flag=True, help="Measure only the best plan under each bound.")
-def main(num_requests: int, model: str, workload: str, seed: int, chosen_only: bool) -> None:
-    """Profile, plan for three bounds, then measure each policy's plan."""
-    asked = plan_request(model=model, workload=workload)
+def main(
+    model: str,
+    workloads: tuple[str, ...],
+    policy: PolicyChoice,
+    every_policy: bool,
+    alone: bool,
+    quick: bool,
+    seed: int,
+) -> None:
+    """Profile, plan for each workload, then measure its plan under each load."""
+    started = time.perf_counter()
+    profile = _profile(plan_request(model=model, workload=workloads[0]))
+    click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%, {profile.num_threads} threads")
+    plans = [plan for name in workloads for plan in _plans(model, name, policy, every=every_policy)]
+    rows: list[Row] = []
+    left_out: list[str] = []
+    for share in (0.0, *SHARES):
+        for plan, is_best in plans:
+            if share and not is_best:
+                continue
+            if quick and time.perf_counter() - started > QUICK_TOTAL_S:
+                left_out.append(f"{plan.workload.name} at {share:g} of saturation")
+                continue
+            load = _load(plan, share, QUICK_SECONDS if quick else SECONDS)
+            rows.append(_measured(plan, profile, load, seed, alone=alone))
+            click.echo("  " + " | ".join(_cells(rows[-1])))
+            _write(rows, profile, left_out)
+    _write(rows, profile, left_out)
+    click.echo("\n".join(_summary(rows)))
+    if left_out:
+        click.echo("left out, as the time was over: " + ", ".join(left_out))
+
+
+def _profile(asked: Any) -> Profile:
     with progress_bar() as progress:
         subject = resolve(asked, progress)
         checkpoint = None if subject.checkpoint is None else Path(subject.checkpoint)
-        profile = obtain_profile(subject.model, checkpoint, subject.cluster, progress, refresh=True)
-    subject = resolve(asked)
-    assert subject.profile == profile
-    nearest = _nearest_bound(subject)
-    bounds = (round(2 * nearest, 1), round(5 * nearest, 1), None)
-    click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%; bounds {bounds}")
+        return obtain_profile(subject.model, checkpoint, subject.cluster, progress, refresh=True)
 
-    rng = np.random.default_rng(seed)
-    rows: list[dict[str, object]] = []
-    for bound in bounds:
-        plans = plan_each(subject.under(Constraint(latency_bound_s=bound)))
-        if chosen_only:
-            plans = dict(list(plans.items())[:1])
-        reports = measure_each(plans, profile, Load(num_requests), rng, on_start=_announce)
-        for kind, report in reports.items():
-            rows.append({"plan": plans[kind].model_dump(mode="json"), "report": report.model_dump(mode="json")})
-            click.echo("  " + " | ".join(_row(plans[kind], report)))
-        _write(rows, num_requests, profile)
+
+def _plans(model: str, workload: str, policy: PolicyChoice, *, every: bool) -> Iterator[tuple[Plan, bool]]:
+    """Yield plans for a workload under a bound that leaves room for waiting, and whether each is the best one."""
+    subject = resolve(plan_request(model=model, workload=workload))
+    bound_s = round(BOUND_FACTOR * _nearest_bound(subject), 1)
+    plans = plan_each(subject.under(Constraint(latency_bound_s=bound_s)), policy)
+    for i, plan in enumerate(plans.values()):
+        if not i or every:
+            click.echo(f"{workload}: {plan.policy.kind}: {settings_text(plan)}: plan {sha256(plan)}")
+            yield plan, not i
 
 
 def _nearest_bound(subject: Problem) -> float:
@@ -83,59 +157,93 @@ def _nearest_bound(subject: Problem) -> float:
     return max(nearest)
 
 
-def _announce(plan: Plan) -> None:
-    bound = plan.constraint.latency_bound_s
-    click.echo(f"bound {bound}: {plan.policy.kind}: {settings_text(plan)}: plan {sha256(plan)}")
+def _load(plan: Plan, share: float, seconds: float) -> Load:
+    """Return about as many seconds of requests; a share of 0 is saturation."""
+    rate = plan.estimate.throughput_rps * (share or 1.0)
+    beside = outstanding_requests(plan) if share else requests_to_send(plan, 0, saturated=True)
+    count = int(np.clip(round(seconds * rate) - beside, LEAST_REQUESTS, MOST_REQUESTS))
+    return Load(count, arrivals=ArrivalProcess.at(rate) if share else None)
 
 
-def _row(plan: Plan, report: BenchReport) -> list[str]:
-    figures = {figure.metric: figure for figure in report.figures}
-    throughput, latency = figures["throughput_rps"], figures["latency_s"]
-    kept = {None: "-", True: "yes", False: "NO"}[report.bound_kept]
-    return [
-        "none" if report.latency_bound_s is None else f"{report.latency_bound_s:g}",
-        plan.policy.kind,
-        settings_text(plan),
-        report.plan_sha256[:8],
-        f"{throughput.predicted:.3f}",
-        f"{throughput.measured:.3f}",
-        f"{100 * throughput.error:+.1f}%",
-        f"{latency.predicted:.2f}",
-        f"{latency.measured:.2f}",
-        f"{100 * latency.error:+.1f}%",
-        f"{figures['ttft_s'].predicted:.2f}",
-        f"{figures['ttft_s'].measured:.2f}",
-        f"{figures['itl_p99_s'].predicted:.3f}",
-        f"{figures['itl_p99_s'].measured:.3f}",
-        kept,
-        "/".join(f"{rate:.0f}" for rate in report.calibration_gflops),
+def _measured(plan: Plan, profile: Profile, load: Load, seed: int, *, alone: bool) -> Row:
+    report, log = bench_plan(plan, load, np.random.default_rng(seed), profile=profile)
+    own = paces(plan, profile, run_alone(plan, load, seed)) if alone else None
+    return Row(plan, report, _by_size(paces(plan, profile, log)), None if own is None else own.ratio)
+
+
+def _by_size(found: Paces | None) -> tuple[float | None, ...]:
+    if found is None:
+        return (None,) * len(SIZES)
+    of = [found.where((found.tokens >= low) & (found.tokens <= high)) for low, high in SIZES]
+    return tuple(paces.ratio if len(paces.tokens) else None for paces in of)
+
+
+def _cells(row: Row) -> list[str]:
+    def percent(error: float | None) -> str:
+        return "-" if error is None else f"{100 * error:+.1f}%"
+
+    def pace(ratio: float | None) -> str:
+        return "-" if ratio is None else f"{ratio:.3f}"
+
+    found = row.figures()
+    cells = [row.plan.workload.name, row.load, f"{row.plan.policy.kind} {settings_text(row.plan)}"]
+    cells += [row.report.plan_sha256[:8], str(row.report.num_requests), pace(row.report.pace)]
+    for name in AIMS:
+        measured, error, of_model = found.get(name, (None, None, None))
+        cells += ["-" if measured is None else f"{measured:.3f}", percent(error), percent(of_model)]
+    return [*cells, *map(pace, row.by_size), pace(row.alone)]
+
+
+def _columns() -> list[str]:
+    names = {"throughput_rps": "req/s", "latency_s": "latency s", "ttft": "ttft s", "itl_p99_s": "itl p99 s"}
+    figures = [text for name in AIMS for text in (names.get(name, "whole s"), "error", "the model's")]
+    sizes = [f"pace, {low} tokens and more" for low, _ in SIZES]
+    return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
+
+
+def _summary(rows: list[Row]) -> list[str]:
+    """Return a Markdown table of errors, with the aims for the model's."""
+    lines = ["| figure | aim | median error | the model's, median | the model's, worst | loads within the aim |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, aim in AIMS.items():
+        found = [row.figures()[name] for row in rows if name in row.figures()]
+        errors = [abs(error) for _, error, _ in found]
+        models = [abs(error if of_model is None else of_model) for _, error, of_model in found]
+        if models:
+            within = sum(100 * error <= aim for error in models)
+            lines.append(
+                f"| {name} | {aim:g}% | {100 * np.median(errors):.1f}% | {100 * np.median(models):.1f}% | "
+                f"{100 * max(models):.1f}% | {within} of {len(models)} |"
+            )
+    return lines
+
+
+def _write(rows: list[Row], profile: Profile, left_out: list[str]) -> None:
+    """Write the table so far: a long run that is cut short leaves what it has."""
+    document = [
+        {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
+        for row in rows
     ]
-
-
-def _write(rows: list[dict[str, object]], num_requests: int, profile: Profile) -> None:
-    """The table so far: a long run that is cut short leaves what it has."""
-    plan = Plan.model_validate(rows[0]["plan"])
-    write_atomic(RESULTS.with_suffix(f".{plan.workload.name}.json"), json.dumps(rows, indent=1) + "\n")
-    pairs = [(Plan.model_validate(row["plan"]), BenchReport.model_validate(row["report"])) for row in rows]
+    write_atomic(RESULTS, json.dumps(document, indent=1) + "\n")
+    plan, columns = rows[0].plan, _columns()
     lines = [
         "# Predicted against measured",
         "",
-        f"`python -m benchmarks.prediction --requests {num_requests} --model {plan.model.name} "
-        f"--workload {plan.workload.name}`, {datetime.date.today()}, {plan.cluster.device.name}, "
-        f"{plan.profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in profile.environment.items()) + ".",
+        f"`python -m benchmarks.prediction`, {plan.model.name}, {datetime.date.today()}, {plan.cluster.device.name}, "
+        f"{profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in profile.environment.items()) + ". One "
+        f"profile for all, spread {100 * profile.spread:.1f}%. Errors are predicted over measured; pace is measured "
+        "over predicted time of the executed steps, the model's error what is left at that pace. Saturated, times "
+        "count from admission; of requests that arrive, time to first token and whole time count from arrival.",
         "",
-        "Each plan was made from one fresh profile, its hash printed, then served and measured over HTTP; nothing was",
-        "fitted afterwards. Errors are predicted over measured. Latency: from admission to the last token of a request",
-        f"whose output has the {plan.constraint.quantile:g} quantile's length. The planner kept "
-        f"{100 * plan.constraint.headroom:.1f}% headroom, the profile's own spread. GFLOP/s: a fixed matrix product",
-        "before and after each run, which shows the state of a shared machine's clock.",
+        *_summary(rows),
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(_row(plan, report)) + " |" for plan, report in pairs),
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
         "",
+        *([f"Left out, as the time was over: {', '.join(left_out)}.", ""] if left_out else []),
     ]
-    write_atomic(RESULTS.with_suffix(f".{plan.workload.name}.md"), "\n".join(lines))
+    write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
 
 
 if __name__ == "__main__":

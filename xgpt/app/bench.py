@@ -160,7 +160,7 @@ def bench_plan(
     from xgpt.io import read_step_log
 
     load = replace(load, workload=load.workload or plan.workload)
-    drawn = _draw(plan, load, rng)
+    drawn = draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
     rates = [gflops()]
     with tempfile.TemporaryDirectory() as directory:
@@ -184,7 +184,7 @@ def bench_plan(
     return report.model_copy(update={"calibration_gflops": tuple(rates)}), log
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
     """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
 
     inputs: Ints
@@ -193,7 +193,7 @@ class _Drawn(NamedTuple):
     max_output: int
 
 
-def _draw(plan: Plan, load: Load, rng: np.random.Generator) -> _Drawn:
+def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     """Draw the lengths and arrivals of a load.
 
     Raises:
@@ -208,10 +208,10 @@ def _draw(plan: Plan, load: Load, rng: np.random.Generator) -> _Drawn:
     total = requests_to_send(plan, load.num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
-    return _Drawn(inputs, outputs, times, workload.output.lengths[-1])
+    return Drawn(inputs, outputs, times, workload.output.lengths[-1])
 
 
-def _requests(plan: Plan, drawn: _Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
+def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
     """The drawn requests, with prompts of random tokens."""
     from xgpt.client import ClientRequest
 
@@ -230,7 +230,7 @@ def _report(
     plan: Plan,
     profile: Profile | None,
     load: Load,
-    drawn: _Drawn,
+    drawn: Drawn,
     log: list[StepRecord],
     results: Sequence[ClientResult],
 ) -> BenchReport:
@@ -279,7 +279,7 @@ def _report(
     )
 
 
-def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: _Drawn, pace: float) -> dict[str, float]:
+def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
     """What is predicted of a load where every step takes `pace` times as long as the plan says."""
     workload = load.workload or plan.workload
     closed = load.arrivals is None
