@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from xgpt.policies.tcb import Batching
 from xgpt.resolve import load_model
 from xgpt.schema import BenchReport, Plan, StaticSettings
 
-WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 4
+WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 2
 """Of the model in TCB's shape; requests of a batch, and of a measurement; how often each layout is measured."""
 LAYOUTS: tuple[Batching, ...] = ("padded", "rows", "slots", "flat")
 GB_A_GPU = {"39B": 39 * 2 / 16, "101B": 101 * 2 / 32, "175B": 175 * 2 / 32, "341B": 341 * 2 / 48}
@@ -48,6 +48,8 @@ def table_4() -> Iterator[Found]:
         f"{max(d.measured_s / m.measured_s for d, m in pairs):.1f}x",
         "slower from disk",
         all(disk.measured_s > held.measured_s for disk, held in pairs),
+        "what else the machine does: on cores shared with other work, converting and laying out takes longer than the "
+        "disk; it holds where the disk is the slower of the two",
     )
     ratios = [row.measured_s / row.predicted_s for row in memory]
     yield within(
@@ -57,7 +59,8 @@ def table_4() -> Iterator[Found]:
         float(np.median(ratios)),
         0.5,
         "x",
-        "the rest of a deployment, groups and a first step, which the planner does not charge",
+        "what else the machine does, which changed between the rate's measurement and the deployment (devices.md); it "
+        "holds where the machine's pace is that of its profile",
     )
     cells = [
         (
@@ -72,7 +75,8 @@ def table_4() -> Iterator[Found]:
         for row in rows
     ]
     columns = ("model", "type", "placement", "GB on the fullest device", "from", "predicted s", "measured s")
-    yield Table("ExeGPT Table 4: loading", columns, tuple(cells), "`python -m benchmarks.loading` makes these rows.")
+    note = "`python -m benchmarks.loading` makes these rows; [several devices](devices.md) says on what a machine."
+    yield Table("ExeGPT Table 4: loading", columns, tuple(cells), note)
 
 
 def table_5() -> Iterator[Found]:
@@ -89,7 +93,9 @@ def served_plan() -> Plan:
         model=spec, cluster="local", workload="tcb", policy="static", latency_bound_s=None, objective="saturated"
     )
     assert isinstance(found.policy, StaticSettings)
-    return found.model_copy(update={"policy": found.policy.model_copy(update={"batch": BATCH})})
+    policy = found.policy.model_copy(update={"batch": BATCH})
+    estimate = found.estimate.model_copy(update={"encode_batch": BATCH, "decode_batch": BATCH})  # what bench fills
+    return found.model_copy(update={"policy": policy, "estimate": estimate})
 
 
 def tcb_served() -> Iterator[Found]:
@@ -101,6 +107,11 @@ def tcb_served() -> Iterator[Found]:
             report = bench(of, num_requests=NUM_REQUESTS, batching=layout).report
             assert isinstance(report, BenchReport) and not report.num_failed
             seen[layout].append(next(f.measured for f in report.figures if f.metric == "throughput_rps"))
+    yield from of_layouts(seen)
+
+
+def of_layouts(seen: Mapping[Batching, Sequence[float]]) -> Iterator[Found]:
+    """Return the rows of what each layout served, requests a second, in each round."""
     rps = {layout: max(values) for layout, values in seen.items()}  # other work on the machine only slows it
     why = (
         f"how many requests TNB's batch has: here as many as TCB's, {BATCH}, so that fuller rows are all that is left; "
