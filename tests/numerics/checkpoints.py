@@ -91,7 +91,7 @@ GPT_OSS_SHAPES = {
     | {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}
     | {"rope_parameters": YARN | {"truncate": False}},
     "one-kv-head": ONE_KV_HEAD
-    | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 1, "attention_bias": False}
+    | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 2, "attention_bias": False}
     | {"rope_parameters": YARN},
     "tied": TIED
     | {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 40, "num_hidden_layers": 2}

@@ -74,8 +74,9 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
         InputError: a layer is of another kind.
     """
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
-    if window is not None:
-        count({"sliding_window": window}, "sliding_window")
+    if window is not None and (type(window) is not int or window < 2):
+        # Of a window of one, transformers' own cache keeps all tokens.
+        raise InputError("config.json: sliding_window", window, "it must be a whole number, at least 2")
     kinds = config.get("layer_types")
     if kinds is None:
         full = [i for i in range(num_layers) if full_every is not None and (i + 1) % full_every == 0]

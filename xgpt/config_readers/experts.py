@@ -46,7 +46,7 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
     config = {"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True} | config
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
         config = config | {"rope_parameters": yarn}
     fields = gated(config)

@@ -25,7 +25,7 @@ THROUGHPUT_TOLERANCE = 0.002
 """A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
 TARGET_GAP = 0.01
 """Blocks are divided until what they may hold is proven not to beat the incumbent by more than this share."""
-MAX_PREDICTIONS = 30_000
+MAX_PREDICTIONS = 100_000
 """Of points and of what lies below them: then the search ends with the gap that it has."""
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""

@@ -1,0 +1,132 @@
+"""What dividing experts and partial tensor parallelism each gain: the best plan with all of it, and without each.
+
+    python -m benchmarks.experts [--only deepseek-v3] [--framework vllm-0.15] [--kv-dtype float8] [--markdown FILE]
+
+Throughput while requests always wait, under the latency bound of each case; step times from the datasheet, or of
+others' tables with --framework. "slices" are plans whose devices hold slices of every expert, "parts" plans whose
+groups hold whole experts on each device, "equal stages" plans of replicas that are pipelines of equal groups, without
+partial tensor parallelism and without two lanes. Seconds are the processor's, of the searches of all policies
+together and of the slowest of them; the gap is the best plan's, and the widest of any policy's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from xgpt.app.plan_text import settings_text
+from xgpt.errors import InfeasibleError
+from xgpt.io import write_atomic
+from xgpt.machine import detect
+from xgpt.resolve import load_cluster, load_engine, load_model, load_workload
+from xgpt.schema import Constraint, DType, LayerTimes, Plan
+from xprofiler import analytic, imported
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xscheduler.space import POLICIES
+
+
+class Case(NamedTuple):
+    model: str
+    cluster: str
+    workload: str
+    latency_bound_s: float
+
+
+CASES = (
+    Case("gpt-oss-120b", "h100x8", "chat-short", 10.0),
+    Case("mixtral-8x7b", "h100x8", "chat-long", 20.0),
+    Case("qwen3-235b-a22b", "h200x8", "chat-long", 30.0),
+    Case("qwen3-235b-a22b", "h200x32", "chat-long", 30.0),
+    Case("deepseek-v3", "h200x8", "chat-long", 30.0),
+    Case("deepseek-v3", "h200x32", "chat-long", 30.0),
+)
+HEADER = (
+    "| model | devices | bound | best, req/s | slices | parts | equal stages | best plan | seconds | gap |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+class Found(NamedTuple):
+    """The best plan of all policies, and of each policy's search the processor's seconds and the gap."""
+
+    plan: Plan
+    seconds: list[float]
+    gaps: list[float]
+
+
+def best(problem: Problem) -> Found | None:
+    scheduler, plans, seconds = Scheduler(problem), [], []
+    for kind in POLICIES:
+        started = time.process_time()
+        with suppress(InfeasibleError):
+            plans.append(scheduler.best_of_each((kind,))[kind])
+            seconds.append(time.process_time() - started)
+    if not plans:
+        return None
+    highest = max(plans, key=lambda plan: plan.estimate.throughput_rps)
+    return Found(highest, seconds, [plan.search.gap or 0.0 for plan in plans])
+
+
+def only(problem: Problem, wanted: Callable[[LayerTimes], bool]) -> Problem:
+    """The problem on those groups of devices alone."""
+    layers = tuple(layer for layer in problem.profile.layers if wanted(layer))
+    return replace(problem, profile=problem.profile.model_copy(update={"layers": layers}))
+
+
+def problem_of(case: Case, framework: str | None, kv_dtype: DType | None) -> Problem:
+    spec, cluster = load_model(case.model)[0], load_cluster(case.cluster)
+    if framework is None:
+        profile = analytic.profile(spec, cluster, spec.default_dtype, kv_dtype=kv_dtype)
+    else:
+        engine = load_engine(framework)
+        profile = imported.profile(spec, cluster, spec.default_dtype, engine, kv_dtype=kv_dtype)
+    constraint = Constraint(latency_bound_s=case.latency_bound_s, headroom=profile.headroom)
+    return Problem(spec, None, cluster, load_workload(case.workload, spec), profile, constraint)
+
+
+def row(case: Case, framework: str | None, kv_dtype: DType | None) -> str:
+    of = problem_of(case, framework, kv_dtype)
+    found = best(of)
+    name = f"| {case.model} | {case.cluster} | {case.latency_bound_s:g} s, {case.workload} "
+    if found is None:
+        return f"{name}| none | | | | | | |"
+    most = found.plan.estimate.throughput_rps
+    others = (
+        best(only(of, lambda layer: layer.ep_degree == 1)),
+        best(only(of, lambda layer: layer.ep_degree == layer.tp_degree)),
+        best(replace(of, uniform=True)),
+    )
+    shares = ["none" if other is None else f"{other.plan.estimate.throughput_rps / most - 1:+.1%}" for other in others]
+    what = f"{found.plan.policy.kind}, {settings_text(found.plan)}"
+    seconds = f"{sum(found.seconds):.2f}, {max(found.seconds):.2f}"
+    gaps = f"{found.plan.search.gap:.2%}, {max(found.gaps):.2%}"
+    return f"{name}| {most:.1f} | {' | '.join(shares)} | {what} | {seconds} | {gaps} |"
+
+
+@click.command()
+@click.option("--only", "model", help="Cases of this model alone.")
+@click.option("--framework", help="Step times of this engine's kernels, from others' tables; otherwise a datasheet's.")
+@click.option("--kv-dtype", type=click.Choice(["bfloat16", "float8"]))
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table here, too.")
+def main(model: str | None, framework: str | None, kv_dtype: DType | None, markdown: Path | None) -> None:
+    lines = [HEADER]
+    print(HEADER)
+    for case in CASES:
+        if model is None or case.model == model:
+            lines.append(row(case, framework, kv_dtype))
+            print(lines[-1], flush=True)
+    if markdown is not None:
+        made = f"{detect().device.name}, {datetime.now(UTC):%Y-%m-%d}; step times: {framework or 'datasheet'}"
+        write_atomic(markdown, "\n".join([*lines, "", made, ""]))
+
+
+if __name__ == "__main__":
+    main()
