@@ -1,0 +1,70 @@
+"""What a bench makes of a log: the machine's pace, and the model's error at that pace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.app.bench import Load, bench_plan, draw
+from xgpt.app.simulating import run_requests
+from xgpt.arrival_process import ArrivalProcess
+from xgpt.cli import render
+from xgpt.client import ClientResult
+from xgpt.io import StepLogWriter
+from xgpt.schema import BenchReport, Constraint
+from xgpt.workload import TraceLengths
+from xscheduler.schedule import Scheduler
+
+OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
+PACE = 1.4
+
+
+def benched(kind: str, load: Load, monkeypatch: pytest.MonkeyPatch, headroom: float = 0.0) -> BenchReport:
+    """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
+    modelled."""
+    constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
+    plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0]
+
+    @contextmanager
+    def server(plan: Any, directory: Path, step_log: Path) -> Iterator[str]:
+        drawn = draw(plan, load, np.random.default_rng(0))
+        slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": PACE})})
+        with closing(StepLogWriter(step_log)) as write:
+            for record in run_requests(slow, OF.profile, TraceLengths(*drawn[:3]), drawn.max_output):
+                write(record)
+        yield "http://127.0.0.1:1"
+
+    async def replay(url: str, requests: list[Any], **_: Any) -> list[ClientResult]:
+        return [ClientResult(0.0, 1.0) for _ in requests]
+
+    monkeypatch.setattr("xgpt.client.replay", replay)
+    return bench_plan(plan, load, np.random.default_rng(0), profile=OF.profile, server=server)[0]
+
+
+@pytest.mark.parametrize("kind", ["chunked", "orca", "rra", "static"])
+def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    load = Load(300, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
+    report = benched(kind, load, monkeypatch)
+    assert report.pace == pytest.approx(PACE, rel=1e-3)
+    assert report.arrival_rate_per_s == pytest.approx(300 / (40 + 220 / 5))
+    assert report.figure("tpot_p50_s").error < -0.2
+    for figure in report.figures:
+        assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
+    notes = " ".join(render.bench_notes(report))
+    assert "steps took 40.0% longer than the profile says" in notes and "goodput at" in notes
+    assert len(render.bench_table(report).rows) == len(report.figures)
+    assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
+
+
+def test_saturated_the_estimate_is_taken_at_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benched("chunked", Load(1500), monkeypatch)
+    throughput = report.figure("throughput_rps")
+    assert throughput.error == pytest.approx(PACE - 1, abs=0.06)
+    assert throughput.error_at_pace == pytest.approx(0.0, abs=0.04)
+    assert report.bound_kept is None  # it is one on requests that arrive
