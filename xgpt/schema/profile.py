@@ -12,11 +12,11 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType, ModelShape
 
 KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
-"""Relative error of step times by what a profile's numbers come from (docs/results/fidelity.md).
+"""Relative error of step times by what a profile's numbers come from (docs/results/truth.md).
 
 - measured: LEAST_HEADROOM;
-- imported: the median error of the time of an output token over 915 measured configurations of served models, 10.1%;
-- analytic: that, and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(10.1^2 + 7^2).
+- imported: the median error of the time of an output token over 925 measured configurations of served models, 9.5%;
+- analytic: that, and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(9.5^2 + 7^2).
 
 The closed forms' own error against the simulated engine, 0.2% of latency in the median, is small in comparison.
 """
