@@ -198,6 +198,8 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 @example(Case(486237138, 2, "auto", "length", monotone=False, quantile=0.99))
 # Outputs of one token: a batch's latency is that of its prompts, and few batches do not tell the slowest hundredth.
 @example(Case(4100226323, 2, "orca", "request", monotone=False, quantile=0.99))
+# Of the requests that waa's cap lets in fewer than half decode: more than those must wait for a loop to be saturated.
+@example(Case(2837500832, 4, "waa", "length", monotone=False, quantile=0.5))
 # All prompts and outputs alike: the steps repeat for ever what the start has made of them.
 @example(Case(2509471469, 1, "chunked", "request", monotone=True, quantile=0.9))
 def test_claims_hold(case: Case) -> None:

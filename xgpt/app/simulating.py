@@ -35,8 +35,11 @@ def warm_up_requests(plan: Plan) -> int:
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Requests that keep a closed loop saturated: those that run, and always some that wait."""
-    return ceil(1.5 * plan.estimate.decode_batch + 3 * plan.estimate.encode_batch) + 8
+    """Return how many requests keep a closed loop saturated: as many as may run, and always some that wait."""
+    from xsimulator.forecast import FORECASTS
+
+    most = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
+    return ceil(max(1.5 * plan.estimate.decode_batch, most) + 3 * plan.estimate.encode_batch) + 8
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:

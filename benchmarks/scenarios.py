@@ -1,0 +1,117 @@
+"""What plans say of the scheduler benchmark's scenarios: arrival rates against simulation, and bounds on all requests.
+
+    python -m benchmarks.scenarios rates|requests [--only opt-13b] [--jsonl FILE] [--markdown FILE]
+
+rates: for each task the bound that 70% of FasterTransformer's settings keep; the plan of `--objective arrivals`, and
+whether the engine that simulates each request keeps the bound at the stated rate and breaks it 3% above. requests: the
+bounds of `benchmarks.scheduler --sla request`, the tightest, the middle and the loosest; nothing may fall from one to
+the next. Seconds are the processor's. Tasks that stand in the JSON lines are not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.arrivals import is_confirmed
+from benchmarks.lib.all_requests import NUM_BOUNDS
+from benchmarks.papers.settings import faster_transformer
+from benchmarks.scheduler import SCENARIOS, task_problem
+from xgpt.app.arrivals import rate_of
+from xgpt.app.planning import plan_each
+from xgpt.errors import InfeasibleError
+from xgpt.io import write_atomic
+from xgpt.schema import Constraint, Plan
+from xscheduler.problem import Problem
+
+SHARES = (0.1, 0.7)
+"""Of FasterTransformer's settings that keep the tightest and the loosest bound."""
+CHOSEN = (0, NUM_BOUNDS // 2, NUM_BOUNDS - 1)
+"""Of the bounds on all requests."""
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.argument("what", type=click.Choice(["rates", "requests"]))
+@click.option("--only", help="One model.")
+@click.option("--jsonl", "kept", type=click.Path(path_type=Path), help="Keep each row there.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+def main(what: str, only: str | None, kept: Path | None, page: Path | None) -> None:
+    rows: list[dict[str, Any]] = []
+    if kept is not None and kept.is_file():
+        rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    done = {(row["task"], row["bound"]) for row in rows}
+    for model, cluster, workloads in SCENARIOS:
+        for workload in workloads if only in (None, model) else ():
+            of, task = task_problem(model, cluster, workload, None), f"{model} {cluster} {workload}"
+            tightest, loosest = np.quantile(faster_transformer(of).latency, SHARES).tolist()
+            bounds = np.geomspace(tightest, loosest, NUM_BOUNDS).round(3).tolist()
+            for bound_s in [bounds[-1]] if what == "rates" else [bounds[i] for i in CHOSEN]:
+                if (task, bound_s) in done:
+                    continue
+                row = {"task": task, "bound": bound_s} | (rate if what == "rates" else throughput)(of, bound_s)
+                click.echo(json.dumps(row))
+                rows.append(row)
+                if kept is not None:
+                    with kept.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    if page is not None:
+        write_atomic(page, markdown(rows))
+
+
+def rate(of: Problem, bound_s: float) -> dict[str, Any]:
+    """The highest arrival rate of the chosen plan, and whether single requests confirm it."""
+    plan, seconds = planned(of, Constraint(latency_bound_s=bound_s, objective="arrivals"))
+    if plan is None:
+        return {"policy": "-", "arrivals/s": None, "saturated": None, "cpu s": seconds, "confirmed": "-"}
+    confirmed = "yes" if is_confirmed(plan, of.profile) else "NO"
+    rates = {"arrivals/s": round(rate_of(plan), 3), "saturated": round(plan.estimate.throughput_rps, 3)}
+    return {"policy": plan.policy.kind} | rates | {"cpu s": seconds, "confirmed": confirmed}
+
+
+def throughput(of: Problem, bound_s: float) -> dict[str, Any]:
+    """The throughput under a bound on the quantile of all requests."""
+    plan, seconds = planned(of, Constraint(latency_bound_s=bound_s, sla="request"))
+    if plan is None:
+        return {"policy": "-", "req/s": 0.0, "latency s": None, "simulated": None, "cpu s": seconds}
+    found = {"req/s": plan.estimate.throughput_rps, "latency s": round(plan.estimate.latency_s, 3)}
+    return {"policy": plan.policy.kind} | found | {"simulated": plan.search.simulations, "cpu s": seconds}
+
+
+def planned(of: Problem, constraint: Constraint) -> tuple[Plan | None, float]:
+    started, plan = time.process_time(), None
+    with suppress(InfeasibleError):
+        plan = next(iter(plan_each(of.under(constraint)).values()))
+    return plan, round(time.process_time() - started, 2)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table, and a line that counts what it shows."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(_text(row[name]) for name in names) + " |" for row in rows]
+    seconds = sorted(row["cpu s"] for row in rows)
+    text = f"CPU seconds: median {seconds[len(seconds) // 2]:.1f}, most {seconds[-1]:.1f}."
+    if "confirmed" in names:
+        text = f"Confirmed: {sum(row['confirmed'] == 'yes' for row in rows)} of {len(rows)}. " + text
+    else:
+        best: dict[str, float] = {}
+        fallen = 0
+        for row in sorted(rows, key=lambda row: row["bound"]):
+            fallen += row["req/s"] < best.get(row["task"], 0.0) * (1 - 1e-9)
+            best[row["task"]] = max(row["req/s"], best.get(row["task"], 0.0))
+        text = f"Bounds under which less is served than under a tighter one: {fallen} of {len(rows)}. " + text
+    return "\n".join([*lines, "", text]) + "\n"
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
