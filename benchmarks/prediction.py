@@ -46,8 +46,8 @@ SECONDS, QUICK_SECONDS = 90.0, 30.0
 """About as long is each load measured."""
 QUICK_TOTAL_S = 600.0
 """With `--quick` no further load is begun after as long."""
-LEAST_REQUESTS, MOST_REQUESTS = 40, 300
-BOUND_FACTOR = 3.0
+LEAST_REQUESTS, MOST_REQUESTS = 24, 300
+BOUND_FACTOR = 2.0
 """Plans are made for the nearest bound times this."""
 AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
 """Per cent within which the model's error is to lie, in the median over loads."""
