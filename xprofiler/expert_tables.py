@@ -18,6 +18,8 @@ Rows = dict[str, npt.NDArray[Any]]
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 """What the tables call a format of stored weights."""
+FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
+"""Kernels of the same weights that round activations to eight bits, where a kind of device has them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
@@ -48,7 +50,8 @@ class ExpertTable:
         wanted = (("hidden_size", self._hidden), ("inter_size", of.ffn_size), ("topk", of.active))
         for path in tables.paths("moe", "moe"):
             rows = tables.read(path, EXPERT_COLUMNS)
-            chosen = (rows["moe_dtype"] == self._dtype) & (rows["num_experts"] == of.number)
+            kernels = (self._dtype, *FASTER.get(self._dtype, ()))
+            chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == of.number)
             for name, value in wanted:
                 chosen &= rows[name] == value
             self._distribution = _distribution(of, set(rows["distribution"][chosen].tolist()))

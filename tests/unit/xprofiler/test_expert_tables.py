@@ -177,3 +177,17 @@ def test_beyond_a_window_a_decode_costs_no_more(tables: Path) -> None:
     assert half[:, 2] == pytest.approx(0.25 * full[:, 2] + 0.75 * full[:, 1])
     full, half = np.asarray(whole.encode_attention.seconds), np.asarray(windowed.encode_attention.seconds)
     assert (half <= full * (1 + 1e-12)).all() and (half[:, 2] < full[:, 2]).all()
+
+
+def test_kernels_that_round_activations_count_where_a_device_has_them(tables: Path, tmp_path: Path) -> None:
+    """Of weights in mxfp4, the faster of both kinds."""
+    root = tmp_path / "h100_sxm"
+    for name in ("gemm", "attention", "comm"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(tables / name)
+    stored = MOE.model_copy(update={"quantization": Quantization(kind="mxfp4", experts_only=True)})
+    rows = expert_rows("w4a16_mxfp4")
+    write(root, "moe/vllm/1.0.0/moe", rows)
+    alone = rest(made(root, stored), (1, 1), 16)
+    write(root, "moe/vllm/1.0.1/moe", [*rows, *expert_rows("w4a8_mxfp4_mxfp8", 0.5)])
+    assert alone - rest(made(root, stored), (1, 1), 16) == pytest.approx(0.5 * expert_ms(16, 1, 1, True) / 1e3)
