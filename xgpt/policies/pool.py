@@ -309,10 +309,7 @@ class Pool:
         freed = []
         for id_ in finished:
             if id_ in outputs:
-                ended = self.running[id_]
-                # The last token has not been fed: its K/V was never made.
-                count = (ended.context - 1) // self.block_size
-                self.blocks.name(self._table_of(id_), ended.chain + outputs[id_], count)
+                self._name_output(self.running[id_], outputs[id_])
             if self.hold_finished:
                 batch.held[id_] = batch.decoding.pop(id_)
             else:
@@ -442,6 +439,12 @@ class Pool:
             self.prompts.name(request.prompt_table, request.chain, count)
         elif request.table is not None:
             self.blocks.name(request.table, request.chain, count)
+
+    def _name_output(self, request: Request, output: Chain) -> None:
+        """Let others find the blocks of a request that has ended, where their K/V has been made."""
+        if request.prompt_table is None and request.table is not None:  # else its prompt has not come to be decoded
+            count = (request.context - 1) // self.block_size  # the last token has not been fed
+            self.blocks.name(request.table, request.chain + output, count)
 
     def _leave(self, request: Request) -> None:
         assert request.table is not None

@@ -137,6 +137,23 @@ def test_waa_passes_requests_from_lane_to_lane() -> None:
     assert encoded(fourth) == [6, 7]
 
 
+@pytest.mark.parametrize("ends_in", ["encode", "decode"])
+def test_waa_shares_no_blocks_that_nothing_has_been_written_into(ends_in: str) -> None:
+    """A request that its first token ends never comes to the decode lane: its blocks there hold nothing."""
+    schedule = TwoLane(WAA, Pool(1000, 4))
+    chain = tuple(bytes([number]) for number in range(4))
+    schedule.submit(Request(0, 16, 100, chain=chain))
+    for lane in ("encode", "transfer", "decode"):
+        (step,) = begin(schedule, lane)
+        schedule.settle(step, [0] if lane == ends_in else [], {0: ()})
+        if lane == ends_in:
+            break
+    schedule.submit(Request(1, 20, 100, chain=(*chain, b"more")))
+    (step,) = begin(schedule, "encode")
+    assert step.encode[0].start == 16, "the encode lane has the prompt"
+    assert schedule.pool.tokens_to_move(1) == (20 if ends_in == "encode" else 4)
+
+
 def test_waa_lets_a_batch_join_after_its_buffer_time() -> None:
     settings = TwoLaneSettings(
         encode_tokens=20.0, encode_stages=1, encode_blocks=100, max_decode_batch=6, buffer_iterations=3
