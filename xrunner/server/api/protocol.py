@@ -43,6 +43,7 @@ Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 MAX_INT = 2**31 - 1
 """No count and no token id of a request is larger: control messages and tensors hold 64 bits, arrays of indices 32."""
+MAX_DIGITS = len(str(MAX_INT))
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
@@ -155,7 +156,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """
         given = self.logit_bias or {}
         for token in given:
-            if not (token.isascii() and token.isdecimal() and int(token) <= MAX_INT):
+            if not (token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS and int(token) <= MAX_INT):
                 refuse("logit_bias", f"{token!r} is no token id")
         return tuple((int(token), bias) for token, bias in given.items())
 

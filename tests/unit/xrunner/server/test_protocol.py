@@ -28,6 +28,7 @@ def parse_chat_with(**fields: object):
 def error_of(**fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         request = parse(**fields)
+        request.sampling(0)
         for prompt in request.prompts(1000):
             check_tokens(list(prompt), request, SPEC, CAPACITY, OutputRule())
     return caught.value
@@ -62,6 +63,7 @@ def error_of(**fields: object) -> ApiError:
         ({"seed": 2**63}, "seed", "9223372036854775807"),
         ({"presence_penalty": 3}, "presence_penalty", "<= 2"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": -3}, "max_tokens", ">= 1"),
         ({"max_tokens": "4"}, "max_tokens", "Expected `int"),
