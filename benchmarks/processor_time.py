@@ -1,0 +1,130 @@
+"""Predicted against measured in processor time: on a machine that others use, too.
+
+    python -m benchmarks.processor_time --model DIRECTORY [--workload chat-short] [--requests 150] [--rounds 2]
+
+The profile and the engine's step log count the seconds in which this process computes, on one thread. What others take
+of the machine's time is in neither; what they do to its caches and clock rates is, and shows in the pace, measured over
+predicted time of all steps. Each single-lane policy is planned for, without a bound and under one, and run by turns.
+Prints a table, and writes results/processor_time.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from xgpt import policies
+from xgpt.app.engines import build_engine
+from xgpt.app.plan_text import settings_text
+from xgpt.app.simulating import read_log, requests_to_send
+from xgpt.cli.render import show, table
+from xgpt.io import write_atomic
+from xgpt.machine import detect
+from xgpt.resolve import load_model, load_workload
+from xgpt.schema import Constraint, ModelSpec, Plan, Profile
+from xgpt.schema.step_log import StepRecord
+from xgpt.workload import sample
+from xprofiler.bench import BLOCK_SIZE, NUM_BLOCKS
+from xprofiler.measure import assembled, bench_of, fastest_layouts
+from xrunner.build import WorkerSettings, build_worker
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xscheduler.space import runnable
+from xsimulator.executed import paces
+
+RESULTS = Path("results/processor_time.json")
+KINDS = ("orca", "rra", "chunked", "static")
+COLUMNS = (
+    "bound s", "policy", "settings", "req/s", "measured", "latency s", "measured", "pace", "throughput", "latency",
+)  # fmt: skip
+"""The last two: errors of the prediction at that pace."""
+
+
+def processor_seconds(run: Callable[[], object]) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
+    """A model's profile on one thread, in processor time."""
+    torch.set_num_threads(1)
+    layouts = fastest_layouts(spec, "float32", (1,))
+    settings = WorkerSettings(
+        spec=spec, dtype="float32", checkpoint=checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, layouts=layouts
+    )
+    worker = build_worker(settings)
+    with torch.inference_mode():
+        measured = bench_of(worker)(worker, lambda done, total, what: None, processor_seconds).measure()
+    return assembled(spec, detect(1), "float32", 1, layouts, {(1, 1): measured})
+
+
+def executed(plan: Plan, num_requests: int, seed: int) -> list[StepRecord]:
+    """The steps of a plan's engine in this process, all requests waiting from the beginning."""
+    log: list[StepRecord] = []
+    made = build_engine(plan)
+    assert isinstance(made, Engine)
+    engine = Engine(policies.build(plan), made.executor, clock=time.process_time_ns, on_step=log.append)
+    rng = np.random.default_rng(seed)
+    total = requests_to_send(plan, num_requests, saturated=True)
+    for i, (length, output) in enumerate(zip(*sample(plan.workload, total, rng), strict=True)):
+        prompt = tuple(rng.integers(0, plan.model.vocab_size, int(length)).tolist())
+        engine.submit(Generation(i, prompt, plan.workload.output.lengths[-1], output_length=int(output)))
+    while engine.step() is not None:
+        pass
+    engine.close()
+    return log
+
+
+def row(plan: Plan, profile: Profile, log: list[StepRecord], num_requests: int) -> list[str]:
+    said, seen = plan.estimate, read_log(plan, plan.workload, log, num_requests, saturated=True)
+    found = paces(plan, profile, log)
+    assert found is not None
+    pace, bound_s = found.ratio, plan.constraint.latency_bound_s
+    return [
+        "none" if bound_s is None else f"{bound_s:g}",
+        plan.policy.kind,
+        settings_text(plan),
+        f"{said.throughput_rps:.2f}",
+        f"{seen.throughput_rps:.2f}",
+        f"{said.latency_s:.2f}",
+        f"{seen.latency_s:.2f}",
+        f"{pace:.3f}",
+        f"{100 * (said.throughput_rps / pace / seen.throughput_rps - 1):+.1f}%",
+        f"{100 * (said.latency_s * pace / seen.latency_s - 1):+.1f}%",
+    ]
+
+
+@click.command()
+@click.option("--model", required=True, metavar="NAME|DIRECTORY")
+@click.option("--workload", default="chat-short", show_default=True)
+@click.option("--requests", "num_requests", default=150, show_default=True, help="Requests that are measured.")
+@click.option("--bound", "bound_s", default=8.0, show_default=True, help="The latency bound, in processor time.")
+@click.option("--rounds", default=2, show_default=True)
+def main(model: str, workload: str, num_requests: int, bound_s: float, rounds: int) -> None:
+    """Profile, plan and run each policy."""
+    spec, checkpoint = load_model(model)
+    where = None if checkpoint is None else str(checkpoint)
+    lengths, profile = load_workload(workload), profiled(spec, checkpoint)
+    rows: list[list[str]] = []
+    for seed in range(rounds):
+        for bound in (None, bound_s):
+            of = Problem(spec, where, detect(1), lengths, profile, Constraint(latency_bound_s=bound))
+            for kind in runnable(KINDS, spec):
+                plan = Scheduler(of).best([kind])
+                rows.append(row(plan, profile, executed(plan, num_requests, seed), num_requests))
+                click.echo("  ".join(rows[-1]), err=True)
+    show(table(f"{spec.name}, {lengths.name}, processor time of one thread", COLUMNS, rows))
+    write_atomic(RESULTS, json.dumps([dict(enumerate(cells)) for cells in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
