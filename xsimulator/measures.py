@@ -123,6 +123,12 @@ def measure(
     )
 
 
+def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) -> Sequence[StepRecord]:
+    """Return the steps that `measure` reads after its first `skip_requests` endings."""
+    first, last = _Steps(log, encode_emits=True).window(skip_requests, num_requests)
+    return log[first:last]
+
+
 QUANTILES = (0.5, 0.9, 0.99)
 
 

@@ -237,11 +237,14 @@ def _report(
     """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
     from xgpt.io import sha256
     from xsimulator.executed import paces
+    from xsimulator.measures import window_of
 
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
-    steps = None if profile is None else paces(plan, profile, log)
+    # A restless machine's pace before the window is none of what the window shows.
+    within = window_of(log, warm_up_requests(plan), load.num_requests) if arrivals is None else None
+    steps = None if profile is None else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _predicted(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _predicted(plan, profile, load, drawn, pace)
