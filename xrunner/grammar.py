@@ -33,6 +33,18 @@ def json_grammar(schema: dict[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": schema | DENSE}]})
 
 
+def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
+    """The grammar of one opening, a value of its JSON schema and `end`.
+
+    Args:
+        opened: schemas by openings. Each is a document of its own: what `$ref` names lies in it.
+    """
+    quoted = enumerate((json.dumps(opening), json.dumps(schema | DENSE)) for opening, schema in opened.items())
+    rules = [f"start: {' | '.join(f'value_{number}' for number in range(len(opened)))}"]
+    rules += [f"value_{number}: {opening} %json {schema} {json.dumps(end)}" for number, (opening, schema) in quoted]
+    return "\n".join(rules)
+
+
 def tagged_grammar(trigger: str, opened: Mapping[str, dict[str, Any]], end: str) -> str:
     """The grammar of text in which `trigger` begins an opening; a value of its JSON schema and `end` follow.
 
@@ -80,7 +92,10 @@ class Grammars:
 
         if len(grammar.encode()) > MAX_BYTES:
             return f"it is longer than {MAX_BYTES} bytes"
-        return LLMatcher.validate_grammar(grammar, self._read.result()) or None
+        reason = LLMatcher.validate_grammar(grammar, self._read.result())
+        if not reason and self.state(grammar).allowed() is None:
+            reason = "no output keeps to it, or what does is too much to follow"
+        return reason or None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> State:
         """The state behind `output`.
@@ -90,7 +105,7 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        state = State(LLMatcher(self._read.result(), grammar), self._vocab_size, self._eos)
+        state = State(LLMatcher(self._read.result(), grammar), self._vocab_size)
         for token in output:
             state.take(token)
         return state
@@ -99,24 +114,22 @@ class Grammars:
 class State:
     """Where an output stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._end = np.zeros(vocab_size, dtype=bool)
-        self._end[eos_token_ids] = True
 
-    def allowed(self) -> np.ndarray:
-        """Which tokens may come next; where the grammar has come to no good end, those that end the output.
+    def allowed(self) -> np.ndarray | None:
+        """Which tokens may come next; None: the output cannot be followed any more, the grammar is too large perhaps.
 
         # bool [vocab]
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            return self._end
+            return None
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
 
     def take(self, token: int) -> None:
-        """Go on by a token; one that is not allowed ends the output."""
+        """Go on by a token; behind one that is not allowed, nothing is."""
         self._matcher.consume_token(token)
 
 

@@ -64,6 +64,8 @@ class Sampler:
         self._grammars = grammars
         self._states: dict[int, State] = {}
         """Of each row that keeps to a grammar."""
+        self.failed: dict[int, str] = {}
+        """Why the last call has chosen no token, by index into its rows; not told of logits that are not finite."""
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         """Of each row that has some: tokens, and what is added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
@@ -158,6 +160,7 @@ class Sampler:
         if any_failed:
             tokens[failed] = NO_TOKEN
         picked = tokens.cpu().numpy()
+        picked[list(self.failed)] = NO_TOKEN
         for row, token in zip(rows.tolist() if self._states else (), picked.tolist(), strict=False):
             if row in self._states and token != NO_TOKEN:
                 self._states[row].take(token)
@@ -165,6 +168,7 @@ class Sampler:
 
     def _constrain(self, scores: Tensor, rows: np.ndarray) -> None:
         """Add biases to scores, and rule out what grammars do not allow. # float32 [sampled, vocab], int64 [sampled]"""
+        self.failed = {}
         if not (self._biases or self._states):
             return
         for index, row in enumerate(rows.tolist()):
@@ -172,8 +176,10 @@ class Sampler:
                 tokens, values = self._biases[row]
                 scores[index, tokens] += values
             if row in self._states:
-                allowed = torch.from_numpy(self._states[row].allowed()).to(scores.device)
-                scores[index].masked_fill_(~allowed, -torch.inf)
+                if (allowed := self._states[row].allowed()) is None:
+                    self.failed[index] = "its output cannot be kept to its schema any more; send a smaller one"
+                else:
+                    scores[index].masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def _settings_of(self, rows: np.ndarray) -> np.ndarray:
         settings = np.full(len(rows), _GREEDY)

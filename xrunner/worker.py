@@ -252,6 +252,8 @@ class Worker(OneAtATime):
                 tokens, logprobs = self._sampler(logits, rows, self._context[rows])
             except Exception:  # one of them is at fault, whatever it is
                 tokens, logprobs = self._one_by_one(logits, ids, rows)
+            else:
+                self.failed |= {ids[index]: why for index, why in self._sampler.failed.items()}
         self.logprobs |= {ids[index]: value for index, value in logprobs.items()}
         return tokens
 
@@ -266,6 +268,8 @@ class Worker(OneAtATime):
             except Exception as error:
                 self.failed[id_] = f"no token can be chosen: {type(error).__name__}: {error}"
             else:
+                if 0 in self._sampler.failed:
+                    self.failed[id_] = self._sampler.failed[0]
                 if 0 in of_row:
                     logprobs[index] = of_row[0]
         return tokens, logprobs

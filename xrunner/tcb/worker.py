@@ -96,6 +96,7 @@ class RowWorker(OneAtATime):
                 tokens = highest(logits).cpu().numpy()
             else:
                 tokens, logprobs = self._sampler(logits, self._lines, self._context)
+                self.failed = {self._ids[index]: why for index, why in self._sampler.failed.items()}
                 self.logprobs = {self._ids[index]: value for index, value in logprobs.items()}
         self._last_token = fed(tokens)
         asked = {*step.decode, *(chunk.id for chunk in step.encode)}

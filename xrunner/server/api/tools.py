@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from xrunner.grammar import json_grammar, tagged_grammar
+from xrunner.grammar import any_of_grammar, tagged_grammar
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -94,19 +94,11 @@ def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> str | None:
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+    opened = {f'{{"name": {json.dumps(name)}, "arguments": ': schema for name, schema in schemas.items()}
     if must_call(choice):
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in schemas.items()
-        ]
-        return json_grammar(calls[0] if len(calls) == 1 else {"anyOf": calls})
-    opened = {f'{OPENING}\n{{"name": {json.dumps(name)}, "arguments": ': schema for name, schema in schemas.items()}
-    return tagged_grammar(OPENING, opened, f"}}\n{CLOSING}")
+        return any_of_grammar(opened, "}")
+    tagged = {f"{OPENING}\n{opening}": schema for opening, schema in opened.items()}
+    return tagged_grammar(OPENING, tagged, f"}}\n{CLOSING}")
 
 
 class Calls:

@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attack.target import save_checkpoint
-from xrunner.grammar import Grammars
+from xrunner.generation import NO_TOKEN, SamplingParams
+from xrunner.grammar import Grammars, json_grammar
+from xrunner.sampling import Sampler
 from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
@@ -75,8 +79,48 @@ def test_a_free_output_writes_text_or_right_calls(tmp_path: Path) -> None:
     assert grammar_of(TOOLS, "none") is None
 
 
-def test_a_broken_grammar_ends_the_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_what_a_schema_refers_to_lies_in_it(tmp_path: Path, choice: str) -> None:
+    """As SDKs write schemas: with definitions, and with references to the whole of it."""
     checkpoint = save_checkpoint(tmp_path / "small")
     grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
-    state = grammars.state(grammar_of(TOOLS, "required") or "", [5, 6, 7])
-    assert state.allowed().nonzero()[0].tolist() == [2]
+    schema = {
+        "type": "object",
+        "properties": {"to": {"$ref": "#/$defs/To"}, "then": {"$ref": "#"}},
+        "required": ["to"],
+        "additionalProperties": False,
+        "$defs": {"To": {"enum": ["Rome"]}},
+    }
+    tools = msgspec.convert([{"type": "function", "function": {"name": "go", "parameters": schema}}], list[Tool])
+    grammar = grammar_of([*tools, *TOOLS], choice)  # type: ignore[arg-type]
+    assert grammar is not None and grammars.why_not(grammar) is None
+    opening, end = ("<tool_call>\n", "\n</tool_call>") if choice == "auto" else ("", "")
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def ends(arguments: str) -> bool:
+        text = f'{opening}{{"name": "go", "arguments": {arguments}}}{end}'
+        allowed = grammars.state(grammar, [tokenizer[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text]).allowed()
+        return allowed is not None and bool(allowed[2])
+
+    assert ends('{"to":"Rome"}') and ends('{"to":"Rome","then":{"to":"Rome"}}')
+    assert not ends('{"to":"Rome","then":{"name":"go"}}')
+
+
+def test_a_schema_that_no_output_keeps_is_refused(tmp_path: Path) -> None:
+    grammars = Grammars(save_checkpoint(tmp_path / "small") / "tokenizer.json", 2048, {2})
+    assert "no output" in (grammars.why_not(json_grammar({"$ref": "#"})) or "")
+
+
+def test_an_output_that_cannot_be_followed_fails_alone(tmp_path: Path) -> None:
+    """Ended as if it were complete, it would be taken for what it was to be."""
+    grammars = Grammars(save_checkpoint(tmp_path / "small") / "tokenizer.json", 2048, {2})
+    wide = json_grammar({"type": "object", "properties": {f"p{number}": {} for number in range(1500)}})
+    assert grammars.why_not(wide) is None
+    sampler = Sampler(2048, torch.device("cpu"), grammars)
+    sampler.start(0, SamplingParams(temperature=0, grammar=wide))
+    sampler.start(1, SamplingParams(temperature=0, grammar=grammar_of(TOOLS, "required")))
+    logits, rows = torch.zeros(2, 2048), np.arange(2)
+    for position in range(3):
+        tokens, _ = sampler(logits, rows, np.full(2, position, dtype=np.int32))
+    assert tokens[0] == NO_TOKEN and "smaller" in sampler.failed[0]
+    assert tokens[1] != NO_TOKEN and 1 not in sampler.failed
