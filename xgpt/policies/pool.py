@@ -377,7 +377,8 @@ class Pool:
     def _blocks_to_enter(self, request: Request) -> int:
         if self.kv == "quantile":
             return self.blocks_for(self._cached(request))
-        return self.blocks_for(request.promised)
+        # What another plan has promised a request does not count here: a batch that holds requests is never preempted.
+        return self.blocks_for(request.longest if self.hold_finished else request.promised)
 
     def _end_batch(self) -> list[int]:
         """Free held requests once their whole batch has finished, in all micro-batches."""

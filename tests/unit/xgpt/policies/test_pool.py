@@ -141,3 +141,15 @@ def test_a_request_within_its_promise_is_never_preempted() -> None:
     assert preempted
     assert 0 not in preempted
     assert pool.is_idle
+
+
+def test_a_batch_that_is_held_sets_all_of_its_memory_aside() -> None:
+    """Requests may come from a plan under which they could outgrow a promise; none that has finished is preempted."""
+    schedule = OneLane(LaneSettings(mix=False, max_batch=2, refill_when_empty=True), Pool(6, 4, hold_finished=True))
+    for id_ in range(2):
+        schedule.submit(Request(id_, 4, 16, promised_output=1))
+    steps = 0
+    while (step := schedule.next_step()) is not None:
+        steps += 1
+        schedule.settle(step, [id_ for id_ in step.ids if schedule.pool.running[id_].generated == 15])
+    assert schedule.pool.is_idle and schedule.pool.num_preemptions == 0 and steps == 32
