@@ -102,10 +102,15 @@ def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> str | None:
 
 
 class Calls:
-    """Takes the calls out of an output's text, piece by piece. What may be the beginning of one is held back."""
+    """Takes the calls out of an output's text, piece by piece. What may be the beginning of one is held back.
 
-    def __init__(self, choice: ToolChoice) -> None:
+    Args:
+        most: calls of an output; further ones are left out. None: all.
+    """
+
+    def __init__(self, choice: ToolChoice, most: int | None = None) -> None:
         self._must_call = must_call(choice)
+        self._most = most
         self._held = ""
 
     def push(self, piece: str) -> str:
@@ -137,7 +142,7 @@ class Calls:
                 calls.append(call)
                 rest.append(behind)
         text = "".join(rest)
-        return text if text.strip() else "", calls
+        return text if text.strip() else "", calls[: self._most]
 
 
 def _overlap(text: str, opening: str) -> int:

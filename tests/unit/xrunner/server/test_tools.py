@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attack.target import save_checkpoint
-from xrunner.generation import NO_TOKEN, SamplingParams
+from xrunner.generation import NO_TOKEN, SamplingParams, Token
 from xrunner.grammar import Grammars, json_grammar
 from xrunner.sampling import Sampler
+from xrunner.server.api.choices import Choice
+from xrunner.server.api.protocol import parse_chat
 from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
+from xrunner.server.api.writers import ChatWriter
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
 TOOLS = msgspec.convert([{"type": "function", "function": {"name": "weather", "parameters": PLACE}}], list[Tool])
@@ -47,6 +50,22 @@ def test_the_cut_into_pieces_does_not_matter(cuts: list[int], text: str) -> None
 def test_text_before_a_call_goes_out_at_once() -> None:
     calls = Calls("auto")
     assert calls.push("I look") == "I look" and calls.push(" <tool") == " " and calls.push("box") == "<toolbox"
+
+
+@pytest.mark.parametrize(("parallel", "num"), [(False, 1), (True, 2), (None, 2)])
+def test_calls_come_alone_where_they_may_not_be_parallel(parallel: bool | None, num: int) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": tools,
+        "parallel_tool_calls": parallel,
+    }
+    writer = ChatWriter("m", 0, include_usage=False, continuous=False)
+    choice = Choice(0, parse_chat(json.dumps(body).encode()), None, frozenset(), writer)
+    assert choice._calls is not None
+    choice._calls.push(f"{CALL}\n{CALL}")
+    assert len(choice.push(Token(0, 2, "stop")).calls) == num
 
 
 @pytest.mark.parametrize(
