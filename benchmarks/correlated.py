@@ -140,7 +140,7 @@ def _runs(order: Ints) -> Iterator[Ints]:
 def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
     if not hasattr(plan.policy, "buffer_iterations"):
         return [Arm(), Arm("shuffled")]
-    log = run_requests(plan, profile, *pairs, np.zeros(len(pairs[0])), plan.workload.output.lengths[-1])
+    log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     passed = iterations_until_joined(log) / plan.policy.decode_microbatches
     return [Arm(), Arm("shuffled"), *(Arm(buffer=round(times * passed)) for times in BUFFERS)]
 
@@ -159,7 +159,7 @@ def iterations_until_joined(log: Sequence[StepRecord]) -> float:
 
 def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcome:
     """One setting on the simulated clock."""
-    log = run_requests(plan, profile, *pairs, np.zeros(len(pairs[0])), plan.workload.output.lengths[-1])
+    log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     return Outcome.of(plan, log, num_requests)
 
 

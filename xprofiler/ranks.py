@@ -73,7 +73,8 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
     """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
-    return tuple((t, ep) for t in degrees(spec, num_devices) for ep in ((1, t) if spec.experts and t > 1 else (1,)))
+    number = 1 if spec.experts is None else spec.experts.number
+    return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
 
 def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> Together:

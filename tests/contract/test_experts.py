@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.resolve import load_model
 from xgpt.schema import Experts, Plan, Profile
-from xprofiler import analytic
+from xprofiler import analytic, ranks
 from xprofiler.experts import Routing, chances
 from xscheduler.box_bounds import breach
 from xscheduler.lower_tables import lowered
@@ -169,3 +170,13 @@ def test_a_layer_with_a_window_costs_no_more_beyond_it() -> None:
     ).layer(1)
     assert at[16384] == pytest.approx((at[128] + full.decode_attention.seconds[-1][-1]) / 2, rel=0.1)
     assert layer.encode_attention.seconds[0][-1] < 0.6 * full.encode_attention.seconds[0][-1]
+
+
+def test_experts_are_only_divided_evenly() -> None:
+    """A profile of groups that no plan may use made plans that were refused."""
+    spec, _ = load_model("mixtral-8x7b")
+    assert spec.experts is not None
+    odd = spec.model_copy(update={"experts": spec.experts.model_copy(update={"number": 3, "active": 1})})
+    assert ranks.groups(spec, 2) == ((1, 1), (2, 1), (2, 2))
+    assert ranks.groups(odd, 2) == ((1, 1), (2, 1))
+    assert ranks.groups(load_model("llama-3.1-8b")[0], 2) == ((1, 1), (2, 1))
