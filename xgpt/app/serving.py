@@ -139,6 +139,20 @@ class ServeRequest(Frozen):
             raise InputError("--batching", self.batching, f"--engine {self.engine} takes flat")
         policies.build_rows(plan, self.batching)
 
+    def check_reuse(self, plan: Plan) -> None:
+        """Refuse to run a plan that counts on what requests share without it: none of its figures would hold.
+
+        Raises:
+            InputError: names what turns reuse off.
+        """
+        off = {"reuse": not self.reuse, "batching": self.batching != "flat", "engine": self.engine == "vllm"}
+        if plan.estimate.reuse is None or not any(off.values()):
+            return
+        field = next(name for name, is_off in off.items() if is_off)
+        share = f"{100 * plan.estimate.reuse.share:.0f}%"
+        accepted = f"the plan counts on {share} of prompt tokens found: leave it out, or plan for lengths alone"
+        raise InputError(field, getattr(self, field), accepted)
+
     def nodes(self) -> Nodes | None:
         """The machines that run the plan together; None: this one is alone.
 
@@ -169,6 +183,7 @@ def serve(
     request.keys()
     request.tls()
     request.check_batching(plan)
+    request.check_reuse(plan)
     nodes, limits = request.nodes(), request.limits()
     if request.answer_within_s is not None and not plan.estimate.predicts_rate:
         accepted = "the plan's estimate is 0; plan again, or leave it out"

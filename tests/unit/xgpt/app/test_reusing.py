@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plan(path: Path) -> Plan:
     return xgpt.plan(**PROBLEM, workload=path, objective="saturated")
+
+
+@pytest.mark.parametrize("off", [{"reuse": False}, {"engine": "vllm"}])
+def test_a_plan_that_counts_on_reuse_is_not_served_without_it(plan: Plan, off: dict[str, Any]) -> None:
+    with pytest.raises(xgpt.InputError, match="of prompt tokens found"):
+        xgpt.serve(plan, dry_run=True, **off)
 
 
 def test_what_is_found_and_gained_is_what_is_simulated(plan: Plan, path: Path) -> None:
