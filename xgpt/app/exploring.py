@@ -24,7 +24,7 @@ from xgpt.app.request import PlanRequest, plan_request
 from xgpt.app.simulating import simulate
 from xgpt.app.solving import Planned, solve
 from xgpt.app.vllm_command import read_vllm_command
-from xgpt.errors import InfeasibleError, XgptError
+from xgpt.errors import InfeasibleError, InputError, XgptError
 from xgpt.io import dump_json
 from xgpt.schema import Plan
 
@@ -59,6 +59,8 @@ class Explorer:
             XgptError: what is asked for is wrong, or no schedule keeps it; parts that could be told came before.
         """
         current = asked.pop("current", None) or None
+        if not isinstance(current, str | None):
+            raise InputError("current", current, "write the `vllm serve` command of what runs now")
         request = plan_request(**asked)
         of, outline = self._scheduler(request)
         kinds = kinds_of(of.problem, request.policy)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
 """By which a browser may call it: a page from elsewhere that is led here under another name gets nothing."""
+MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
 """Of a trace that is dropped on the page, or of a question."""
 
@@ -137,12 +138,13 @@ def build_app() -> Starlette:
         """The histograms of a trace that was dropped on the page; its name is that of the file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / (name or "trace.csv")
+            path = Path(directory) / ("trace.jsonl" if name.endswith(".jsonl") else "trace.csv")
             path.write_bytes(await request.body())
             try:
                 workload = load_workload(str(path))
             except InputError as error:
                 return JSONResponse({"error": str(error).replace(f"{directory}/", "")}, 400)
+        workload = workload.model_copy(update={"name": Path(name).stem[:MOST_NAME] or "trace"})
         means = {"input": mean(workload.input), "output": mean(workload.output)}
         return JSONResponse({"workload": workload.model_dump(mode="json"), "mean": means})
 

@@ -95,6 +95,8 @@ def test_the_server_answers_this_page_alone(url: str) -> None:
         assert httpx.post(f"{url}ask", content=wrong, headers={"Content-Type": "application/json"}).status_code == 400
     (part, end) = ask(url, {"model": "nothing", "latency_bound_s": 8})
     assert part["part"] == "error" and "give a path or one of" in part["reason"] and end["part"] == "end"
+    (part, _) = ask(url, {**ONE, "current": 5})
+    assert part["part"] == "error" and "current" in part["reason"]
     (part, _) = ask(url, {"nonsense": 1, "latency_bound_s": 8})
     assert part["part"] == "error" and "nonsense" in part["reason"]
 
@@ -113,6 +115,9 @@ def test_a_trace_becomes_a_workload(url: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{url}trace?name=../mine.csv", content="input,output\n10,4\n30,8\n", headers=headers)
     assert answer.json()["mean"] == {"input": 20, "output": 6} and answer.json()["workload"]["name"] == "mine"
+    for odd in ("x" * 300, "a%00b.csv", ""):
+        answer = httpx.post(f"{url}trace?name={odd}", content="input,output\n10,4\n", headers=headers)
+        assert answer.status_code == 200 and len(answer.json()["workload"]["name"]) <= 64
     wrong = httpx.post(f"{url}trace?name=mine.csv", content="input,output\n10,-4\n", headers=headers)
     assert wrong.status_code == 400 and "-4" in wrong.json()["error"] and "/tmp" not in wrong.json()["error"]
 
