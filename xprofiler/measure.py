@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from xgpt import __version__
 from xgpt.machine import num_cores
 from xgpt.schema import (
     BYTES_PER_ELEMENT,
@@ -238,5 +239,5 @@ def _fastest_num_threads(bench: Bench) -> int:
 
 
 def _environment() -> dict[str, str]:
-    names = ("torch", "numba", "numpy", "xgpt")
-    return {"python": platform.python_version(), "machine": platform.machine()} | {n: version(n) for n in names}
+    own = {"python": platform.python_version(), "machine": platform.machine(), "xgpt": __version__}
+    return own | {name: version(name) for name in ("torch", "numba", "numpy")}

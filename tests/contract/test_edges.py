@@ -106,7 +106,7 @@ def test_the_bubble_is_the_time_in_which_simulated_stages_wait(kind: str) -> Non
     devices: dict[tuple[str, int], int] = {}
     for name, lane in zip(("encode", "decode") if len(lanes) == 2 else ("both",), lanes, strict=True):
         lane._on_span = spans.append
-        devices |= {(name, i): stage.tp for i, stage in enumerate(lane._cost.stages)}
+        devices |= {(name, i): stage.tp for i, stage in enumerate(lane.cost.stages)}
     lengths, count = Lengths(case.workload), round(10 * case.predicted["peak_requests"]) + 300
     columns = zip(*(column.tolist() for column in sample(case.workload, count, rng)), strict=True)
     requests = [SimulatedRequest(i, n, lengths.max_output, out) for i, (n, out) in enumerate(columns)]

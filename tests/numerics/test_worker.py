@@ -71,7 +71,9 @@ def test_options_that_cannot_take_effect_are_refused(spec):
         build_worker(WorkerSettings(spec=spec, dtype="float16", num_blocks=8, backend="numba"))
     with pytest.raises(InputError, match="on cuda models run in float32, float16, bfloat16"):
         build_worker(WorkerSettings(spec=spec, dtype="int8", num_blocks=8, device="cuda"))
-    with pytest.raises(InputError, match="families that run: gpt2, llama, opt, qwen2, qwen3, t5"):
+    with pytest.raises(
+        InputError, match="families that run: gpt2, gpt_oss, llama, mixtral, opt, qwen2, qwen3, qwen3_moe, t5"
+    ):
         build_worker(WorkerSettings(spec=spec.model_copy(update={"family": "mamba"}), dtype="float32", num_blocks=8))
 
 
