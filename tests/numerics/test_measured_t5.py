@@ -66,7 +66,7 @@ def test_parts_add_up_to_the_steps_that_were_measured(checkpoint):
     measured |= {("embedding", n): 1e-6 * n for n in range(1, 3000)}
     measured |= {("decode step", n): rng.uniform(0.05, 0.06) for n in points.decodes}
     measured |= {("encode step", n): rng.uniform(0.20, 0.30) for n in points.encodes}
-    profile = measure.assembled(spec, detect(1), "float32", 1, {}, {1: measured})
+    profile = measure.assembled(spec, detect(1), "float32", 1, {}, {(1, 1): measured})
     cost = LaneCost(spec, profile, whole(spec))
 
     def predicted(step):
