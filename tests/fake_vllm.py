@@ -2,7 +2,7 @@
 
 A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.expected_tokens`). A decode lane answers
 so only those whose K/V it is told to be where the encode lane has left it. A prompt that begins with `FAILS` fails in
-the lane that it comes to first, one that begins with `DIES` ends the process, one with `HANGS` stops it.
+the lane that it comes to first, one that begins with `DIES` ends the process, one with `HANGS` stalls it.
 FAKE_VLLM_STEP_S: seconds of a step.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -86,7 +85,7 @@ class FakeVllm:
         if request.prompt[0] == DIES:
             sys.exit("RuntimeError: the device has gone")
         if request.prompt[0] == HANGS:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3600)
         self.requests[request.id] = request
         self.made[request.id] = sum(request.prompt)
         if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:
