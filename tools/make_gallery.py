@@ -7,7 +7,6 @@ Every figure in a sentence is that of a plan which its command has made just now
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -15,16 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
+
+from xgpt.app.arrivals import rate_of as rate
+from xgpt.schema import Plan
 
 OUT = Path(__file__).parents[1] / "docs/gallery"
 COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#6b7785")
 PLAN = "xgpt plan --latency-bound"
 
-Found = dict[str, dict[str, Any]]
-"""Plans by label, as plan.json has them; of a command that ends with exit code 1 nothing."""
+Found = dict[str, Plan]
+"""Plans by label; of a command that ends with exit code 1 nothing."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +43,26 @@ class Entry:
     slug: str
     question: str
     commands: dict[str, str]
-    value: Callable[[dict[str, Any]], float]
+    value: Callable[[Plan], float]
     unit: str
     says: Callable[[Found], str]
     series: str | None = None
 
 
-def rate(plan: dict[str, Any]) -> float:
-    """The highest arrival rate that keeps the bounds, requests a second."""
-    return float(plan["estimate"]["capacity"]["rate_per_s"])
+def throughput(plan: Plan) -> float:
+    return plan.estimate.throughput_rps
 
 
-def throughput(plan: dict[str, Any]) -> float:
-    return float(plan["estimate"]["throughput_rps"])
+def policy(plan: Plan) -> str:
+    return plan.policy.kind
 
 
-def devices(plan: dict[str, Any]) -> int:
-    """Devices that the plan uses."""
-    return int(plan["replicas"]) * len({device for stage in plan["stages"] for device in stage["devices"]})
-
-
-def policy(plan: dict[str, Any]) -> str:
-    return str(plan["policy"]["kind"])
-
-
-def price(plan: dict[str, Any], an_hour: float) -> float:
+def price(plan: Plan, an_hour: float) -> float:
     """Of a million requests at the highest rate."""
-    return devices(plan) * an_hour / rate(plan) / 3600 * 1e6
+    return plan.num_devices * an_hour / rate(plan) / 3600 * 1e6
 
 
-def ratio(found: Found, over: str, under: str, of: Callable[[dict[str, Any]], float] = rate) -> float:
+def ratio(found: Found, over: str, under: str, of: Callable[[Plan], float] = rate) -> float:
     return of(found[over]) / of(found[under])
 
 
@@ -106,7 +97,7 @@ ENTRIES = (
         lambda found: (
             f"Two take {rate(found['2 devices']):.2f} requests a second, three {rate(found['3 devices']):.2f}, four "
             f"{rate(found['4 devices']):.2f}. On three, {policy(found['3 devices'])} runs in stages of "
-            f"{' and '.join(str(stage['tp']) for stage in found['3 devices']['stages'])} devices: partial tensor "
+            f"{' and '.join(str(stage.tp) for stage in found['3 devices'].stages)} devices: partial tensor "
             "parallelism uses what uniform stages would leave idle."
         ),
     ),
@@ -172,11 +163,11 @@ ENTRIES = (
         "how-many",
         "How many H100 does Llama 3.1 70B take at 2, 6 and 12 requests a second under 15 s?",
         {f"{each}/s": f"{PLAN} 15 {LLAMA70} --arrival-rate {each} --devices auto" for each in (2, 6, 12)},
-        lambda plan: float(devices(plan)),
+        lambda plan: float(plan.num_devices),
         "devices",
         lambda found: (
             "They take "
-            + ", ".join(f"{devices(plan)} for {label}" for label, plan in found.items())
+            + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
             + ". A single replica must hold the weights, so the first request a second is the dearest."
         ),
     ),
@@ -251,15 +242,14 @@ ENTRIES = (
 )
 
 
-def run(command: str) -> dict[str, Any] | None:
+def run(command: str) -> Plan | None:
     """The plan that a command makes; None: nothing keeps the bound."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = [sys.executable, "-m", *command.split(), "--json"]
         ran = subprocess.run(arguments, cwd=directory, capture_output=True, text=True, check=False)
     if ran.returncode not in (0, 1):
         raise RuntimeError(f"{command}: {ran.stderr}")
-    plan: dict[str, Any] | None = json.loads(ran.stdout) if ran.returncode == 0 else None
-    return plan
+    return Plan.model_validate_json(ran.stdout) if ran.returncode == 0 else None
 
 
 def draw(entry: Entry, found: Found, path: Path) -> None:

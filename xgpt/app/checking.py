@@ -21,7 +21,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     """
     from xgpt.machine import detect, num_cores
 
-    planned, wanted = plan.cluster, plan.replicas * plan.devices_per_replica
+    planned, wanted = plan.cluster, plan.num_devices
     if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
         accepted = (
             f"the plan's {plan.replicas} replica(s) of {plan.devices_per_replica} device(s) must be one, in equal"
@@ -143,7 +143,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
     check_engine(plan, engine)
     check_devices(plan, num_nodes)
-    offered = detect(plan.replicas * plan.devices_per_replica // num_nodes).device.memory_bytes
+    offered = detect(plan.num_devices // num_nodes).device.memory_bytes
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
         raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")

@@ -147,7 +147,7 @@ def gain_of(best: Plan, current: Plan) -> Gain | None:
     """The gain of a plan over what runs now; None: that keeps the bounds at no arrival rate."""
     if rate_of(current) <= 0:
         return None
-    devices = [plan.replicas * plan.devices_per_replica for plan in (best, current)]
+    devices = [plan.num_devices for plan in (best, current)]
     gain = rate_of(best) / rate_of(current)
     return Gain(gain, gain * devices[1] / devices[0], devices[0], devices[1])
 

@@ -65,7 +65,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
     from xrunner.vllm import TESTED_VERSION
 
     check_vllm_runs(plan)
-    num_devices, per_node = plan.replicas * plan.devices_per_replica, plan.cluster.devices_per_node
+    num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
     if num_devices > per_node:
         says = f"that takes {num_devices} devices; the script is for one node, of {per_node}"
         raise InputError("plan.replicas", plan.replicas, says)
@@ -85,8 +85,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 def _start_script(plan: Plan) -> dict[str, str]:
     """The native engine: `xgpt serve` on each node."""
-    num_devices = plan.replicas * len({device for stage in plan.stages for device in stage.devices})
-    num_nodes = -(-num_devices // plan.cluster.devices_per_node)
+    num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     torch = version("torch").partition("+")[0]  # the build for other devices is another
     head = f"# Needs xgpt-serve=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"

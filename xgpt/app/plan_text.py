@@ -19,7 +19,6 @@ def settings_text(plan: Plan) -> str:
 
 def placement_in_words(plan: Plan) -> str:
     """Which devices work together, and how."""
-    used = plan.replicas * sum(stage.tp for stage in plan.stages)
     replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     lanes = {"both": "", "encode": "encode ", "decode": "decode "}
     parts = []
@@ -33,7 +32,7 @@ def placement_in_words(plan: Plan) -> str:
                 for tp, ep in dict.fromkeys(sizes)
             ]
             parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
-    return f"{replicas} of {' and '.join(parts)}; {used} of {plan.cluster.num_devices} devices"
+    return f"{replicas} of {' and '.join(parts)}; {plan.num_devices} of {plan.cluster.num_devices} devices"
 
 
 def objective_in_words(constraint: Constraint) -> str:

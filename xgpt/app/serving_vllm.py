@@ -27,4 +27,4 @@ def build_vllm_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None =
 
 def can_change_plan(plan: Plan) -> bool:
     """Whether vLLM goes over to other plans as it runs: a plan for several devices it keeps as it is."""
-    return plan.replicas * plan.devices_per_replica == 1
+    return plan.num_devices == 1

@@ -52,7 +52,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
-    count = plan.replicas * plan.devices_per_replica
+    count = plan.num_devices
     if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"

@@ -461,6 +461,11 @@ class Plan(Frozen):
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of all replicas."""
+        return self.replicas * self.devices_per_replica
+
+    @property
     def patience_ns(self) -> int | None:
         """Nanoseconds that a request may wait before it is overdue; None: it never is."""
         return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None

@@ -54,7 +54,7 @@ class Situation:
             profile=self.profile.slowed(plan.profile.slowdown),
             constraint=plan.constraint,
             kv=plan.admission.kv,
-            max_devices=plan.replicas * plan.devices_per_replica,
+            max_devices=plan.num_devices,
             replicas=plan.replicas,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,
             reused=reused_by(plan, self.lengths),

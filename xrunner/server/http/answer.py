@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from starlette.responses import Response
@@ -163,9 +163,10 @@ class Answer(Response):
             # Log probabilities take far less memory as they are written than as they come.
             hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
         )
+        sampling = self._request.sampling(seed)  # once: a grammar is written for it
+        choices = [replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64) for index in range(num_choices)]
         for prompt in self._prompts:
-            for index in range(num_choices):
-                sampling = self._request.sampling(seed + index * SEED_STRIDE)
+            for sampling in choices:
                 stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)
                 self._streams[stream.id] = stream
                 self._choices[stream.id] = Choice(

@@ -123,21 +123,6 @@ def algorithm_1(requests: list[Request], row_tokens: int, eta: float) -> list[in
     return row
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
-    row_tokens=st.integers(1, 80),
-    eta=st.sampled_from([0.25, 0.5, 0.8]),
-)
-def test_das_is_algorithm_1(lengths, row_tokens, eta):
-    requests = [request(i, length, due) for i, (length, due) in enumerate(lengths)]
-    queue = filled(Queue(partial(DasOrder, row_tokens, eta)), requests)
-    while row := [one.id for one in queue.fill_row(row_tokens)]:
-        assert row == algorithm_1(requests, row_tokens, eta)
-        requests = [one for one in requests if one.id not in row]
-    assert all(one.input_length > row_tokens for one in queue)
-
-
 def algorithm_2(requests: list[Request], row_tokens: int, eta: float) -> list[int]:
     """One row of slots as the paper writes it: slots as long as the longest chosen by utility, filled greedily."""
     ordered = sorted(requests, key=lambda one: (one.input_length, one.deadline_ns, one.id))
@@ -164,17 +149,18 @@ def algorithm_2(requests: list[Request], row_tokens: int, eta: float) -> list[in
     return row
 
 
+@pytest.mark.parametrize(("order", "algorithm"), [(DasOrder, algorithm_1), (SlottedDasOrder, algorithm_2)])
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
     row_tokens=st.integers(1, 80),
     eta=st.sampled_from([0.25, 0.5, 0.8]),
 )
-def test_slotted_das_is_algorithm_2(lengths, row_tokens, eta):
+def test_orders_are_the_papers_algorithms(order, algorithm, lengths, row_tokens, eta):
     requests = [request(i, length, due) for i, (length, due) in enumerate(lengths)]
-    queue = filled(Queue(partial(SlottedDasOrder, row_tokens, eta)), requests)
+    queue = filled(Queue(partial(order, row_tokens, eta)), requests)
     while row := [one.id for one in queue.fill_row(row_tokens)]:
-        assert row == algorithm_2(requests, row_tokens, eta)
+        assert row == algorithm(requests, row_tokens, eta)
         requests = [one for one in requests if one.id not in row]
     assert all(one.input_length > row_tokens for one in queue)
 
