@@ -208,11 +208,11 @@ class Bench:
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
         assert isinstance(model, DecoderModel)
-        layers = [attention.options for attention in model.modules() if isinstance(attention, Attention)]
+        layers = [attention.scoring for attention in model.modules() if isinstance(attention, Attention)]
 
         def run() -> None:
-            for cache, options in zip(caches, layers, strict=True):
-                self.worker.backend.forward(q, k, v, cache, batch, **options)
+            for cache, scoring in zip(caches, layers, strict=True):
+                self.worker.backend.forward(q, k, v, cache, batch, scoring)
 
         # As steps that only decode are served: launched one by one, kernels of microseconds would wait for the host.
         is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)

@@ -33,6 +33,7 @@ from xprofiler.bench import (
 )
 from xrunner.attention import Batch, make_batch
 from xrunner.kv_cache import write_kv
+from xrunner.layers import UNSCALED
 from xrunner.models import EncoderDecoderModel
 from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
 
@@ -134,7 +135,7 @@ class CrossBench(Bench):
         def run() -> None:
             attend = self.model.reading(lengths, self.worker.backend, q)
             for _ in range(layers):
-                attend(q, k, v)
+                attend(q, k, v, scoring=UNSCALED)
 
         return self.seconds(run) / layers
 
@@ -147,7 +148,7 @@ class CrossBench(Bench):
             own = own_tokens(batch)
             bias = self.model.own_bias(own)
             for cache in caches:
-                self.worker.backend.forward(q, k, v, cache, own, scale=1.0, bias=bias)
+                self.worker.backend.forward(q, k, v, cache, own, UNSCALED._replace(bias=bias))
 
         return self.seconds(run) / len(caches)
 
@@ -158,7 +159,7 @@ class CrossBench(Bench):
 
         def run() -> None:
             for cache in caches:
-                self.worker.backend.forward(q, k[:0], v[:0], cache, batch, scale=1.0)
+                self.worker.backend.forward(q, k[:0], v[:0], cache, batch, UNSCALED)
 
         return self.seconds(run) / len(caches)
 

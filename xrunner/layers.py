@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,18 @@ from torch.nn import functional as F
 from xgpt.errors import InputError
 from xgpt.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner import fused
-from xrunner.attention.base import PositionBias
+from xrunner.attention.base import PLAIN, PositionBias, Scoring
 from xrunner.packed import ACTIVATIONS, PackedLinear, pack
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
 
-Attend = Callable[..., Tensor]
-"""Attention of one layer, of queries, keys and values, with a window and sinks where the layer has them.
 
-# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]
-"""
+class Attend(Protocol):
+    """Attention of one layer in one step: what owns the keys and values."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+        """# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
@@ -229,10 +230,7 @@ class Attention(nn.Module):
     Args:
         rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
         qk_norm: normalise each head's query and key (Qwen3).
-        window: last tokens that a token attends to; None: all.
-
-    Attributes:
-        options: further arguments of `attend`.
+        scoring: the layer's; sinks, where the model has them, are weights of this block.
     """
 
     def __init__(
@@ -244,10 +242,10 @@ class Attention(nn.Module):
         out_bias: bool,
         rotary: Rotary | None = None,
         qk_norm: bool = False,
-        window: int | None = None,
+        scoring: Scoring = PLAIN,
     ) -> None:
         super().__init__()
-        self.window = window
+        self._scoring = scoring
         self.sinks = parameter(empty(spec.num_heads)) if spec.attention_sinks else None
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.head_dim = spec.head_dim
@@ -263,12 +261,15 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
-        return self.out(attend(q, k, v, **self.options))
+        return self.out(attend(q, k, v, scoring=self.scoring))
 
     @property
-    def options(self) -> dict[str, Any]:
-        found = {"window": self.window, "sinks": self.sinks}
-        return {name: value for name, value in found.items() if value is not None}
+    def scoring(self) -> Scoring:
+        return self._scoring if self.sinks is None else self._scoring._replace(sinks=self.sinks)
+
+
+UNSCALED = Scoring(scale=1.0)
+"""Of T5, whose queries come scaled."""
 
 
 class CrossAttention(nn.Module):
@@ -288,7 +289,7 @@ class CrossAttention(nn.Module):
         k = v = q[:0]
         if memory is not None:
             k, v = self.keys_and_values(memory)
-        return self.out(attend(q, k, v))
+        return self.out(attend(q, k, v, scoring=UNSCALED))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """# [encoder tokens, hidden] -> two of [encoder tokens, heads, dim]"""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.numerics.steps import random_batch, random_bias
-from xrunner.attention import BACKENDS, PositionBias, default_backend, usable_backends
+from xrunner.attention import BACKENDS, PositionBias, Scoring, default_backend, usable_backends
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
 HERE = sorted(usable_backends(torch.device("cpu"), torch.float32))
@@ -51,9 +51,9 @@ def test_biased_decodes_behind_prompts_agree_with_reference(backend, heads, bloc
         for place in range(int(batch.first_key[i]), context):
             cache[:, batch.block_tables[i, place // block_size], :, place % block_size] = 0.1 * place
     bias = random_bias(batch, heads[0], rng)
-    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scale=1.0, bias=bias)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, Scoring(scale=1.0, bias=bias))
     assert expected.isfinite().all()
-    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scale=1.0, bias=bias)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, Scoring(scale=1.0, bias=bias))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-6)
 
 
@@ -65,8 +65,8 @@ def test_biased_prompts_agree_with_reference(backend, heads, both_ways):
     (q, k, v), cache, batch = random_batch([], [(0, n) for n in (1, 2, 15, 16, 17, 33, 64, 100)], heads, 16, rng)
     batch.both_ways = both_ways
     bias = random_bias(batch, heads[0], rng)
-    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scale=0.5, bias=bias)
-    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scale=0.5, bias=bias)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, Scoring(scale=0.5, bias=bias))
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, Scoring(scale=0.5, bias=bias))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-6)
 
 
@@ -75,7 +75,7 @@ def test_the_reference_looks_both_ways_and_adds_biases():
     (q, k, v), cache, batch = random_batch([], [(0, 2)], (1, 1, 4), 4, np.random.default_rng(6))
     batch.both_ways = True
     bias = PositionBias(torch.tensor([[1.0, 2.0, 4.0]]), 1)  # of the key one ahead, of the token's own, of one back
-    out = BACKENDS["reference"]().forward(q * 0, k, v, cache, batch, bias=bias)
+    out = BACKENDS["reference"]().forward(q * 0, k, v, cache, batch, Scoring(bias=bias))
     first, second = torch.tensor([2.0, 1.0]).softmax(0), torch.tensor([4.0, 2.0]).softmax(0)
     expected = torch.stack([first @ v[:, 0], second @ v[:, 0]])
     torch.testing.assert_close(out, expected)
@@ -152,14 +152,14 @@ def test_windows_and_sinks_agree_with_reference(backend, heads, shape, window, l
     rng = np.random.default_rng(len(shape))
     (q, k, v), cache, batch = random_batch(contexts, chunks, heads, 16, rng)
     sinks = None if loud is None else torch.from_numpy(rng.normal(loud, 1.0, heads[0])).float()
-    options = {"window": window, "sinks": sinks}
-    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, **options)
-    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, **options)
+    scoring = Scoring(window=window, sinks=sinks)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scoring)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scoring)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_a_window_of_one_gives_each_token_its_own_value():
     (q, k, v), cache, batch = random_batch([7, 33], [(4, 9)], (4, 2, 16), 16, np.random.default_rng(1))
     for name in HERE:
-        found = BACKENDS[name]().forward(q, k, v, cache.clone(), batch, window=1)
+        found = BACKENDS[name]().forward(q, k, v, cache.clone(), batch, Scoring(window=1))
         torch.testing.assert_close(found.unflatten(-1, (4, 16)), v.repeat_interleave(2, dim=1))

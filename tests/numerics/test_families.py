@@ -246,8 +246,8 @@ def test_the_comparison_notices_a_dropped_norm_of_heads(checkpoint, norm):
 def test_the_comparison_notices_a_dropped_head(checkpoint, name, monkeypatch):
     attend = reference.attend
 
-    def without_last_head(q, keys, values, **of_scores):
-        out = attend(q, keys, values, **of_scores)
+    def without_last_head(q, keys, values, hidden, scoring):
+        out = attend(q, keys, values, hidden, scoring)
         out[:, -1] = 0
         return out
 
@@ -259,8 +259,8 @@ def test_the_comparison_notices_a_dropped_head(checkpoint, name, monkeypatch):
 def test_the_comparison_notices_a_dropped_head_of_keys(checkpoint, name, monkeypatch):
     attend = reference.attend
 
-    def first_kv_head_for_all(q, keys, values, **of_scores):
-        return attend(q, keys[:, :1].expand_as(keys), values, **of_scores)
+    def first_kv_head_for_all(q, keys, values, hidden, scoring):
+        return attend(q, keys[:, :1].expand_as(keys), values, hidden, scoring)
 
     monkeypatch.setattr(reference, "attend", first_kv_head_for_all)
     must_differ(*checkpoint(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from xrunner.attention.base import AttentionBackend, Batch, PositionBias, make_batch
+from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring, make_batch
 from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.attention.triton_gpu import TritonAttention
@@ -29,9 +29,11 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 
 __all__ = [
     "BACKENDS",
+    "PLAIN",
     "AttentionBackend",
     "Batch",
     "PositionBias",
+    "Scoring",
     "default_backend",
     "make_batch",
     "usable_backends",

@@ -60,6 +60,30 @@ class PositionBias(NamedTuple):
     center: int
 
 
+class Scoring(NamedTuple):
+    """What a layer makes of a query and a key that the batch lets it see, and which of them it leaves out.
+
+    Attributes:
+        scale: what products of queries and keys are multiplied with; None: head_dim ** -0.5.
+        bias: added to them then; of models whose heads have keys and values of their own.
+        window: last tokens that a token attends to, itself included; None: all that the batch lets it see.
+        sinks: a further score of each head, which takes its share and adds no value. # float32 [heads]
+    """
+
+    scale: float | None = None
+    bias: PositionBias | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """Return the factor on products over this many dimensions."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = Scoring()
+"""Of most models: all keys, scaled."""
+
+
 def make_batch(
     token_ids: np.ndarray,
     query_len: np.ndarray,
@@ -162,11 +186,7 @@ class AttentionBackend(ABC):
         v: Tensor,
         cache: Tensor,
         batch: Batch,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Write `k` and `v` into the cache, then let each token attend to what the batch lets it see.
 
@@ -177,10 +197,7 @@ class AttentionBackend(ABC):
             k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
                 cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
             cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it.
-            scale: what scores are multiplied with; None: head_dim ** -0.5.
-            bias: added to them then; of models whose heads have keys and values of their own.
-            window: last tokens that a token attends to, itself included; None: all that the batch lets it see.
-            sinks: a further score of each head, which takes its share and adds no value. # float32 [heads]
+            scoring: the layer's.
 
         Returns:
             # [tokens, heads * head_dim]

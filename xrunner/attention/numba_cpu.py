@@ -7,13 +7,15 @@ whose heads share too few K/V heads to fill a tile takes a loop of its own (benc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 import torch
 from numba import literally, njit, prange
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch, PositionBias
+from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
@@ -39,6 +41,38 @@ _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
 _NO_SINKS = np.zeros(0, dtype=np.float32)
 
 
+class _Places(NamedTuple):
+    """A batch as the kernel takes it; `first_key` is empty where all keys are seen."""
+
+    slots: np.ndarray
+    query_start: np.ndarray
+    context_len: np.ndarray
+    first_key: np.ndarray
+    tables: np.ndarray
+    num_decodes: int
+    both_ways: bool
+
+
+class _Keys(NamedTuple):
+    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them."""
+
+    cache: np.ndarray
+    head: int
+    table: np.ndarray
+    earliest: int
+    context: int
+
+
+class _Scored(NamedTuple):
+    """A `Scoring` as the kernel takes it: arrays are empty, and the window is 0, where the layer has none."""
+
+    scale: np.float32
+    bias: np.ndarray
+    center: int
+    window: int
+    sinks: np.ndarray
+
+
 class NumbaAttention(AttentionBackend):
     """Online softmax over paged blocks; float32 on a CPU only. Runs on as many threads as torch does."""
 
@@ -60,21 +94,12 @@ class NumbaAttention(AttentionBackend):
         v: Tensor,
         cache: Tensor,
         batch: Batch,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         num_threads = min(torch.get_num_threads(), self._most_threads)
         numba.set_num_threads(num_threads)
         out = torch.empty(q.shape)
-        # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
-        _write_and_attend(
-            q.contiguous().numpy(),
-            k.contiguous().numpy(),
-            v.contiguous().numpy(),
-            cache.numpy(),
+        places = _Places(
             batch.cache_slots.numpy(),
             batch.query_start.numpy(),
             batch.context_len.numpy(),
@@ -82,14 +107,18 @@ class NumbaAttention(AttentionBackend):
             batch.block_tables.numpy(),
             batch.num_decodes,
             batch.both_ways,
-            np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        )
+        bias, sinks = scoring.bias, scoring.sinks
+        scored = _Scored(
+            np.float32(scoring.scale_of(q.shape[2])),
             _NO_BIAS if bias is None else bias.values.contiguous().numpy(),
             0 if bias is None else bias.center,
-            0 if window is None else window,
+            0 if scoring.window is None else scoring.window,
             _NO_SINKS if sinks is None else sinks.contiguous().numpy(),
-            num_threads,
-            out.numpy(),
         )
+        # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        _write_and_attend(q.numpy(), k.numpy(), v.numpy(), cache.numpy(), places, scored, num_threads, out.numpy())
         return out.flatten(1)
 
 
@@ -111,26 +140,8 @@ def _exp(x):
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _write_and_attend(
-    q,
-    k,
-    v,
-    cache,
-    slots,
-    query_start,
-    context_len,
-    first_key,
-    tables,
-    num_decodes,
-    both_ways,
-    scale,
-    bias,
-    center,
-    window,
-    sinks,
-    num_threads,
-    out,
-):
+def _write_and_attend(q, k, v, cache, places, scored, num_threads, out):
+    slots, query_start, context_len, first_key, tables, num_decodes, both_ways = places
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     group = num_heads // num_kv_heads
@@ -158,25 +169,18 @@ def _write_and_attend(
             begin, end, context = query_start[i], query_start[i + 1], context_len[i]
             earliest = first_key[i] if len(first_key) else 0
             heads = slice(h * group, (h + 1) * group)
-            added = bias[h] if len(bias) else bias.ravel()
-            further = sinks[heads] if len(sinks) else sinks
             if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
-                _decode(
-                    q[begin, heads], cache, h, tables[i], max(earliest, context - window if window else 0), context,
-                    scale, added, center, further, out[begin, heads], space,
-                )  # fmt: skip
+                if scored.window:
+                    earliest = max(earliest, context - scored.window)
+                keys = _Keys(cache, h, tables[i], earliest, context)
+                _decode(q[begin, heads], keys, scored, out[begin, heads], space)
             else:
+                keys = _Keys(cache, h, tables[i], earliest, context)
                 queries, results = q[begin:end, heads], out[begin:end, heads]
                 if (end - begin) * group - first > NARROW:
-                    _attend(
-                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center, window,
-                        further, first, results, space, limits, WIDE, 8,
-                    )  # fmt: skip
+                    _attend(queries, first, keys, both_ways, scored, results, space, limits, WIDE, 8)
                 else:
-                    _attend(
-                        queries, cache, h, tables[i], earliest, context, both_ways, scale, added, center, window,
-                        further, first, results, space, limits, NARROW, 16,
-                    )  # fmt: skip
+                    _attend(queries, first, keys, both_ways, scored, results, space, limits, NARROW, 16)
             task = take_next(counter)
 
 
@@ -203,28 +207,23 @@ def _aligned(size):
 
 
 @njit(nogil=True, error_model="numpy")
-def _attend(
-    q, cache, h, table, earliest, context, both_ways, scale, bias, center, window, sinks, first, out, space, limits,
-    lanes, num_sums,
-):  # fmt: skip
-    """One tile: rows from `first` of a sequence's, each (token, head of the group), over K/V head `h`.
+def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_sums):
+    """One tile: rows from `first` of a sequence's, each (token, head of the group), over the keys of their head.
 
     Args:
         q, out: the sequence's in this step, heads of the group. # [n, group, head_dim]
-        earliest: the first key that is seen.
-        bias: of the head, by the query's place less the key's, from -center on; empty: none.
-        window: last keys that a row sees; 0: all.
-        sinks: a further score of each head of the group; empty: none.
         space: for queries, sums, scores and the state of the softmax.
         limits: for how many keys each row sees. # int32 [lanes]
         num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
     """
     literally(lanes)
     literally(num_sums)
+    cache, h, table, earliest, context = keys
+    window = scored.window
     num_tokens, group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     num_rows = min(lanes, num_tokens * group - first)
-    scale *= LOG2_E  # scores are powers of two
+    scale = scored.scale * LOG2_E  # scores are powers of two
     rows = space[: (2 * head_dim + block_size + 3) * lanes]
     queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
     scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
@@ -255,11 +254,11 @@ def _attend(
         while t < n:
             score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, 1, lanes)
             t += 1
-        if len(bias):  # heads have keys of their own: rows are tokens
-            place = center + context - num_tokens + first - before
+        if len(scored.bias):  # heads have keys of their own: rows are tokens
+            place = scored.center + context - num_tokens + first - before
             for t in range(n):
                 for r in range(num_rows):
-                    scores[t * lanes + r] += bias[place - t + r] * LOG2_E
+                    scores[t * lanes + r] += scored.bias[h, place - t + r] * LOG2_E
         if before + n > limits[0]:
             for t in range(n):
                 for r in range(lanes):
@@ -284,8 +283,8 @@ def _attend(
     for r in range(num_rows):
         result = out[(first + r) // group, (first + r) % group]
         share = np.float32(1.0) / total[r]
-        if len(sinks):
-            further = sinks[(first + r) % group] * LOG2_E
+        if len(scored.sinks):
+            further = scored.sinks[h * group + (first + r) % group] * LOG2_E
             top = max(highest[r], further)
             kept = np.float32(2.0) ** (highest[r] - top)
             share = kept / (total[r] * kept + np.float32(2.0) ** (further - top))
@@ -294,14 +293,14 @@ def _attend(
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _decode(q, cache, h, table, earliest, context, scale, bias, center, sinks, acc, scores):
-    """One token's queries of K/V head `h`, one by one: acc = softmax(q K^T) V.
+def _decode(q, keys, scored, acc, scores):
+    """One token's queries of a K/V head, one by one: acc = softmax(q K^T) V.
 
     Args:
         q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
-        earliest, bias, center, sinks: as of a tile.
         scores: for those of a block. # [block_size or more]
     """
+    cache, h, table, earliest, context = keys
     group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     highest = np.full(group, NEVER, dtype=np.float32)
@@ -330,10 +329,10 @@ def _decode(q, cache, h, table, earliest, context, scale, bias, center, sinks, a
                     t += 1
             top = highest[g]
             for t in range(n):
-                scores[t] *= scale
-            if len(bias):
+                scores[t] *= scored.scale
+            if len(scored.bias):
                 for t in range(n):
-                    scores[t] += bias[center + context - 1 - before - t]
+                    scores[t] += scored.bias[h, scored.center + context - 1 - before - t]
             for t in range(n):
                 top = max(top, scores[t])
             shrink = _exp(highest[g] - top)
@@ -351,10 +350,11 @@ def _decode(q, cache, h, table, earliest, context, scale, bias, center, sinks, a
                 add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 1, LINE)
                 d += LINE
     for g in range(group):
-        if len(sinks):
-            top = max(highest[g], sinks[g])
+        if len(scored.sinks):
+            further = scored.sinks[h * group + g]
+            top = max(highest[g], further)
             shrink = _exp(highest[g] - top)
-            total[g] = total[g] * shrink + _exp(sinks[g] - top)
+            total[g] = total[g] * shrink + _exp(further - top)
             for d in range(head_dim):
                 acc[g, d] *= shrink
         for d in range(head_dim):

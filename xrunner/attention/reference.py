@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch, PositionBias
+from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring
 from xrunner.kv_cache import write_kv
 
 
@@ -23,11 +23,7 @@ class ReferenceAttention(AttentionBackend):
         v: Tensor,
         cache: Tensor,
         batch: Batch,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         write_kv(k, v, cache, batch.cache_slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -37,15 +33,8 @@ class ReferenceAttention(AttentionBackend):
             rows = slice(starts[i], starts[i + 1])
             keys, values = gather_kv(cache, batch.block_tables[i], context)[:, first:]
             n, seen = len(q[rows]), len(keys)
-            out[rows] = attend(
-                q[rows],
-                keys,
-                values,
-                scale=q.shape[2] ** -0.5 if scale is None else scale,
-                bias=None if bias is None else bias_of(bias, n, seen),
-                hidden=None if batch.both_ways else causal_mask(n, seen, q.device, window),
-                sinks=sinks,
-            )
+            hidden = None if batch.both_ways else causal_mask(n, seen, q.device, scoring.window)
+            out[rows] = attend(q[rows], keys, values, hidden, scoring)
         return out.flatten(1)
 
 
@@ -56,33 +45,22 @@ def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
     return cache[:, blocks].transpose(2, 3).flatten(1, 2)[:, :context]
 
 
-def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    bias: Tensor | None,
-    hidden: Tensor | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
 
     Args:
-        bias: added to the scores. # [heads, n, context]
-        hidden: True where a token may not look. # bool [n, context]
-        sinks: a further score of each head, without a value. # [heads]
+        hidden: True where a token may not look, the window's limit included. # bool [n, context]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * scale
-    if bias is not None:
-        scores += bias
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * scoring.scale_of(q.shape[2])
+    if scoring.bias is not None:
+        scores += bias_of(scoring.bias, len(q), len(keys))
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
-    if sinks is not None:
-        further = sinks.float()[:, None, None].expand(-1, len(q), 1)
+    if scoring.sinks is not None:
+        further = scoring.sinks.float()[:, None, None].expand(-1, len(q), 1)
         shares = torch.cat((scores, further), dim=-1).softmax(dim=-1)[..., :-1]
     else:
         shares = scores.softmax(dim=-1)

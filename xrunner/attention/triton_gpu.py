@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.attention.base import AttentionBackend, Batch, PositionBias
+from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.fused import power_of_two
 
@@ -57,16 +57,12 @@ class TritonAttention(AttentionBackend):
         v: Tensor,
         cache: Tensor,
         batch: Batch,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
-        if any(given is not None for given in (bias, batch.first_key, window, sinks)) or batch.both_ways:
-            return self._reference.forward(q, k, v, cache, batch, scale=scale, bias=bias, window=window, sinks=sinks)
-        if scale is not None:  # the kernels divide by sqrt(head_dim)
-            q = q * (scale * q.shape[2] ** 0.5)
+        if batch.both_ways or batch.first_key is not None or scoring._replace(scale=None) != PLAIN:
+            return self._reference.forward(q, k, v, cache, batch, scoring)
+        if scoring.scale is not None:  # the kernels divide by sqrt(head_dim)
+            q = q * (scoring.scale * q.shape[2] ** 0.5)
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         self._kernels.write_kernel[(len(k),)](

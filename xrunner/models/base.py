@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from xgpt.schema import DType, ModelSpec
-from xrunner.attention import AttentionBackend, Batch
+from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
 
@@ -79,9 +79,9 @@ class Model(nn.Module):
     def _layer(self, empty: Empty, layer: int) -> DecoderLayer:
         return DecoderLayer(self._norm(empty), self.attention(empty, layer), self._norm(empty), self.mlp(empty, layer))
 
-    def window(self, layer: int) -> int | None:
-        """Last tokens that a token of a layer attends to; None: all."""
-        return None if layer in self.spec.full_attention_layers else self.spec.sliding_window
+    def scoring(self, layer: int) -> Scoring:
+        """What a layer makes of queries and keys."""
+        return Scoring(window=None if layer in self.spec.full_attention_layers else self.spec.sliding_window)
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> Attention:

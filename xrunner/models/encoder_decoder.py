@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from xgpt.schema import ModelSpec
-from xrunner.attention import AttentionBackend, Batch, PositionBias, make_batch
+from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, make_batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, CrossAttention, Empty, RelativeBias
 from xrunner.models.base import Model
@@ -131,7 +131,7 @@ class EncoderDecoderModel(Model):
         num_blocks = int(batch.block_tables.max()) + 1
         cache = hidden.new_empty(2, num_blocks, self.spec.num_kv_heads, READING_BLOCK, self.spec.head_dim)
         bias = self.encoder.position_bias.of_places(batch.max_query_len)
-        return partial(backend.forward, cache=cache, batch=batch, scale=1.0, bias=bias)
+        return biased(backend, cache, batch, bias)
 
     def decode(
         self,
@@ -155,8 +155,8 @@ class EncoderDecoderModel(Model):
         bias = self.own_bias(own)
         hidden = self.token_embedding(own.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
-            attend = partial(backend.forward, cache=layer_cache, batch=own, scale=1.0, bias=bias)
-            recall = partial(backend.forward, cache=layer_cache, batch=recalled, scale=1.0)
+            attend = biased(backend, layer_cache, own, bias)
+            recall = partial(backend.forward, cache=layer_cache, batch=recalled)
             hidden = layer(hidden, memory, own, attend, recall)
         return self.head(hidden) if self.has_head else hidden
 
@@ -168,6 +168,15 @@ class EncoderDecoderModel(Model):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits. # [rows, hidden] -> [rows, vocab]"""
         return self.lm_head(self.decoder.final_norm(hidden) * self.spec.head_scale)
+
+
+def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:
+    """Attention of a layer with the bias that all layers of its stack share."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+        return backend.forward(q, k, v, cache, batch, scoring._replace(bias=bias))
+
+    return attend
 
 
 def own_tokens(batch: Batch) -> Batch:

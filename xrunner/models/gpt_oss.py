@@ -40,8 +40,7 @@ class GptOssModel(LlamaModel):
 
     def attention(self, empty: Empty, layer: int) -> Attention:
         bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
-        window = self.window(layer)
-        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, scoring=self.scoring(layer))
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         each = of_one_expert(self.spec)

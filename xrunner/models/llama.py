@@ -28,10 +28,8 @@ class LlamaModel(DecoderModel):
     }
 
     def attention(self, empty: Empty, layer: int) -> Attention:
-        bias = self.spec.attention_bias
-        return Attention(
-            empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=Rotary(empty, self.spec), window=self.window(layer)
-        )
+        bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
+        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, scoring=self.scoring(layer))
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec)

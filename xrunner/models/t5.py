@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.layers import Attention, Empty, GatedMlp, Mlp, RmsNorm
+from xrunner.layers import UNSCALED, Attention, Empty, GatedMlp, Mlp, RmsNorm
 from xrunner.models.encoder_decoder import EncoderDecoderModel
 
 
@@ -47,7 +47,7 @@ class T5Model(EncoderDecoderModel):
     }
 
     def attention(self, empty: Empty, layer: int) -> Attention:
-        return Attention(empty, self.spec, qkv_bias=False, out_bias=False)
+        return Attention(empty, self.spec, qkv_bias=False, out_bias=False, scoring=UNSCALED)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec) if self.spec.gated_ffn else Mlp(empty, self.spec, bias=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xgpt.policies.tcb import LEAVING_SHARE, RowBatch
 from xgpt.schema import SLICE_TOKENS
-from xrunner.attention import Batch
+from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 from xrunner.tcb.attention import PADDING, attend_slots, same_owner
 
@@ -142,12 +142,20 @@ class Rows(ABC):
             yield slice(start, min(start + at_once, num_slots))
 
     def _attend_requests(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache: SlotCache, allowed: Tensor, bias: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cache: SlotCache,
+        allowed: Tensor,
+        bias: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         """A step's tokens attend in their slots. # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
         q, k, v = (self._in_slots(x) for x in (q, k, v))
         keys, values = cache.append(k, v)
-        return self._of_requests(attend_slots(q, keys, values, allowed, bias, scale))
+        return self._of_requests(attend_slots(q, keys, values, allowed, bias, scoring.scale_of(q.shape[-1])))
 
     def _in_slots(self, x: Tensor) -> Tensor:
         """# [requests, heads, dim] -> [slots, heads, most, dim]"""
@@ -227,10 +235,12 @@ class _CausalRows(Rows):
             owner = self._owner[slots]
             allowed = same_owner(owner, owner) & (place <= place[:, None])
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, slots=slots, allowed=allowed) -> Tensor:
+            def attend(
+                q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, scoring: Scoring, slots=slots, allowed=allowed
+            ) -> Tensor:
                 q, k, v = (_by_slot(x, len(allowed)) for x in (q, k, v))
                 cache.fill(k, v, slots.start, len(self._owner))
-                return _by_token(attend_slots(q, k, v, allowed, None, q.shape[-1] ** -0.5))
+                return _by_token(attend_slots(q, k, v, allowed, None, scoring.scale_of(q.shape[-1])))
 
             hidden = self._forward(_batch(self._token_ids[slots], self._positions[slots]), attend)
             here = (self._slot >= slots.start) & (self._slot < slots.stop)
@@ -244,10 +254,8 @@ class _CausalRows(Rows):
         own = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
         allowed = torch.cat((self._sees_prompt, own), dim=2)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
-            return self._attend_requests(q, k, v, cache=cache, allowed=allowed, bias=None, scale=q.shape[-1] ** -0.5)
-
-        return self._model.head(self._forward(batch, attend))
+        see = partial(self._attend_requests, allowed=allowed, bias=None)
+        return self._model.head(self._forward(batch, see))
 
     def keep(self, stay: np.ndarray) -> None:
         self._length = self._length[self._tensor(stay)]
@@ -293,9 +301,9 @@ class _EncoderDecoderRows(Rows):
         """Run some slots through the encoder. # int64 [slots, tokens], same, [heads, tokens, tokens] -> [.., hidden]"""
         allowed = same_owner(owner, owner)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
             q, k, v = (_by_slot(x, len(owner)) for x in (q, k, v))
-            return _by_token(attend_slots(q, k, v, allowed, bias, scale=1.0))
+            return _by_token(attend_slots(q, k, v, allowed, bias, scoring.scale_of(q.shape[-1])))
 
         batch = _batch(token_ids)
         hidden = self._model.token_embedding(batch.token_ids)
@@ -312,14 +320,15 @@ class _EncoderDecoderRows(Rows):
         bias = self._model.decoder.position_bias(step - (self._num_steps - 1)).T[:, None]  # [heads, 1, own]
         sees_own = self._sees_own[..., :num_own]
 
-        def recall(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache) -> Tensor:
+        def recall(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, scoring: Scoring) -> Tensor:
             keys, values = cache.append(_by_slot(k, slots), _by_slot(v, slots))
-            return self._of_requests(attend_slots(self._in_slots(q), keys, values, self._sees_prompt, None, scale=1.0))
+            scale = scoring.scale_of(q.shape[-1])
+            return self._of_requests(attend_slots(self._in_slots(q), keys, values, self._sees_prompt, None, scale))
 
         batch = _batch(tokens)
         hidden = self._model.token_embedding(batch.token_ids)
         for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
-            attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias, scale=1.0)
+            attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias)
             hidden = layer(hidden, memory, batch, attend, partial(recall, cache=prompts))
         return self._model.head(hidden)
 
