@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention import BACKENDS, Batch, make_batch, usable_backends
+from xrunner.attention import BACKENDS, Batch, Sequences, make_batch, usable_backends
 from xrunner.attention.reference import ReferenceAttention, causal_mask, gather_kv
 from xrunner.kv_cache import write_kv
 
@@ -108,9 +108,7 @@ def inputs(shape: Shape) -> tuple[list[Tensor], list[Tensor], Batch]:
     num_tokens = int(query_len.sum())
     batch = make_batch(
         np.zeros(num_tokens, dtype=np.int64),
-        query_len,
-        context_len,
-        tables,
+        Sequences(query_len, context_len, tables),
         block_size=BLOCK_SIZE,
         num_decodes=shape.num_decodes,
     )

@@ -29,7 +29,7 @@ from benchmarks.lib.served_plans import one_lane, two_lanes
 from xgpt.checkpoint import read_spec
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster
-from xgpt.schema import DType, ModelSpec, Stage
+from xgpt.schema import DType, ModelSpec, Precision, Stage
 from xprofiler.measure import fastest_layouts, loading_rate
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
@@ -122,7 +122,8 @@ def lanes(stages: Sequence[Stage]) -> Iterator[Lane]:
 
 def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list[float]:
     """Of each device."""
-    memories = [(LaneMemory(spec, load_cluster("local"), dtype, lane, 16, "native"), lane) for lane in lanes(stages)]
+    precision = Precision.of(dtype, "cpu")
+    memories = [(LaneMemory(spec, load_cluster("local"), precision, lane, 16), lane) for lane in lanes(stages)]
     return [
         float(held)
         for memory, lane in memories

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from xgpt.checkpoint import read_spec
 from xgpt.io import cache_dir, write_atomic
 from xgpt.schema import RunDType
-from xrunner.attention import make_batch
+from xrunner.attention import Sequences, make_batch
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.worker import Worker
 
@@ -134,7 +134,7 @@ def log_probabilities(worker: Worker, window: np.ndarray) -> Tensor:
     """Of every next token, after each token of a prompt but its last. # [tokens - 1, vocab]"""
     length = np.asarray([len(window)], np.int32)
     blocks = np.arange(len(window) // BLOCK_SIZE, dtype=np.int32)[None]
-    batch = make_batch(window.astype(np.int64), length, length, blocks, block_size=BLOCK_SIZE, num_decodes=0)
+    batch = make_batch(window.astype(np.int64), Sequences(length, length, blocks), block_size=BLOCK_SIZE, num_decodes=0)
     batch.logit_rows = torch.arange(len(window) - 1)
     with torch.inference_mode():
         logits = worker.logits(batch)

@@ -24,7 +24,7 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
-from xrunner.attention import Batch, make_batch
+from xrunner.attention import Batch, Sequences, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
@@ -273,11 +273,10 @@ class Bench:
         tokens = np.zeros(num_tokens, np.int64)
         if self.spec.experts is not None:  # equal tokens would all meet the same ones
             tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
+        tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
             tokens,
-            query_len,
-            context_len,
-            np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),
+            Sequences(query_len, context_len, tables),
             block_size=BLOCK_SIZE,
             num_decodes=int(((before > 0) & (query_len == 1)).sum()),
             device=self.worker.cache.layers[0].device,

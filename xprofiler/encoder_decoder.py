@@ -31,7 +31,7 @@ from xprofiler.bench import (
     Timings,
     curve,
 )
-from xrunner.attention import Batch, make_batch
+from xrunner.attention import Batch, Sequences, make_batch
 from xrunner.kv_cache import write_kv
 from xrunner.layers import UNSCALED
 from xrunner.models import EncoderDecoderModel
@@ -182,14 +182,12 @@ class CrossBench(Bench):
         query_len = np.where(own > 0, 1, prompt_len + 1).astype(np.int32)
         context_len = prompt_len + own + 1
         width = -(-int(context_len.max()) // BLOCK_SIZE)
+        tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
             np.zeros(int(query_len.sum()), np.int64),
-            query_len,
-            context_len,
-            np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width),
+            Sequences(query_len, context_len, tables, prompt_len),
             block_size=BLOCK_SIZE,
             num_decodes=int((own > 0).sum()),
-            prompt_len=prompt_len,
             device=self.worker.cache.device,
         )
 

@@ -22,6 +22,7 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
 from xrunner.packed import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
+from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
 from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
@@ -93,14 +94,14 @@ def build_worker(
     if group is not None:
         join(model, group)
         vocabulary = Vocabulary(part, group)
+    grammars = grammars_of(settings.checkpoint, settings.spec) if model.has_head else None
     return Worker(
         model,
         cache,
         BACKENDS[name](),
         stage=stage,
         vocabulary=vocabulary,
-        vocab_size=settings.spec.vocab_size,
-        grammars=grammars_of(settings.checkpoint, settings.spec) if model.has_head else None,
+        sampler=Sampler(settings.spec.vocab_size, cache.device, grammars),
     )
 
 
@@ -170,11 +171,11 @@ def whole_worker(
     captures = device.type == "cuda" and backend.capturable and not reads_back
     if not captures or not isinstance(model, DecoderModel):
         cache = KvCache(model.spec, num_blocks, block_size, dtype, device)
-        return Worker(model, cache, backend, grammars=grammars)
+        return Worker(model, cache, backend, sampler=Sampler(spec.vocab_size, device, grammars))
     cache = KvCache(model.spec, num_blocks + 1, block_size, dtype, device)
     most = min(model.spec.max_context, num_blocks * block_size)
     run = GraphedModel(model, cache, backend, most_tokens=most)
-    return AheadWorker(model, cache, backend, run=run, grammars=grammars)
+    return AheadWorker(model, cache, backend, run=run, sampler=Sampler(spec.vocab_size, device, grammars))
 
 
 def keep_freed_memory() -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from xgpt.policies import BlockTable, Chunk, Step
 from xgpt.schema import SLICE_TOKENS
-from xrunner.attention import AttentionBackend, Batch, make_batch
+from xrunner.attention import AttentionBackend, Batch, Sequences, make_batch
 from xrunner.executor import OneAtATime
 from xrunner.generation import NO_TOKEN, Generation, Logprobs
-from xrunner.grammar import Grammars
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
@@ -53,8 +52,7 @@ class Worker(OneAtATime):
         stage: StageModel | None = None,
         run: Run | None = None,
         vocabulary: Vocabulary | None = None,
-        vocab_size: int | None = None,
-        grammars: Grammars | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -75,7 +73,7 @@ class Worker(OneAtATime):
         self._prompt_len = np.zeros(0, dtype=np.int32)
         self._num_blocks = np.zeros(0, dtype=np.int32)
         self._tables = np.zeros((0, 1), dtype=np.int32)
-        self._sampler = Sampler(vocab_size or model.spec.vocab_size, self._device, grammars)
+        self._sampler = sampler or Sampler(model.spec.vocab_size, self._device)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Set aside a row, with these blocks.
@@ -282,15 +280,13 @@ class Worker(OneAtATime):
         self._context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
         self._context[rows] += query_len
         pieces = [self._prompts[id_][start : start + length] for id_, start, length in step.encode]
+        prompt_len = self._prompt_len[rows] if self.model.decoder_start else None
         return make_batch(
             np.concatenate([self._last_token[rows[:num_decodes]], *pieces]),
-            query_len,
-            self._context[rows],
-            self._tables[rows],
+            Sequences(query_len, self._context[rows], self._tables[rows], prompt_len),
             block_size=self.cache.block_size,
             num_decodes=num_decodes,
             wants_logits=wants_logits,
-            prompt_len=self._prompt_len[rows] if self.model.decoder_start else None,
             device=self._device,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate
+from xgpt.schema import Constraint, Plan, PolicySettings, Precision, Profile, SearchCertificate
 from xscheduler.arrival_rate import by_rate, neighbours, rate_of
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.lower_tables import lowered
@@ -125,12 +125,10 @@ class Scheduler:
                 found = LaneMemory(
                     problem.model,
                     problem.cluster,
-                    of.dtype,
+                    Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype),
                     lane,
                     self._block_size,
-                    of.engine,
                     problem.engine,
-                    of.kv_dtype,
                     kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
                 )
             except InfeasibleError as error:

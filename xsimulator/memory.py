@@ -42,9 +42,8 @@ class LaneMemory:
     hold the same.
 
     Args:
-        engine: what runs it, as a profile names it.
-        keeps: what is known of that engine: the memory that it keeps for itself.
-        kv_dtype: type of K/V; None: as the dtype has it.
+        precision: types of what lies in memory.
+        keeps: what is known of the engine: the memory that it keeps for itself.
         kept_blocks: blocks that hold prompts, of requests that run and of earlier ones, for later ones to find.
 
     Raises:
@@ -55,15 +54,12 @@ class LaneMemory:
         self,
         spec: ModelSpec,
         cluster: ClusterSpec,
-        dtype: DType,
+        precision: Precision,
         lane: Lane,
         block_size: int,
-        engine: str | None = None,
         keeps: EngineSpec | None = None,
-        kv_dtype: DType | None = None,
         kept_blocks: int = 0,
     ) -> None:
-        precision = Precision.of(dtype, cluster.device.type, engine)
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
         self.lane = lane
         self.kept_blocks = kept_blocks
@@ -87,7 +83,7 @@ class LaneMemory:
         kept = np.maximum(spec.num_kv_heads / tp, 1.0) * 2 * spec.head_dim
         if spec.latent is not None:
             kept = np.full_like(tp, spec.latent.kept_per_token)
-        self._block_bytes: Array = block_size * decoder * kept * BYTES_PER_ELEMENT[kv_dtype or precision.state]
+        self._block_bytes: Array = block_size * decoder * kept * BYTES_PER_ELEMENT[precision.kv]
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._activation_bytes = activation_bytes_per_token(spec, precision.state)
@@ -106,8 +102,9 @@ class LaneMemory:
         if occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
             raise InfeasibleError(
-                f"memory: {spec.name} needs {needed:.1f} GiB in {dtype} on a device of stage {worst} before any K/V, "
-                f"{cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
+                f"memory: {spec.name} needs {needed:.1f} GiB in {precision.weights} on a device of stage {worst} "
+                f"before any K/V, {cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller "
+                f"model",
                 nearest_bound_s=None,
                 binding="memory",
             )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, lane_settings
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Profile, Quantization
+from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xprofiler import analytic, imported
 from xsimulator.arrivals import Kv, Stream
 from xsimulator.memory import LaneMemory
@@ -90,9 +90,8 @@ class Served:
         if of.memory_share is not None:
             device = cluster.device.model_copy(update={"usable_memory": of.memory_share})
             cluster = cluster.model_copy(update={"device": device})
-        memory = LaneMemory(
-            spec, cluster, self.dtype, whole(spec, self.tp), of.block_size, of.framework, of, self.kv_dtype
-        )
+        precision = Precision.of(self.dtype, cluster.device.type, of.framework, self.kv_dtype)
+        memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), of.block_size, of)
         return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.resolve import load_model
-from xgpt.schema import Experts, Plan, Profile
+from xgpt.schema import Experts, Plan, Precision, Profile
 from xprofiler import analytic, ranks
 from xprofiler.experts import Routing, chances
 from xscheduler.box_bounds import breach
@@ -106,7 +106,7 @@ def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers
     memory = LaneMemory(
         spec,
         of.cluster.model_copy(update={"device": of.cluster.device.model_copy(update={"memory_bytes": 10**13})}),
-        "bfloat16",
+        Precision.of("bfloat16", "gpu"),
         lane(tps, split),
         16,
     )
@@ -119,7 +119,7 @@ def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers
 
 def test_latent_keys_and_values_are_held_by_every_device_of_a_group() -> None:
     of = problem("deepseek-v3", "h200x8", "chat-short")
-    memory = LaneMemory(of.model, of.cluster, "bfloat16", lane((8,), (61,)), 16)
+    memory = LaneMemory(of.model, of.cluster, Precision.of("bfloat16", "gpu"), lane((8,), (61,)), 16)
     block_bytes = memory.device_bytes(1, 0)[0] - memory.device_bytes(0, 0)[0]
     assert block_bytes == 16 * 61 * (512 + 64) * 2
 

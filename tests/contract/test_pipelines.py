@@ -13,7 +13,7 @@ from tests.contract.scenarios import problem
 from xgpt.app.simulating import simulate as simulate_plan
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.policies import OneLane, Pool, lane_settings
-from xgpt.schema import Constant, Curve, Histogram, Profile, RraSettings, Workload
+from xgpt.schema import Constant, Curve, Histogram, Precision, Profile, RraSettings, Workload
 from xgpt.workload import histogram
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import LaneClock
@@ -138,8 +138,9 @@ def test_partial_tensor_parallelism() -> None:
 def test_memory_is_shared_out() -> None:
     of = problem("gpt3-39b", "a40x16", "summarization")
     dtype = of.profile.dtype
-    one = LaneMemory(of.model, of.cluster, dtype, whole(of.model, 8), 16)
-    four = LaneMemory(of.model, of.cluster, dtype, lane((2,) * 4, (12,) * 4), 16)
+    precision = Precision.of(dtype, "gpu")
+    one = LaneMemory(of.model, of.cluster, precision, whole(of.model, 8), 16)
+    four = LaneMemory(of.model, of.cluster, precision, lane((2,) * 4, (12,) * 4), 16)
     assert one.weight_bytes.sum() * 8 == pytest.approx(of.model.weight_bytes(dtype))
     # A tied embedding stands on the first and on the last stage.
     embedding = of.model.vocab_size * of.model.hidden_size * 2
@@ -149,7 +150,7 @@ def test_memory_is_shared_out() -> None:
     usable = of.cluster.device.memory_bytes * of.cluster.device.usable_memory
     assert max(four.device_bytes(blocks, 1000)) <= usable < max(four.device_bytes(blocks + 1, 1000))
     with pytest.raises(InfeasibleError, match=r"needs 7\d\.\d GiB in float16 on a device of stage 0 before any K/V"):
-        LaneMemory(of.model, of.cluster, dtype, whole(of.model), 16)
+        LaneMemory(of.model, of.cluster, precision, whole(of.model), 16)
 
 
 def test_a_profile_without_what_a_placement_needs_is_refused() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from xgpt.policies import Blocks, BlockTable
-from xrunner.attention import PositionBias, make_batch
+from xrunner.attention import PositionBias, Sequences, make_batch
 
 
 def random_batch(contexts, chunks, heads, block_size, rng):
@@ -23,9 +23,7 @@ def random_batch(contexts, chunks, heads, block_size, rng):
     num_tokens = int(lengths.sum())
     batch = make_batch(
         np.zeros(num_tokens, dtype=np.int64),
-        lengths,
-        context_len,
-        tables,
+        Sequences(lengths, context_len, tables),
         block_size=block_size,
         num_decodes=len(contexts),
     )

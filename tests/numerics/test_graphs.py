@@ -11,7 +11,7 @@ from tests.numerics.steps import run_again
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xrunner.ahead import AheadWorker
-from xrunner.attention import make_batch
+from xrunner.attention import Sequences, make_batch
 from xrunner.attention.base import pack, unpack
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
@@ -55,9 +55,7 @@ def decodes(contexts, cache, rng):
     tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
     return make_batch(
         rng.integers(0, 211, count),
-        np.ones(count, dtype=np.int32),
-        np.array(contexts, dtype=np.int32),
-        tables,
+        Sequences(np.ones(count, dtype=np.int32), np.array(contexts, dtype=np.int32), tables),
         block_size=BLOCK_SIZE,
         num_decodes=count,
     )
@@ -102,7 +100,10 @@ def test_what_was_not_captured_runs_as_it_is(worker):
         run(decodes([17], cache, rng), cache, worker.backend)  # a longer context
         tables = np.arange(2, dtype=np.int32)[None]
         prompt = make_batch(
-            np.arange(5), np.array([5], np.int32), np.array([5], np.int32), tables, block_size=4, num_decodes=0
+            np.arange(5),
+            Sequences(np.array([5], np.int32), np.array([5], np.int32), tables),
+            block_size=4,
+            num_decodes=0,
         )
         run(prompt, cache, worker.backend)
     assert sum(replays.counts) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xgpt.schema import Plan, Precision
+from xgpt.schema import Plan
 
 if TYPE_CHECKING:
     from xsimulator.clock import Span as StageSpan
@@ -87,14 +87,11 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> Timeline:
 
 def memory(plan: Plan) -> Memory:
     """Return what a plan puts on each device of one replica."""
-    precision = Precision.of(plan.dtype, plan.cluster.device.type, plan.profile.engine)
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
         share = layers * (max(1 / stage.tp, 1 / plan.model.num_kv_heads) if plan.model.latent is None else 1.0)
-        bytes_ = (
-            stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.kv_dtype or precision.state) * share
-        )
+        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.precision.kv) * share
         kv += [bytes_ / GIB] * stage.tp
     rest = tuple(total / GIB - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True))
     device = plan.cluster.device

@@ -43,20 +43,26 @@ class Precision(NamedTuple):
 
     Attributes:
         weights: type of the projections.
-        state: type of K/V, activations and the embedding table.
+        state: type of activations and the embedding table.
+        kv: type of K/V.
         packs: whether projections are laid out for the device's kernels: a tied head is then a copy of the embedding.
     """
 
     weights: DType
     state: DType
+    kv: DType
     packs: bool
 
     @classmethod
-    def of(cls, dtype: DType, device_type: str, engine: str | None = None) -> Precision:
-        """Return what an engine (None: ours) keeps for a dtype: ours keeps float32 on CPUs for all but the products."""
-        if device_type != "cpu" or engine not in (None, "native"):
-            return cls(dtype, dtype, packs=False)
-        return cls(dtype, "float32" if dtype in ("bfloat16", "int8") else dtype, packs=True)
+    def of(cls, dtype: DType, device_type: str, engine: str | None = None, kv_dtype: DType | None = None) -> Precision:
+        """Return what an engine (None: ours) keeps for a dtype: ours keeps float32 on CPUs for all but the products.
+
+        Args:
+            kv_dtype: type of K/V; None: that of the state.
+        """
+        packs = device_type == "cpu" and engine in (None, "native")
+        state: DType = "float32" if packs and dtype in ("bfloat16", "int8") else dtype
+        return cls(dtype, state, kv_dtype or state, packs)
 
 
 class ModelShape(Frozen):

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
 from xgpt.schema.engine import EngineSpec
-from xgpt.schema.model import DType, ModelSpec
+from xgpt.schema.model import DType, ModelSpec, Precision
 from xgpt.schema.policy import PolicySettings, StageLane
 from xgpt.schema.workload import Workload
 
@@ -459,6 +459,11 @@ class Plan(Frozen):
     def devices_per_replica(self) -> int:
         """Number of devices of one replica."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def precision(self) -> Precision:
+        """Types of what lies in the devices' memory."""
+        return Precision.of(self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype)
 
     @property
     def num_devices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring, make_batch
+from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
 from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.attention.triton_gpu import TritonAttention
@@ -34,6 +34,7 @@ __all__ = [
     "Batch",
     "PositionBias",
     "Scoring",
+    "Sequences",
     "default_backend",
     "make_batch",
     "usable_backends",

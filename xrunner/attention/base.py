@@ -84,29 +84,39 @@ PLAIN = Scoring()
 """Of most models: all keys, scaled."""
 
 
+class Sequences(NamedTuple):
+    """What differs between the sequences of a batch.
+
+    Attributes:
+        query_len: tokens of each in this step. # int32 [sequences]
+        context_len: tokens of each that are in the cache after this step. # int32 [sequences]
+        block_tables: may be wider than this step needs. # int32 [sequences, blocks]
+        prompt_len: of encoder-decoders alone: tokens of each that are the encoder's. # int32 [sequences]
+    """
+
+    query_len: np.ndarray
+    context_len: np.ndarray
+    block_tables: np.ndarray
+    prompt_len: np.ndarray | None = None
+
+
 def make_batch(
     token_ids: np.ndarray,
-    query_len: np.ndarray,
-    context_len: np.ndarray,
-    block_tables: np.ndarray,
+    sequences: Sequences,
     *,
     block_size: int,
     num_decodes: int,
     wants_logits: np.ndarray | None = None,
-    prompt_len: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """A batch from what differs between sequences; the rest follows.
+    """Return a batch from what differs between sequences; the rest follows.
 
     Args:
         token_ids: of all sequences, one after the other. # int64 [tokens]
-        query_len: tokens of each sequence in this step. # int32 [sequences]
-        context_len: tokens of each sequence that are in the cache after this step. # int32 [sequences]
-        block_tables: may be wider than this step needs. # int32 [sequences, blocks]
         wants_logits: whether the sequence's last token is sampled from; None: all are. # bool [sequences]
-        prompt_len: of encoder-decoders alone: tokens of each sequence that are the encoder's. # int32 [sequences]
         device: of the model; None: the CPU.
     """
+    query_len, context_len, block_tables, prompt_len = sequences
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
     np.cumsum(query_len, out=query_start[1:])
     sequence = np.repeat(np.arange(len(query_len)), query_len)

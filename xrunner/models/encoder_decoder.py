@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from xgpt.schema import ModelSpec
-from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, make_batch
+from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
 from xrunner.kv_cache import KvCache
 from xrunner.layers import Attend, Attention, CrossAttention, Empty, RelativeBias
 from xrunner.models.base import Model
@@ -198,9 +198,7 @@ def reading_batch(lengths: Tensor) -> Batch:
     return replace(
         make_batch(
             np.zeros(length.sum(), np.int64),
-            length,
-            length,
-            np.minimum(tables, num_blocks.sum() - 1).astype(np.int32),
+            Sequences(length, length, np.minimum(tables, num_blocks.sum() - 1).astype(np.int32)),
             block_size=READING_BLOCK,
             num_decodes=0,
             device=lengths.device,

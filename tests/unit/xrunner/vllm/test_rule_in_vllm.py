@@ -150,7 +150,7 @@ def test_vllm_is_told_the_memory_that_the_plan_counts_on(splits: tuple[int, ...]
     )
     plan = fitting(RRA).model_copy(update={"cluster": cpu(tp * len(stages)), "stages": stages})
     given = flags(launch(plan, plan_path="plan.json").arguments)
-    memory = LaneMemory(plan.model, plan.cluster, plan.dtype, lane_of(stages, plan.cluster), plan.block_size, "vllm")
+    memory = LaneMemory(plan.model, plan.cluster, plan.precision, lane_of(stages, plan.cluster), plan.block_size)
     with_cache, without = memory.device_bytes(800, 0), memory.device_bytes(0, 0)
     planned = max(used - fixed for used, fixed in zip(with_cache, without, strict=True))
     one_block = planned / 800 * CPU_BLOCK_SIZE / plan.block_size
