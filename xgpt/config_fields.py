@@ -152,15 +152,17 @@ FAMILIES: Mapping[str, Fields] = {
     ),
     "qwen2": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
     "qwen3": Fields(_ROTARY, _DECODER | _FULL, frozenset({"sliding_window"})),
-    "mistral": Fields(_ROTARY - {"attention_bias"} | {"sliding_window"}, _DECODER | {"attention_bias": (False,)}),
+    "mistral": Fields(
+        _ROTARY - {"attention_bias", "layer_types"} | {"sliding_window"}, _DECODER | {"attention_bias": (False,)}
+    ),
     "phi3": Fields(
-        _ROTARY - {"attention_bias"} | _names("original_max_position_embeddings sliding_window"),
+        _ROTARY - {"attention_bias", "layer_types"} | _names("original_max_position_embeddings sliding_window"),
         _DECODER | {"attention_bias": (False,)},
     ),
     "gemma2": Fields(_GEMMA, _DECODER, _GEMMA_UNREAD),
     "gemma3_text": Fields(
-        _GEMMA | _names("rope_local_base_freq sliding_window_pattern"),
-        _DECODER,
+        _GEMMA - {"attn_logit_softcapping"} | _names("rope_local_base_freq sliding_window_pattern"),
+        _DECODER | {"attn_logit_softcapping": (None,)},
         _GEMMA_UNREAD | {"_sliding_window_pattern"},
     ),
     "mixtral": Fields(

@@ -109,15 +109,13 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
     """A worker that runs whole batches in rows, on one device; its K/V memory is each batch's own.
 
     Raises:
-        InputError: weights that do not fit the spec, or windows and sinks, which rows do not have.
+        InputError: weights that do not fit the spec, or attention that rows do not have.
         MachineError: the device is not here, or its memory does not hold the weights.
     """
     place, _ = _place(settings)
-    if settings.spec.sliding_window is not None or settings.spec.attention_sinks:
-        name = "sliding_window" if settings.spec.sliding_window is not None else "attention_sinks"
-        raise InputError(
-            f"model.{name}", getattr(settings.spec, name), "rows attend to all tokens: take another policy"
-        )
+    if (field := settings.spec.special_attention) is not None:
+        accepted = "rows have a plain softmax over all tokens: take flat"
+        raise InputError(f"model.{field}", getattr(settings.spec, field), accepted)
     try:
         grammars = grammars_of(settings.checkpoint, settings.spec)
         return RowWorker(_load(settings, None), batching, row_tokens, place, grammars)
@@ -167,7 +165,7 @@ def whole_worker(
         torch.OutOfMemoryError: the device does not hold these blocks.
     """
     spec = model.spec
-    reads_back = spec.experts is not None or spec.sliding_window is not None or spec.attention_sinks
+    reads_back = spec.experts is not None or spec.special_attention is not None
     captures = device.type == "cuda" and backend.capturable and not reads_back
     if not captures or not isinstance(model, DecoderModel):
         cache = KvCache(model.spec, num_blocks, block_size, dtype, device)

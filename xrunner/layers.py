@@ -100,6 +100,13 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class OffsetRmsNorm(RmsNorm):
+    """x / rms(x) * (1 + weight): weights are kept less one (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
+
+
 class Embedding(nn.Module):
     """Rows of a table. `offset` is added to each index (OPT's positions start at row 2)."""
 
@@ -113,7 +120,8 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding; dimension d turns together with d + head_dim / 2, as Hugging Face stores weights.
+    """Rotary position embedding; dimension d turns together with d + half of those that turn, as Hugging Face stores
+    weights. Where a model's spec has a `rotary_dim`, the dimensions behind it do not turn.
 
     The angles are computed anew in every layer: they cost less than a norm does, and a table over Llama 3.1's
     context would take 64 MiB.
@@ -121,7 +129,7 @@ class Rotary(nn.Module):
     Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
     """
 
-    frequencies: Tensor  # float32 [head_dim / 2], radians a position
+    frequencies: Tensor  # float32 [dimensions that turn / 2], radians a position
 
     def __init__(self, empty: Empty, spec: ModelSpec) -> None:
         super().__init__()
@@ -134,19 +142,21 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
         """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
-        if fused.runs_on(positions.device.type) and self.magnitude == 1.0:
+        dim = 2 * len(self.frequencies)
+        turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
+        if turns_whole and fused.runs_on(positions.device.type):
             return [fused.rotate(x, positions, self.frequencies) for x in heads]
         angles = positions[:, None, None] * self.frequencies
         cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
         turned = []
         for x in heads:
-            a, b = x.float().chunk(2, dim=-1)
-            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype))
+            a, b, rest = x.float().tensor_split((dim // 2, dim), dim=-1)
+            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype))
         return turned
 
 
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Return radians a position of each pair of dimensions, and the factor on what is turned. # float32 [head_dim / 2]
+    """Return radians a position of each pair of dimensions, and the factor on what is turned. # float32 [waves]
 
     Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`;
     between the two it is interpolated, by their turns (Llama 3.1) or by their number (YaRN).
@@ -154,7 +164,8 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     Raises:
         InputError: this version does not run such a scaling.
     """
-    frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+    frequencies = spec.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match spec.rope_scaling:
         case None:
             return frequencies, 1.0
@@ -166,14 +177,14 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
             return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
         case YarnRope() as scaling:
             # The number of the wave that turns so often within the original context.
-            per_wave = 2 * math.log(spec.rope_theta) / spec.head_dim
+            per_wave = 2 * math.log(spec.rope_theta) / dim
             low, high = (
                 math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
                 for turns in (scaling.beta_fast, scaling.beta_slow)
             )
             if scaling.truncate:
                 low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, spec.head_dim - 1)
+            low, high = max(low, 0), min(high, dim - 1)
             waves = torch.arange(len(frequencies), dtype=torch.float32)
             stretched = ((waves - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
             return torch.lerp(frequencies, frequencies / scaling.factor, stretched), scaling.attention_factor
@@ -229,7 +240,7 @@ class Attention(nn.Module):
 
     Args:
         rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
-        qk_norm: normalise each head's query and key (Qwen3).
+        qk_norm: the kind of norm on each head's query and key (Qwen3, Gemma 3); None: there is none.
         scoring: the layer's; sinks, where the model has them, are weights of this block.
     """
 
@@ -241,7 +252,7 @@ class Attention(nn.Module):
         qkv_bias: bool,
         out_bias: bool,
         rotary: Rotary | None = None,
-        qk_norm: bool = False,
+        qk_norm: type[RmsNorm] | None = None,
         scoring: Scoring = PLAIN,
     ) -> None:
         super().__init__()
@@ -251,8 +262,8 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.qkv = Linear(empty, spec.hidden_size, *(n * spec.head_dim for n in self.heads), bias=qkv_bias)
         self.out = Linear(empty, spec.num_heads * spec.head_dim, spec.hidden_size, bias=out_bias)
-        self.q_norm = RmsNorm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RmsNorm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = qk_norm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = qk_norm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
         self.rotary = rotary
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [tokens, hidden] -> same

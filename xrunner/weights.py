@@ -42,6 +42,9 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
 BASE_PREFIXES = ("model.", "transformer.")
 """What a model with a head calls the model without."""
 
+CONTAINERS = ("language_model.", "model.language_model.")
+"""What a model of several kinds of input calls its language model."""
+
 
 class Weight(NamedTuple):
     """One tensor of a checkpoint, and where it goes.
@@ -167,8 +170,9 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """File and name of a tensor; checkpoints of a bare model lack the name's first part."""
-        for found in (name, *(name.removeprefix(prefix) for prefix in BASE_PREFIXES)):
+        """File and name of a tensor; checkpoints of a bare model lack the name's first part, others have one more."""
+        bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
+        for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
             if found in self._files:
                 return *self._files[found], found
         raise InputError("model", str(self._directory), f"its safetensors must hold {name}")

@@ -158,6 +158,19 @@ def test_windows_and_sinks_agree_with_reference(backend, heads, shape, window, l
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+@pytest.mark.parametrize("cap", [0.3, 50.0])
+def test_soft_caps_agree_with_reference(backend, heads, shape, cap):
+    """From one that all scores reach to one that none comes near."""
+    (q, k, v), cache, batch = random_batch(*RAGGED[shape], heads, 16, np.random.default_rng(len(shape)))
+    scoring = Scoring(scale=0.4, softcap=cap, window=20)
+    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scoring)
+    actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scoring)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=5e-6)
+
+
 def test_a_window_of_one_gives_each_token_its_own_value():
     (q, k, v), cache, batch = random_batch([7, 33], [(4, 9)], (4, 2, 16), 16, np.random.default_rng(1))
     for name in HERE:

@@ -97,6 +97,40 @@ GPT_OSS_SHAPES = {
     | {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 40, "num_hidden_layers": 2}
     | {"layer_types": ["full_attention", "sliding_attention"]},
 }
+# Windows in all layers, or in none.
+MISTRAL_SHAPES = {
+    "grouped": GROUPED | {"head_dim": 32, "sliding_window": 5},
+    "one-kv-head": ONE_KV_HEAD | {"sliding_window": None},
+    "tied": TIED | {"sliding_window": 40},
+}
+# Not all dimensions of a head turn; fused projections of odd widths.
+PHI3_SHAPES = {
+    "grouped": GROUPED | {"pad_token_id": 0, "sliding_window": 5, "partial_rotary_factor": 0.75},
+    "one-kv-head": {name: value for name, value in ONE_KV_HEAD.items() if name != "head_dim"}
+    | {"pad_token_id": 0, "sliding_window": None},
+    "tied": TIED | {"pad_token_id": 0},
+}
+# Windows in some layers, and scores and logits that reach their limits.
+GEMMA2_SHAPES = {
+    "grouped": GROUPED
+    | {"head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 20, "num_hidden_layers": 3}
+    | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "one-kv-head": ONE_KV_HEAD | {"sliding_window": 2, "attn_logit_softcapping": None, "query_pre_attn_scalar": 9},
+    "tied-biased": LLAMA_SHAPES["tied-biased"] | {"sliding_window": 40, "final_logit_softcapping": None},
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA3_SHAPES = {
+    "grouped": GROUPED
+    | {"head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 20, "rope_parameters": GEMMA3_ROPE}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "one-kv-head": ONE_KV_HEAD
+    | {"sliding_window": 2, "query_pre_attn_scalar": 9, "final_logit_softcapping": 4.0}
+    | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    "tied": TIED | {"sliding_window": 40, "num_hidden_layers": 7},
+}
 # Heads narrower and wider together than the hidden size, odd numbers of them, as many decoder layers or not.
 T5_SHAPES = {
     "tied": {"d_model": 64, "num_heads": 4, "d_kv": 12, "d_ff": 256, "num_layers": 2},
@@ -125,10 +159,14 @@ T5_START = 5
 
 FAMILIES = {
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, GPT_OSS_SHAPES),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2_SHAPES),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3_SHAPES),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA_SHAPES),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, MISTRAL_SHAPES),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, MIXTRAL_SHAPES),
     "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, OPT_SHAPES),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, PHI3_SHAPES),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2_SHAPES),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3_SHAPES),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, QWEN3_MOE_SHAPES),
@@ -163,15 +201,24 @@ def random_shape(rng, family):
         return tied | sizes | stacks | buckets | {"feed_forward_proj": one_of("relu", "gated-gelu", "gated-silu")}
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"hidden_size": heads * one_of(head_dim, 14), "intermediate_size": ffn, "num_hidden_layers": layers}
-    scaled = SCALED | {"original_max_position_embeddings": 32}
-    rope = {"rope_parameters": one_of({"rope_type": "default", "rope_theta": 1000.0}, scaled)}
+    plain, scaled = {"rope_type": "default", "rope_theta": 1000.0}, SCALED | {"original_max_position_embeddings": 32}
+    rope = {"rope_parameters": plain if family == "phi3" else one_of(plain, scaled)}
+    if family == "gemma3_text":
+        rope = {"rope_parameters": {"full_attention": plain, "sliding_attention": plain | {"rope_theta": 50.0}}}
+    if family == "phi3":
+        sizes |= {"hidden_size": heads * head_dim, "pad_token_id": 0}
+        del sizes["head_dim"]
+    if family in ("gemma2", "gemma3_text", "mistral", "phi3"):
+        sizes |= {"sliding_window": int(rng.integers(2, 40))}
+    if family.startswith("gemma"):
+        sizes |= {"query_pre_attn_scalar": int(rng.integers(5, 40)), "final_logit_softcapping": one_of(None, 9.0)}
     if family in ("mixtral", "qwen3_moe"):
         sizes |= {"num_local_experts": int(rng.integers(1, 9))}
         sizes |= {"num_experts_per_tok": int(rng.integers(1, sizes["num_local_experts"] + 1))}
     if family == "qwen3_moe":
         sizes |= {"num_experts": sizes.pop("num_local_experts"), "moe_intermediate_size": int(rng.integers(20, 80))}
         sizes |= {"norm_topk_prob": one_of(True, False), "decoder_sparse_step": int(rng.integers(1, 3))}
-    no_bias = family in ("qwen2", "mixtral")
+    no_bias = family in ("qwen2", "mixtral", "mistral", "phi3")
     return tied | sizes | rope | ({} if no_bias else {"attention_bias": one_of(True, False)})
 
 
@@ -207,6 +254,8 @@ def save(directory, family, shape, dtype=torch.float32):
                 weight.normal_(0.0, 0.1)
             else:
                 weight.uniform_(0.8, 1.2)
+                if family.startswith("gemma"):
+                    weight.sub_(1.0)  # which is added where it is applied
                 if name == "decoder.final_layer_norm.weight" and config.scale_decoder_outputs:
                     weight.mul_(config.d_model**0.5)
             weight.copy_(weight.to(dtype))

@@ -57,6 +57,8 @@ NAMES = {
     "llama": "llama-grouped",
     "t5": "t5-tied",
     "deep": "opt-untied-odd",
+    "windows": "gemma2-grouped",
+    "fused": "phi3-grouped",
 }
 SHALLOW = ("opt", "llama", "t5")
 
@@ -250,6 +252,15 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(fleet, checkpoint, a
     assert "the other plan cannot be deployed: worker" in reason
     assert len(now) == 2 and 8 in ended
     assert tokens[8] == alone("opt")[8]
+
+
+@pytest.mark.parametrize(
+    ("family", "placement", "kind"),
+    [("windows", "tp2", "orca"), ("windows", "pp2", "chunked"), ("fused", "tp2", "rra")],
+)
+def test_families_that_cut_in_other_ways(fleet, checkpoint, alone, family, placement, kind):
+    microbatches = len(PLACEMENTS[placement])
+    check(fleet, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
 
 
 SINGLE = [

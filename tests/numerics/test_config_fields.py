@@ -46,6 +46,9 @@ SHORT = {
     ("gpt2", "hidden_size"),
     ("opt", "activation_function"),
     ("gpt_oss", "layer_types"),
+    ("gemma2", "query_pre_attn_scalar"),
+    ("gemma3_text", "rope_parameters"),
+    ("phi3", "partial_rotary_factor"),
     ("mixtral", "sliding_window"),
     ("qwen3_moe", "norm_topk_prob"),
 }

@@ -29,7 +29,7 @@ INT8_SIMILARITY = 0.98
 
 FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
-ROTARY = [name for name in FIRST_SHAPES if name.startswith(("llama", "qwen", "mixtral", "gpt_oss"))]
+ROTARY = [name for name in DECODERS if not name.startswith(("gpt2", "opt"))]
 
 
 def make_worker(directory, backend, num_blocks=64, block_size=8, dtype="float32"):

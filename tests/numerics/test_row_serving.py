@@ -149,6 +149,6 @@ def test_what_cannot_run_in_rows_is_refused(checkpoint):
     with pytest.raises(InputError, match="--engine vllm takes flat"):
         ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))
     ServeRequest(batching="slots").check_batching(static_plan(directory))
-    with pytest.raises(InputError, match="attends in windows or with sinks, which rows do not"):
+    with pytest.raises(InputError, match=r"has model\.sliding_window, which rows have not: take flat"):
         ServeRequest(batching="rows").check_batching(static_plan(checkpoint("gpt_oss-grouped")[0]))
     assert type(build(static_plan(directory)).pool) is Pool

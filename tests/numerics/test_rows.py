@@ -21,8 +21,8 @@ PROMPTS = {one.id: tuple(rng.integers(0, VOCABULARY, one.input_length).tolist())
 LENGTHS = {one.id: one.max_output for one in REQUESTS}
 ROWS = [REQUESTS[:4], REQUESTS[4:5], REQUESTS[5:]]
 
-SHAPES = [name for name in FIRST_SHAPES if not name.startswith("gpt_oss")]
-"""Rows know no windows and no sinks."""
+SHAPES = [name for name in FIRST_SHAPES if not name.startswith(("gpt_oss", "gemma", "mistral", "phi3", "deepseek"))]
+"""Rows know no windows, no sinks, no soft caps and no latent keys."""
 
 SLOTTED, LEFT_OVER = slotted_rows(ROWS, 65, 16)
 BATCHES = {

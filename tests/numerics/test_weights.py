@@ -52,6 +52,21 @@ def test_checkpoint_of_the_bare_model_loads(checkpoint, tmp_path, name):
     assert all(torch.equal(single[name], bare[name]) for name in single)
 
 
+def test_the_language_model_of_a_checkpoint_that_takes_images_loads(checkpoint, tmp_path):
+    directory, model = checkpoint("gemma3_text-grouped")
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    ids = {"image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202}
+    vision |= {"image_size": 14, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=model.config.to_dict(), vision_config=vision, **ids)
+    config.tie_word_embeddings = False
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    text, both = weights_of(directory), weights_of(tmp_path)
+    assert all(torch.equal(text[name], both[name]) for name in text)
+
+
 def test_tied_head_shares_the_embedding(small_opt):
     model = load_checkpoint(small_opt[0])
     assert model.lm_head.weight is model.token_embedding.weight

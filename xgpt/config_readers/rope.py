@@ -63,13 +63,15 @@ def rope(
 
 def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
     """Return rotary settings of a family whose layers with a sliding window have a base of their own (Gemma 3)."""
-    by_kind = config.get("rope_parameters") or {}
+    by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
         accepted = "it must be an object of full_attention and sliding_attention"
         raise InputError("config.json: rope_parameters", by_kind, accepted)
     full, sliding = by_kind.get("full_attention") or {}, by_kind.get("sliding_attention") or {}
-    full = dict(full) | (config.get("rope_scaling") or {})
-    own = {"rope_parameters": full, "max_position_embeddings": config.get("max_position_embeddings")}
+    for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):
+        if not isinstance(found, dict):
+            raise InputError(f"config.json: {name}", found, "it must be an object")
+    own = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
     base = config.get("rope_theta")
     fields = rope(own, ("default", "linear"), theta if base is None else base)
     local = rope({"rope_parameters": sliding}, ("default",), config.get("rope_local_base_freq", sliding_theta))

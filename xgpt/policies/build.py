@@ -48,7 +48,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     """Return the schedule of whole batches in rows, without a request in it.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or its model attends in windows or with sinks.
+        InputError: the plan does not run whole batches on one device, or its model has attention that rows have not.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -57,8 +57,8 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
         raise InputError("batching", batching, accepted)
-    if plan.model.sliding_window is not None or plan.model.attention_sinks:
-        accepted = f"{plan.model.name} attends in windows or with sinks, which rows do not: take flat"
+    if (field := plan.model.special_attention) is not None:
+        accepted = f"{plan.model.name} has model.{field}, which rows have not: take flat"
         raise InputError("batching", batching, accepted)
     pool = RowPool(
         _fewest_blocks(plan.stages),

@@ -194,6 +194,12 @@ class ModelSpec(ModelShape):
         return self
 
     @property
+    def special_attention(self) -> str | None:
+        """Name of a field that makes attention more than a softmax over all keys; None: it is no more."""
+        names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
     def is_encoder_decoder(self) -> bool:
         return self.num_encoder_layers > 0
 

@@ -65,12 +65,14 @@ class Scoring(NamedTuple):
 
     Attributes:
         scale: what products of queries and keys are multiplied with; None: head_dim ** -0.5.
+        softcap: products, scaled, stay between this and its negative, by tanh; None: they are not limited.
         bias: added to them then; of models whose heads have keys and values of their own.
         window: last tokens that a token attends to, itself included; None: all that the batch lets it see.
         sinks: a further score of each head, which takes its share and adds no value. # float32 [heads]
     """
 
     scale: float | None = None
+    softcap: float | None = None
     bias: PositionBias | None = None
     window: int | None = None
     sinks: Tensor | None = None

@@ -64,9 +64,10 @@ class _Keys(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """A `Scoring` as the kernel takes it: arrays are empty, and the window is 0, where the layer has none."""
+    """A `Scoring` as the kernel takes it: arrays are empty, cap and window 0, where the layer has none."""
 
     scale: np.float32
+    softcap: np.float32
     bias: np.ndarray
     center: int
     window: int
@@ -111,6 +112,7 @@ class NumbaAttention(AttentionBackend):
         bias, sinks = scoring.bias, scoring.sinks
         scored = _Scored(
             np.float32(scoring.scale_of(q.shape[2])),
+            np.float32(0.0 if scoring.softcap is None else scoring.softcap),
             _NO_BIAS if bias is None else bias.values.contiguous().numpy(),
             0 if bias is None else bias.center,
             0 if scoring.window is None else scoring.window,
@@ -137,6 +139,15 @@ def _exp(x):
     p = p * f + np.float32(6.931472028550421e-1)
     p = p * f + np.float32(1.0)
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _limit(scores, count, cap):
+    """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
+    for i in range(count):
+        small = _exp(np.float32(-2.0) * abs(scores[i]) / cap)
+        limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
+        scores[i] = limited if scores[i] > 0 else -limited
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
@@ -254,6 +265,8 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
         while t < n:
             score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, 1, lanes)
             t += 1
+        if scored.softcap:
+            _limit(scores, n * lanes, scored.softcap * LOG2_E)
         if len(scored.bias):  # heads have keys of their own: rows are tokens
             place = scored.center + context - num_tokens + first - before
             for t in range(n):
@@ -330,6 +343,8 @@ def _decode(q, keys, scored, acc, scores):
             top = highest[g]
             for t in range(n):
                 scores[t] *= scored.scale
+            if scored.softcap:
+                _limit(scores, n, scored.softcap)
             if len(scored.bias):
                 for t in range(n):
                     scores[t] += scored.bias[h, scored.center + context - 1 - before - t]

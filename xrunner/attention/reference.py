@@ -55,6 +55,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * scoring.scale_of(q.shape[2])
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if scoring.bias is not None:
         scores += bias_of(scoring.bias, len(q), len(keys))
     if hidden is not None:

@@ -1,7 +1,7 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
 Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. Position biases, looking both ways, windows and sinks run in plain torch.
+be captured in a CUDA graph. Position biases, looking both ways, windows, sinks and soft caps run in plain torch.
 Triton is imported where the backend is made, so that no other code needs it.
 """
 

@@ -6,22 +6,28 @@ from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
 from xrunner.models.base import DecoderModel, Model
 from xrunner.models.encoder_decoder import EncoderDecoderModel
+from xrunner.models.gemma import Gemma2Model, Gemma3Model
 from xrunner.models.gpt2 import Gpt2Model
 from xrunner.models.gpt_oss import GptOssModel
 from xrunner.models.llama import LlamaModel
 from xrunner.models.mixtral import MixtralModel
 from xrunner.models.opt import OptModel
+from xrunner.models.phi3 import Phi3Model
 from xrunner.models.qwen2 import Qwen2Model
 from xrunner.models.qwen3 import Qwen3Model
 from xrunner.models.qwen3_moe import Qwen3MoeModel
 from xrunner.models.t5 import T5Model
 
 FAMILIES: dict[str, type[Model]] = {
+    "gemma2": Gemma2Model,
+    "gemma3": Gemma3Model,
     "gpt2": Gpt2Model,
     "gpt_oss": GptOssModel,
     "llama": LlamaModel,
+    "mistral": LlamaModel,
     "mixtral": MixtralModel,
     "opt": OptModel,
+    "phi3": Phi3Model,
     "qwen2": Qwen2Model,
     "qwen3": Qwen3Model,
     "qwen3_moe": Qwen3MoeModel,

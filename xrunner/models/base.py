@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -14,22 +14,32 @@ from torch import Tensor, nn
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm
+from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward block, each after a norm and added to what it was given."""
+    """Attention, then the feed-forward block, each after a norm and added to what it was given.
 
-    def __init__(self, attention_norm: nn.Module, attention: Attention, mlp_norm: nn.Module, mlp: nn.Module) -> None:
+    Args:
+        norm: makes one.
+        norms_results: whether there is a norm behind each of the two as well (Gemma).
+    """
+
+    def __init__(
+        self, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, *, norms_results: bool = False
+    ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
+        self.attention_norm = norm()
         self.attention = attention
-        self.mlp_norm = mlp_norm
+        self.attention_result_norm = norm() if norms_results else nn.Identity()
+        self.mlp_norm = norm()
         self.mlp = mlp
+        self.mlp_result_norm = norm() if norms_results else nn.Identity()
 
     def forward(self, hidden: Tensor, batch: Batch, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
-        hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention(self.attention_norm(hidden), batch.positions, attend)
+        hidden = hidden + self.attention_result_norm(attended)
+        return hidden + self.mlp_result_norm(self.mlp(self.mlp_norm(hidden)))
 
 
 class Model(nn.Module):
@@ -38,7 +48,8 @@ class Model(nn.Module):
     Attributes:
         decoder_start: tokens behind each prompt: what an encoder-decoder's decoder starts with. Such a prompt cannot be
             cut: the encoder sees all of it at once.
-        norm: the kind of all norms outside attention.
+        norm: the kind of all norms.
+        norms_results: whether a layer has norms behind its two blocks as well.
         checkpoint_layers: our lists of layers to what a checkpoint calls them.
         checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
             ours and theirs, are named within it ("layers.*." before ours); those not listed have our name. An expert's
@@ -56,6 +67,7 @@ class Model(nn.Module):
 
     decoder_start: tuple[int, ...] = ()
     norm: ClassVar[type[LayerNorm | RmsNorm]] = LayerNorm
+    norms_results: ClassVar[bool] = False
     checkpoint_layers: ClassVar[dict[str, str]]
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]]
     checkpoint_stacked: ClassVar[dict[str, str]] = {}
@@ -77,11 +89,21 @@ class Model(nn.Module):
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
 
     def _layer(self, empty: Empty, layer: int) -> DecoderLayer:
-        return DecoderLayer(self._norm(empty), self.attention(empty, layer), self._norm(empty), self.mlp(empty, layer))
+        attention, mlp = self.attention(empty, layer), self.mlp(empty, layer)
+        return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
         """What a layer makes of queries and keys."""
-        return Scoring(window=None if layer in self.spec.full_attention_layers else self.spec.sliding_window)
+        spec = self.spec
+        window = None if layer in spec.full_attention_layers else spec.sliding_window
+        return Scoring(spec.score_scale, spec.score_softcap, window=window)
+
+    def rotary(self, empty: Empty, layer: int) -> Rotary:
+        """How positions turn a layer's queries and keys."""
+        spec = self.spec
+        if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
+            spec = spec.model_copy(update={"rope_theta": spec.sliding_rope_theta, "rope_scaling": None})
+        return Rotary(empty, spec)
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> Attention:
@@ -152,7 +174,10 @@ class DecoderModel(Model):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the rows that are wanted. # [rows, hidden] -> [rows, vocab]"""
-        return self.lm_head(self.final_norm(hidden))
+        logits = self.lm_head(self.final_norm(hidden))
+        if (cap := self.spec.logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None

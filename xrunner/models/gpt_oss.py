@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xrunner.experts import MixtureOfExperts, of_one_expert
-from xrunner.layers import Attention, Empty, GatedMlp, Rotary
+from xrunner.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 
 GAIN, LIMIT = 1.702, 7.0
@@ -30,17 +30,12 @@ class LimitedMlp(GatedMlp):
 
 
 class GptOssModel(LlamaModel):
-    checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = LlamaModel.checkpoint_names
     checkpoint_stacked: ClassVar[dict[str, str]] = {
         "gate_up.weight": "mlp.experts.gate_up_proj",
         "gate_up.bias": "mlp.experts.gate_up_proj_bias",
         "down.weight": "mlp.experts.down_proj",
         "down.bias": "mlp.experts.down_proj_bias",
     }
-
-    def attention(self, empty: Empty, layer: int) -> Attention:
-        bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
-        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, scoring=self.scoring(layer))
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         each = of_one_expert(self.spec)

@@ -1,4 +1,7 @@
-"""Llama: rotary positions, RMS norm before each block, gated SiLU, grouped-query heads. Source: arXiv 2407.21783."""
+"""Llama: rotary positions, RMS norm before each block, gated SiLU, grouped-query heads. Source: arXiv 2407.21783.
+
+Mistral (arXiv 2310.06825) is of the same parts.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,21 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.layers import Attention, Empty, GatedMlp, RmsNorm, Rotary
+from xrunner.layers import Attention, Empty, GatedMlp, RmsNorm
 from xrunner.models.base import DecoderModel
 
 
 class LlamaModel(DecoderModel):
-    norm = RmsNorm
+    """Llama, and what families of its shape have besides.
+
+    Attributes:
+        norms_heads: whether each head's query and key are normalised.
+        has_out_bias: whether attention's last projection has a bias where the others have.
+    """
+
+    norm: ClassVar[type[RmsNorm]] = RmsNorm
+    norms_heads: ClassVar[bool] = False
+    has_out_bias: ClassVar[bool] = True
     checkpoint_layers: ClassVar[dict[str, str]] = {"layers": "model.layers"}
     checkpoint_names: ClassVar[dict[str, tuple[str, ...]]] = {
         "token_embedding": ("model.embed_tokens",),
@@ -28,8 +40,16 @@ class LlamaModel(DecoderModel):
     }
 
     def attention(self, empty: Empty, layer: int) -> Attention:
-        bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
-        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, scoring=self.scoring(layer))
+        bias = self.spec.attention_bias
+        return Attention(
+            empty,
+            self.spec,
+            qkv_bias=bias,
+            out_bias=bias and self.has_out_bias,
+            rotary=self.rotary(empty, layer),
+            qk_norm=self.norm if self.norms_heads else None,
+            scoring=self.scoring(layer),
+        )
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec)

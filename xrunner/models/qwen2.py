@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from xrunner.layers import Attention, Empty, Rotary
 from xrunner.models.llama import LlamaModel
 
 
 class Qwen2Model(LlamaModel):
-    def attention(self, empty: Empty, layer: int) -> Attention:
-        return Attention(empty, self.spec, qkv_bias=True, out_bias=False, rotary=Rotary(empty, self.spec))
+    has_out_bias = False

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from xrunner.layers import Attention, Empty, Rotary
 from xrunner.models.llama import LlamaModel
 
 
 class Qwen3Model(LlamaModel):
-    def attention(self, empty: Empty, layer: int) -> Attention:
-        bias, rotary = self.spec.attention_bias, Rotary(empty, self.spec)
-        return Attention(empty, self.spec, qkv_bias=bias, out_bias=bias, rotary=rotary, qk_norm=True)
+    norms_heads = True
