@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, Run, real, scaled, shifted, simulated
-from xgpt.app.profiles import obtain_profile
+from xgpt.app.profiles import measured_profile, obtain_profile
 from xgpt.cli.render import show, table
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
@@ -102,7 +102,7 @@ class Lab:
 
     def __init__(self, *, refresh: bool = False) -> None:
         self.cluster = load_cluster("local")
-        self.profile: Profile = obtain_profile(SMALL, None, self.cluster, refresh=refresh)
+        self.profile: Profile = (measured_profile if refresh else obtain_profile)(SMALL, None, self.cluster)
 
     def plan(self, workload: Workload, bound_s: float | None, slowdown: float = 1.0) -> Plan:
         """The best plan on a machine that takes so many times as long as the profile says."""

@@ -26,7 +26,7 @@ from xgpt.app.bench import Load, bench_plan
 from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
-from xgpt.app.profiles import obtain_profile
+from xgpt.app.profiles import measured_profile
 from xgpt.app.request import PolicyChoice, plan_request
 from xgpt.app.simulating import outstanding_requests, requests_to_send
 from xgpt.arrival_process import ArrivalProcess
@@ -129,7 +129,7 @@ def _profile(asked: Any) -> Profile:
     with progress_bar() as progress:
         subject = resolve(asked, progress)
         checkpoint = None if subject.checkpoint is None else Path(subject.checkpoint)
-        return obtain_profile(subject.model, checkpoint, subject.cluster, progress, refresh=True)
+        return measured_profile(subject.model, checkpoint, subject.cluster, progress)
 
 
 def _plans(model: str, workload: str, policy: PolicyChoice, *, every: bool) -> Iterator[tuple[Plan, bool]]:

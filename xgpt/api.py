@@ -13,9 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from xgpt.app.arguments import BenchArguments, LoadArguments, PathLike, PlanArguments, ProblemArguments, check
+from xgpt.app.arguments import (
+    BenchArguments,
+    LoadArguments,
+    PathLike,
+    PlanArguments,
+    ProblemArguments,
+    ProfileArguments,
+    check,
+)
 from xgpt.errors import InputError
-from xgpt.schema import DType, EngineKind, Plan, Profile
+from xgpt.schema import EngineKind, Plan, Profile
 
 if TYPE_CHECKING:
     from xgpt.app.bench import Benched
@@ -143,17 +151,7 @@ def compare(
     return comparing.compare(request, current, load, seed, progress, on_start)
 
 
-def profile(
-    *,
-    model: PathLike = "opt-125m",
-    cluster: PathLike = "local",
-    dtype: DType | None = None,
-    kv_dtype: DType | None = None,
-    engine: EngineKind = "native",
-    import_from: str | None = None,
-    framework: str | None = None,
-    progress: Progress | None = None,
-) -> Profile:
+def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArguments]) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported.
 
     >>> import xgpt
@@ -162,9 +160,11 @@ def profile(
     ('analytic', 'h200')
 
     Args:
-        cluster: "local" is measured; of others the datasheet is read.
+        model: a name, a YAML file, or a checkpoint directory; by default opt-125m.
+        cluster: "local", the default, is measured; of others the datasheet is read.
+        dtype: None: the model's own; float32 on a CPU.
         kv_dtype: type of K/V on other devices than this machine's; None: the dtype.
-        engine: whose steps to measure.
+        engine: whose steps to measure, by default "native", xgpt's own.
         import_from: "aiconfigurator", or a folder of its tables.
         framework: whose kernels to import; None: vLLM's.
 
@@ -174,9 +174,8 @@ def profile(
     """
     from xgpt.app.profiles import new_profile
 
-    return new_profile(
-        os.fspath(model), os.fspath(cluster), dtype, engine, import_from, framework, progress, kv_dtype=kv_dtype
-    )
+    check(asked, ProfileArguments)
+    return new_profile(asked, progress)
 
 
 def simulate(
@@ -320,13 +319,19 @@ def bench(
     arrivals, num_requests = _arrivals(load, 300)
     return benches.bench(
         of,
-        benches.Load(num_requests, workload, arrivals, load.get("stream", False), load.get("concurrency", 32)),
+        benches.Load(
+            num_requests,
+            workload,
+            arrivals,
+            load.get("stream", False),
+            load.get("concurrency", 32),
+            None if ca_file is None else Path(ca_file),
+        ),
         load.get("seed", 0),
         engine=engine,
         batching=batching,
         profile=profile_of(of, _given(profile)) if profile is not None and isinstance(of, Plan) else None,
         calibrate=calibrate,
-        ca_file=None if ca_file is None else Path(ca_file),
     )
 
 

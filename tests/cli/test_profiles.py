@@ -167,7 +167,7 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
     assert profiles.obtain_profile(spec.model_copy(update={"eos_token_ids": (9,)}), None, local) == first
     other = spec.model_copy(update={"num_layers": 3})
     assert profiles.obtain_profile(other, None, local) != first and len(times) == 2
-    second = profiles.obtain_profile(spec, None, local, refresh=True)
+    second = profiles.measured_profile(spec, None, local)
     assert profiles.obtain_profile(spec, None, local) == second != first
     assert xgpt("plan", "--latency-bound", "4", *PROBLEM).code == 0
     plan = load_json(Path("plan.json"), Plan, "plan")

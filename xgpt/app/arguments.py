@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AdmissionOrder,
         ClusterSpec,
         DType,
+        EngineKind,
         EngineSpec,
         KvPromise,
         ModelSpec,
@@ -60,6 +61,18 @@ class PlanArguments(ProblemArguments, total=False):
     devices: int | Literal["auto"] | None
     among: Mapping[str, float] | None
     fix: Mapping[str, int]
+
+
+class ProfileArguments(TypedDict, total=False):
+    """Whose step times are asked for, and where they come from."""
+
+    model: PathLike
+    cluster: PathLike
+    dtype: DType | None
+    kv_dtype: DType | None
+    engine: EngineKind
+    import_from: str | None
+    framework: str | None
 
 
 class LoadArguments(TypedDict, total=False):

@@ -59,6 +59,7 @@ class Load:
             shares the machine with the engine, and reading every token by itself makes decode steps on two cores a
             tenth longer.
         concurrency: outstanding requests of the closed loop against an endpoint.
+        ca_file: authorities that may vouch for an https endpoint; None: the system's.
     """
 
     num_requests: int = 300
@@ -66,6 +67,7 @@ class Load:
     arrivals: ArrivalProcess | None = None
     stream: bool = False
     concurrency: int = 32
+    ca_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,6 @@ def bench(
     batching: Batching = "flat",
     profile: Profile | None = None,
     calibrate: bool = False,
-    ca_file: Path | None = None,
 ) -> Benched:
     """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
 
@@ -101,7 +102,6 @@ def bench(
         batching: how a whole batch is laid out.
         profile: the plan's; None: the one kept here.
         calibrate: fit it to the measured steps.
-        ca_file: the authorities that may vouch for an https endpoint; None: the system's.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -118,7 +118,7 @@ def bench(
             accepted = "a URL is measured in a closed loop; give `concurrency`"
             raise InputError("arrival_rate_per_s", load.arrivals.stages[0].rate_per_s, accepted)
         workload = load.workload or load_workload("summarization")
-        return Benched(bench_url(target, replace(load, workload=workload), rng, ca_file))
+        return Benched(bench_url(target, replace(load, workload=workload), rng))
     server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
     if profile is None:
         try:
@@ -310,14 +310,11 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
     return found
 
 
-def bench_url(url: str, load: Load, rng: np.random.Generator, ca_file: Path | None = None) -> UrlReport:
+def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
     """Replay sampled requests against any running endpoint; what a client sees is all that is known.
 
-    Args:
-        ca_file: the authorities that may vouch for an https server; None: the system's.
-
     Raises:
-        InputError: the file holds no certificate, or XGPT_API_KEY no key.
+        InputError: the load's file holds no certificate, or XGPT_API_KEY no key.
         MachineError: nothing answers there, or every request failed.
     """
     from xgpt.client import ClientRequest, replay
@@ -331,7 +328,8 @@ def bench_url(url: str, load: Load, rng: np.random.Generator, ca_file: Path | No
         ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
         for i, o in zip(inputs, outputs, strict=True)
     ]
-    results = asyncio.run(replay(url, requests, concurrency=load.concurrency, ca_file=ca_file, api_key=own_api_key()))
+    sent = replay(url, requests, concurrency=load.concurrency, ca_file=load.ca_file, api_key=own_api_key())
+    results = asyncio.run(sent)
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
-from xgpt.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Profile
+from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Profile
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from xgpt.app.arguments import ProfileArguments
 
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
@@ -39,17 +42,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     return dtype
 
 
-def new_profile(
-    model: str,
-    cluster: str,
-    dtype: DType | None,
-    engine: EngineKind,
-    import_from: str | None,
-    framework: str | None,
-    progress: Progress | None = None,
-    *,
-    kv_dtype: DType | None = None,
-) -> Profile:
+def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
     Raises:
@@ -58,8 +51,10 @@ def new_profile(
     """
     from xgpt.resolve import load_cluster, load_model
 
-    spec, checkpoint = load_model(model)
-    devices = load_cluster(cluster)
+    spec, checkpoint = load_model(os.fspath(asked.get("model", "opt-125m")))
+    devices = load_cluster(os.fspath(asked.get("cluster", "local")))
+    engine, dtype, kv_dtype = asked.get("engine", "native"), asked.get("dtype"), asked.get("kv_dtype")
+    import_from, framework = asked.get("import_from"), asked.get("framework")
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
     if kv_dtype is not None and (engine == "vllm" or (devices.is_local and import_from is None)):
@@ -70,7 +65,9 @@ def new_profile(
         return profile_vllm(spec, checkpoint, devices, dtype, progress)
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
-    return obtain_profile(spec, checkpoint, devices, progress, dtype=dtype, refresh=True, kv_dtype=kv_dtype)
+    if devices.is_local:
+        return measured_profile(spec, checkpoint, devices, progress, dtype=dtype)
+    return obtain_profile(spec, checkpoint, devices, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def obtain_profile(
@@ -80,11 +77,10 @@ def obtain_profile(
     progress: Progress | None = None,
     *,
     dtype: DType | None = None,
-    refresh: bool = False,
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """The profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
+    """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
@@ -99,15 +95,38 @@ def obtain_profile(
         from xprofiler import analytic
 
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
-    latest = cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
-    if not refresh and latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
+    latest = _latest(spec, cluster, dtype)
+    if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
         return found
+    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype)
+
+
+def measured_profile(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    progress: Progress | None = None,
+    *,
+    dtype: DType | None = None,
+) -> Profile:
+    """Measure step times on this machine; `obtain_profile` finds them from now on.
+
+    Raises:
+        InputError: the model does not run in that dtype here.
+        MachineError: this machine cannot be measured.
+    """
     from xprofiler import measure
 
+    dtype = dtype_of(spec, cluster, dtype)
     profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
     keep(profile)
-    write_atomic(latest, sha256(profile) + "\n")
+    write_atomic(_latest(spec, cluster, dtype), sha256(profile) + "\n")
     return profile
+
+
+def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Path:
+    """Return where it is written which profile was measured last."""
+    return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
