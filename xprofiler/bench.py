@@ -48,7 +48,7 @@ does not end up in the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
 JOBS_A_STEP = 16
-"""Points after which it is measured again."""
+"""Points after which it is measured again, and after which workers that measure together wait for each other."""
 STEPS_A_STRETCH = 3
 """Steps in succession: over seconds of profiling they meet as much of the machine's ups and downs as one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
@@ -66,7 +66,6 @@ Sizes = Sequence[tuple[int, int]]
 """Of a batch; decodes come first. Of a decoder-only model (tokens before, tokens now) each; of an encoder-decoder
 (tokens of the prompt, the decoder's tokens before), where none before means that the prompt is encoded."""
 Progress = Callable[[int, int, str], None]
-Timer = Callable[[Callable[[], object]], float]
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
 """Seconds by name and sizes."""
@@ -145,19 +144,31 @@ def mean_without_stalls(values: Sequence[float]) -> float:
 
 
 class Bench:
-    """Measures the points of a profile on one worker, which may be one of several that compute together.
+    """Measures the points of a profile on one worker, which may be one of several that measure together.
 
     Args:
-        seconds: how long a call takes.
+        meet: waits until all of those are there; they must make the same calls. None: there is one worker.
+        in_group: they compute one model together, so that a call of one waits for the others.
     """
 
-    def __init__(self, worker: Worker, progress: Progress, seconds: Timer | None = None) -> None:
+    def __init__(
+        self, worker: Worker, progress: Progress, meet: Callable[[], object] | None = None, *, in_group: bool = False
+    ) -> None:
         self.worker = worker
         self.spec = worker.model.spec
         self.progress = progress
-        self.seconds = seconds or timed
-        self._is_alone = seconds is None
-        """Not one of several, which must all make the same calls."""
+        self._meet, self._in_group = meet, in_group
+
+    def meet(self) -> None:
+        """Wait for the workers that measure together with this one."""
+        if self._meet is not None:
+            self._meet()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return how long a call takes, which all workers of a group begin at once."""
+        if self._in_group:
+            self.meet()
+        return timed(run)
 
     def measure(self) -> Timings:
         """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
@@ -172,11 +183,12 @@ class Bench:
             for done, key in enumerate(keys):
                 self.progress(done, len(keys), f"{what}: {key[0]}")
                 if done % JOBS_A_STEP == 0:
+                    self.meet()
                     steps.append(self.typical_step())
                 times[key].append(jobs[key]())
 
         call(in_passes(jobs, _prompt_tokens), "profiling")
-        if self._is_alone and spread(steps[1:]) > RESTLESS:
+        if self._meet is None and spread(steps[1:]) > RESTLESS:
             call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
         return {key: mean_without_stalls(values[1:]) for key, values in times.items()} | {
             ("spread", 0): spread(steps[1:])

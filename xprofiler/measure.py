@@ -86,7 +86,8 @@ def profile(
     with torch.inference_mode():
         bench = bench_of(worker)(worker, progress)
         if device == "cpu":
-            torch.set_num_threads(_fastest_num_threads(bench))
+            seconds = seconds_by_threads(bench)
+            torch.set_num_threads(min(seconds, key=seconds.__getitem__))
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
     found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured})
@@ -144,7 +145,8 @@ def _together(
     """Each tensor-parallel degree, hops and transfers, by a process for each device."""
     from xprofiler import ranks
 
-    threads, layouts = 1, {}
+    threads: int | None = None
+    layouts: dict[str, str] = {}
     if device == "cpu":
         threads = max(1, num_cores() // cluster.num_devices)
         torch.set_num_threads(threads)
@@ -160,7 +162,7 @@ def _together(
         layouts=layouts,
     )
     found = ranks.measure(settings, cluster.num_devices, progress)
-    profile = assembled(spec, cluster, dtype, threads if device == "cpu" else None, layouts, found.by_group)
+    profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group)
     profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)
 
@@ -228,14 +230,18 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     )
 
 
-def _fastest_num_threads(bench: Bench) -> int:
-    """On a small shared machine one thread can beat two: measure a whole step with each number."""
+def seconds_by_threads(bench: Bench) -> dict[int, float]:
+    """Return a typical step's seconds with each number of threads that may be the fastest.
+
+    On a small shared machine one can beat two, and small models gain nothing by more than one.
+    """
     most = torch.get_num_threads()
     times = {}
     for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
         torch.set_num_threads(threads)
+        bench.meet()
         times[threads] = min(bench.typical_step() for _ in range(3))
-    return min(times, key=times.__getitem__)
+    return times
 
 
 def _environment() -> dict[str, str]:

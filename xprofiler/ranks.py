@@ -3,6 +3,9 @@
 What shares a machine shares its memory's bandwidth, and cores that share a socket its power: a device is measured
 while the others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces
 included.
+
+Ranks wait for each other before every call of a group, and where each computes alone, before every few calls: a wait
+costs a change of process, which on a loaded machine lasts longer than a small model's call.
 """
 
 from __future__ import annotations
@@ -11,20 +14,22 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, combinations, count, repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import Curve, ModelSpec
-from xprofiler.bench import BLOCK_SIZE, Progress, Timings, timed
-from xprofiler.measure import bench_of
+from xprofiler.bench import BLOCK_SIZE, Progress, Timings
+from xprofiler.measure import bench_of, seconds_by_threads
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
@@ -37,6 +42,9 @@ HOST = "127.0.0.1"
 HOP_TOKENS = (1, 16, 128, 512, 2048)
 TRANSFER_TOKENS = (16, 128, 512, 2048)
 REPEATS = 5
+
+Key = TypeVar("Key")
+Meet = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What the ranks have measured."""
+    """What the ranks have measured, each with `threads` threads (None: not on CPUs)."""
 
+    threads: int | None
     by_group: dict[tuple[int, int], Timings]
     hop: Curve
     kv_transfer: Curve
@@ -91,10 +100,15 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> T
 def _measure_together(task: Task, progress: Progress) -> Together:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_run, args=(task, rank, sender), daemon=True) for rank in range(task.num_devices)]
+    ends: list[list[Connection]] = [[] for _ in range(task.num_devices)]
+    for a, b in combinations(range(task.num_devices), 2):
+        for rank, end in zip((a, b), context.Pipe(), strict=True):
+            ends[rank].append(end)
+    ranks = [context.Process(target=_run, args=(task, *of), daemon=True) for of in zip(count(), ends, repeat(sender))]
     for process in ranks:
         process.start()
-    sender.close()
+    for end in (sender, *chain.from_iterable(ends)):
+        end.close()
     try:
         while True:
             message = receiver.recv()
@@ -111,22 +125,21 @@ def _measure_together(task: Task, progress: Progress) -> Together:
             process.join()
 
 
-def _run(task: Task, rank: int, sender: Connection) -> None:
-    """One rank; the first reports."""
+def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection) -> None:
+    """One rank, with a connection to each of the others; the first reports."""
     spec, threads = task.settings.spec, task.settings.threads
-    if threads is not None:
-        torch.set_num_threads(threads)
+    meet = partial(_meet, others)
     interface = interface_of(HOST)
     if interface is not None:
         os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     store = dist.FileStore(task.store, task.num_devices)
     dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
-    by_group = {}
+    by_group: dict[tuple[int, int], Timings] = {}
     for number, (degree, ep) in enumerate(task.groups):
         of_ranks = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
         group = RankGroup(of_ranks[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
         worker = build_worker(
-            replace(task.settings, device=_device(task, rank)),
+            replace(task.settings, device=_device(task, rank), threads=threads),
             part=replace(Part.whole(spec), rank=rank % degree, degree=degree, ep=ep),
             group=group,
         )
@@ -136,13 +149,18 @@ def _run(task: Task, rank: int, sender: Connection) -> None:
                 sender.send((number * total + done, len(task.groups) * total, f"{what}, {degree} devices together"))
 
         with torch.inference_mode():
-            by_group[degree, ep] = _mean_of_ranks(bench_of(worker)(worker, report, _seconds_together).measure())
+            bench = bench_of(worker)(worker, report, meet, in_group=degree > 1)
+            if threads is not None and not by_group:
+                seconds = _mean_of_ranks(seconds_by_threads(bench))
+                threads = min(seconds, key=seconds.__getitem__)
+                torch.set_num_threads(threads)
+            by_group[degree, ep] = _mean_of_ranks(bench.measure())
         if degree == 1:
-            hop = _curve(HOP_TOKENS, partial(_hop, task, rank))
-            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, worker, Part.whole(spec)))
+            hop = _curve(HOP_TOKENS, partial(_hop, task, rank, meet))
+            transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, meet, worker))
         del worker
     if rank == 0:
-        sender.send(Together(by_group, hop, transfer))
+        sender.send(Together(threads, by_group, hop, transfer))
     dist.barrier()
 
 
@@ -155,31 +173,35 @@ def _device(task: Task, rank: int) -> str:
     return device if device == "cpu" else f"{device}:{rank}"
 
 
-def _seconds_together(run: Callable[[], object]) -> float:
-    """A call that all ranks make at once."""
-    dist.barrier()
-    return timed(run)
+def _meet(others: Sequence[Connection]) -> None:
+    """Wait until all ranks are there: one change of process each, where a barrier of torch.distributed takes four."""
+    for other in others:
+        other.send_bytes(b".")
+    for other in others:
+        other.recv_bytes()
 
 
-def _mean_of_ranks(measured: Timings) -> Timings:
+def _mean_of_ranks(measured: Mapping[Key, float]) -> dict[Key, float]:
     mean = torch.tensor(list(measured.values()), dtype=torch.float64)
     dist.all_reduce(mean)
     return dict(zip(measured, (mean / dist.get_world_size()).tolist(), strict=True))
 
 
-def _hop(task: Task, rank: int, num_tokens: int) -> float:
+def _hop(task: Task, rank: int, meet: Meet, num_tokens: int) -> float:
     """Hidden states from one device to another: half of there and back."""
     of = task.settings
     dtype = state_dtype(of.dtype, of.device)
     hidden = torch.zeros(num_tokens, of.spec.hidden_size, dtype=dtype, device=_device(task, rank))
-    return _there_and_back(rank, lambda: dist.send(hidden, 1 - rank), lambda: dist.recv(hidden, 1 - rank)) / 2
+    send, receive = partial(dist.send, hidden, 1 - rank), partial(dist.recv, hidden, 1 - rank)
+    return _there_and_back(rank, meet, send, receive) / 2
 
 
-def _transfer(rank: int, worker: Worker, part: Part, num_tokens: int) -> float:
+def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
     """Return the seconds that the K/V of `num_tokens` tokens in all layers takes out of one worker, through host
     memory, into another: half of there and back. An encoder-decoder's move what its encoder has read, of more tokens.
     """
-    spec, cargo = part.spec, worker.cargo(part)
+    spec = worker.model.spec
+    cargo = worker.cargo(Part.whole(spec))
     if spec.is_encoder_decoder:
         num_tokens = round(num_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim / spec.hidden_size)
         worker.readings[0] = torch.zeros(num_tokens, spec.hidden_size, dtype=worker.dtype)
@@ -194,14 +216,14 @@ def _transfer(rank: int, worker: Worker, part: Part, num_tokens: int) -> float:
         dist.recv(received, 1 - rank)
         cargo.write(piece, prompt, received)
 
-    return _there_and_back(rank, send, receive) / 2
+    return _there_and_back(rank, meet, send, receive) / 2
 
 
-def _there_and_back(rank: int, send: Callable[[], object], receive: Callable[[], object]) -> float:
+def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
     """Between the first two ranks; the others wait."""
     seconds = []
     for _ in range(1 + REPEATS):
-        dist.barrier()
+        meet()
         started = time.perf_counter()
         if rank == 0:
             send()

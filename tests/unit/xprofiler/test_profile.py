@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from xgpt.schema import Profile
 from xgpt.schema.profile import MOST_HEADROOM, RESTLESS
 from xprofiler import analytic, bench
 from xprofiler.bench import Bench, least_certain, mean_without_stalls, spread
+from xprofiler.measurement_order import PASSES
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
 
@@ -161,6 +163,33 @@ def test_a_stall_is_no_part_of_a_point() -> None:
     assert mean_without_stalls([1.0, 2.0]) == 1.5
 
 
+def idle_worker() -> Any:
+    """A worker without a model: what is measured is a test's own."""
+    model = SimpleNamespace(spec=None)
+    return SimpleNamespace(model=model, cache=SimpleNamespace(layers=()))
+
+
+@pytest.mark.parametrize(("in_group", "expected"), [(False, 24), (True, 24 + 24 + 64 * PASSES)])
+def test_workers_meet_before_every_call_of_a_group_and_else_before_every_sixteenth(
+    *, in_group: bool, expected: int
+) -> None:
+    meetings = 0
+
+    def meet() -> None:
+        nonlocal meetings
+        meetings += 1
+
+    class Fake(Bench):
+        def typical_step(self) -> float:
+            return self.seconds(lambda: None)
+
+        def jobs(self) -> bench.Jobs:
+            return {("point", number): self.typical_step for number in range(64)}
+
+    Fake(idle_worker(), lambda done, total, what: None, meet, in_group=in_group).measure()
+    assert meetings == expected
+
+
 @pytest.mark.parametrize("stalls", [False, True])
 def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatch, *, stalls: bool) -> None:
     """One point in eight varies; the typical step tells whether the minutes are restless."""
@@ -168,11 +197,6 @@ def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatc
     rng = np.random.default_rng(0)
 
     class Fake(Bench):
-        def __init__(self) -> None:
-            self.progress = lambda done, total, what: None
-            self._is_alone = True
-            self.worker = type("W", (), {"cache": type("C", (), {"layers": ()})()})()
-
         def typical_step(self) -> float:
             return float(rng.exponential()) if stalls else 1.0
 
@@ -183,7 +207,7 @@ def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatc
         def jobs(self) -> bench.Jobs:
             return {("point", number): lambda number=number: self.job(number) for number in range(64)}
 
-    found = Fake().measure()
+    found = Fake(idle_worker(), lambda done, total, what: None).measure()
     assert (found["spread", 0] > RESTLESS) == stalls
     repeated = {number for (_, number), count in calls.items() if count > min(calls.values())}
     assert repeated >= {0, 8, 16, 24, 32, 40, 48, 56} if stalls else not repeated
