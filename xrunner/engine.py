@@ -151,7 +151,8 @@ class Engine:
                 return []
         step, sampled = ended
         tokens, outputs = self._settle(step, sampled)
-        self._recorder.end(step, self._clock, [token.id for token in tokens if token.finish], outputs)
+        finished = [token.id for token in tokens if token.finish]
+        self._recorder.end(step, self._clock, finished, outputs, _failed(tokens))
         return tokens
 
     def _take_in(self, now_ns: int) -> None:
@@ -169,7 +170,7 @@ class Engine:
                 case int() as id_ if self._suspects.forget(id_):
                     self._forget([id_])
                 case int() as id_ if id_ in self._progress.generations:
-                    self._recorder.cancelled.append(id_)
+                    self._recorder.cancel(id_)
                     self._forget(self._schedule.cancel(id_))
                 case int() as id_:
                     self._redeployment.forget(id_)
@@ -220,7 +221,7 @@ class Engine:
             if self._progress.has_begun(request.id):
                 continue  # preempted; it ends here
             self._redeployment.park(self._progress.generations[request.id])
-            self._recorder.cancelled.append(request.id)
+            self._recorder.cancel(request.id)
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
@@ -254,7 +255,7 @@ class Engine:
         """Account for the step's tokens; requests held by a static batch compute on, but hand out no more.
 
         Returns:
-            The tokens, and for each request that has ended the keys of the blocks behind those of its prompt.
+            The tokens, and for each request that has ended well the keys of the blocks behind those of its prompt.
         """
         logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
         tokens = [
@@ -264,8 +265,11 @@ class Engine:
         ]
         tokens = self._progress.without_repeated(tokens)
         finished = [token.id for token in tokens if token.finish]
-        outputs = {} if self._prefixes is None else self._outputs(self._prefixes, finished)
-        freed = self._schedule.settle(step, finished, outputs)
+        ended_in_error = _failed(tokens)
+        outputs = {}
+        if self._prefixes is not None:
+            outputs = self._outputs(self._prefixes, [id_ for id_ in finished if id_ not in ended_in_error])
+        freed = self._schedule.settle(step, finished, outputs, ended_in_error)
         for token in tokens:
             self._progress.note(token)
         self._suspects.clear(sampled)
@@ -347,3 +351,8 @@ class Engine:
     def close(self) -> None:
         """Give up the workers."""
         self._executor.close()
+
+
+def _failed(tokens: Iterable[Token]) -> list[int]:
+    """The requests that these tokens end in an error."""
+    return [token.id for token in tokens if token.finish == "error"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
 from typing import NamedTuple
 
 from xgpt.policies import Step
@@ -23,14 +24,14 @@ class _Begun(NamedTuple):
     start_ns: int
     settled: int
     arrivals: tuple[Arrival, ...]
-    cancelled: tuple[int, ...]
+    cancelled: tuple[tuple[int, int], ...]
 
 
 class Recorder:
     """Makes the record of each step, and hands it to the listener.
 
     Attributes:
-        arrivals, cancelled: of requests since the last step began.
+        arrivals: requests taken in since the last step began.
     """
 
     def __init__(self, listeners: Collection[OnStep]) -> None:
@@ -44,7 +45,8 @@ class Recorder:
     def clear(self) -> None:
         """Begin a new log."""
         self.arrivals: list[Arrival] = []
-        self.cancelled: list[int] = []
+        self._cancelled: list[tuple[int, int]] = []
+        """Requests taken out since then, and how many steps had been settled."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
         """Of each lane's micro-batch, in the order in which the steps end."""
         self._num_begun = self._num_settled = 0
@@ -54,13 +56,21 @@ class Recorder:
         """Whether no step is under way."""
         return self._num_begun == self._num_settled
 
+    def cancel(self, id_: int) -> None:
+        """Note that a request is taken out."""
+        self._cancelled.append((id_, self._num_settled))
+
     def begin(self, step: Step, start_ns: int) -> None:
         """Note that a step begins that was scheduled at that time."""
-        begun = _Begun(self._num_begun, start_ns, self._num_settled, tuple(self.arrivals), tuple(self.cancelled))
+        arrived, settled = {arrival.id for arrival in self.arrivals}, self._num_settled
+        # One that has only just arrived cannot be taken out of a log before it stands there.
+        cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]
+        in_order = tuple(sorted(cancelled, key=itemgetter(1)))
+        begun = _Begun(self._num_begun, start_ns, settled, tuple(self.arrivals), in_order)
         self._under_way[step.lane, step.microbatch].append(begun)
         self._num_begun += 1
         self.arrivals.clear()
-        self.cancelled.clear()
+        self._cancelled.clear()
 
     def end(
         self,
@@ -68,8 +78,9 @@ class Recorder:
         clock: Callable[[], int],
         finished: Collection[int],
         outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
     ) -> None:
-        """Record a step that has been settled, and the requests that ended in it with their keys (`StepRecord`)."""
+        """Record a step that has been settled, and the requests that ended in it, as `StepRecord` has them."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:
@@ -81,7 +92,7 @@ class Recorder:
             step.decode,
             tuple(finished),
             begun.arrivals,
-            begun.cancelled,
+            tuple(id_ for id_, _ in begun.cancelled),
             step.preempted,
             step.transfer,
             step.lane,
@@ -89,6 +100,8 @@ class Recorder:
             begun.number,
             begun.settled,
             tuple(outputs.items()),
+            tuple(failed),
+            tuple(settled for _, settled in begun.cancelled),
         )
         for listener in list(self._listeners):
             try:

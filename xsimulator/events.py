@@ -6,7 +6,9 @@ Time stands in whole nanoseconds, so that a log of the real engine replays witho
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from xgpt.policies import Request, Schedule, Step
@@ -49,7 +51,7 @@ class _UnderWay(NamedTuple):
     sampled: Sequence[int]
     settled: int
     arrivals: tuple[Arrival, ...]
-    cancelled: tuple[int, ...]
+    cancelled: tuple[tuple[int, int], ...]
 
 
 class SimulatedEngine:
@@ -142,7 +144,7 @@ class _Journal:
         self._schedule = schedule
         self._under_way: dict[int, _UnderWay] = {}
         self._arrivals: list[Arrival] = []
-        self._cancelled: list[int] = []
+        self._cancelled: list[tuple[int, int]] = []
         self.num_begun = 0
         self.num_settled = 0
 
@@ -152,7 +154,7 @@ class _Journal:
 
     def cancel(self, id_: int) -> None:
         self._schedule.cancel(id_)
-        self._cancelled.append(id_)
+        self._cancelled.append((id_, self.num_settled))
 
     def begin(self, lane: LaneName, now_ns: int) -> Step | None:
         self._schedule.expire(now_ns)
@@ -178,9 +180,11 @@ class _Journal:
         """The requests that have one token more once this step is settled."""
         return self._under_way[number].sampled
 
-    def settle(self, number: int, finished: Sequence[int], end_ns: int, outputs: Outputs = ()) -> StepRecord:
+    def settle(
+        self, number: int, finished: Sequence[int], end_ns: int, outputs: Outputs = (), failed: Sequence[int] = ()
+    ) -> StepRecord:
         step, start_ns, _, settled, arrivals, cancelled = self._under_way.pop(number)
-        self._schedule.settle(step, finished, dict(outputs))
+        self._schedule.settle(step, finished, dict(outputs), failed)
         self.num_settled += 1
         return StepRecord(
             start_ns,
@@ -189,7 +193,7 @@ class _Journal:
             step.decode,
             tuple(finished),
             arrivals,
-            cancelled,
+            tuple(id_ for id_, _ in cancelled),
             step.preempted,
             step.transfer,
             step.lane,
@@ -197,6 +201,8 @@ class _Journal:
             number,
             settled,
             outputs,
+            tuple(failed),
+            tuple(after for _, after in cancelled),
         )
 
 
@@ -219,18 +225,22 @@ def replay(
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False
-        steps.append(journal.settle(record.number, record.finished, record.end_ns, record.outputs))
+        steps.append(journal.settle(record.number, record.finished, record.end_ns, record.outputs, record.failed))
         return True
 
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):
         if number != record.number:
             break
+        # A running request that leaves early frees its blocks early, and they are given up in the order of release.
+        cancelled = deque(zip(record.cancelled, record.cancelled_after or repeat(record.settled), strict=False))
         while journal.num_settled < record.settled:
+            while cancelled and cancelled[0][1] == journal.num_settled:
+                journal.cancel(cancelled.popleft()[0])
             if not settle(log[journal.num_settled]):
                 return steps
         for arrival in record.arrivals:
             journal.submit(arrival)
-        for id_ in record.cancelled:
+        for id_, _ in cancelled:
             journal.cancel(id_)
         if (step := journal.begin(record.lane, record.start_ns)) is None:
             return steps

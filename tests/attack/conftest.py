@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.attack.client import MIB
 from tests.attack.report import Report
-from tests.attack.target import FELT_S, MIB, TIMES_CALM, Felt, Target, Unharmed, save_checkpoint
+from tests.attack.target import FELT_S, TIMES_CALM, Felt, Target, Unharmed, save_checkpoint
 
 if sys.platform != "linux":
     collect_ignore_glob = ["test_*.py"]  # memory and sockets are read from /proc
@@ -51,7 +52,7 @@ def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, obj
                 peak.append(target.rss_bytes())
 
         with target.felt() as calm:
-            time.sleep(2)
+            time.sleep(1)
         watching = threading.Thread(target=watch)
         watching.start()
         try:

@@ -22,15 +22,15 @@ import pytest
 
 from benchmarks.lib.served_plans import SPEC, Served, one_lane, plan, served, two_lanes
 from tests import fake_vllm
+from tests.attack.client import ADMIN_KEY
 from xgpt.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE
 
-MIB = 1 << 20
 FELT_S, TIMES_CALM = 3.0, 10
 """What a stream and a probe may feel: seconds, or a multiple of what they feel before, where cores are busy. What the
 event loop does in one go is held to less where no other process counts: `test_loop.py`."""
 
-ADMIN_KEY = "attack-suite-key-0123456789"
+
 PROBE = {"prompt": [3, 50, 61, 72, 83], "max_tokens": 12, "temperature": 0}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from http.client import HTTPException, HTTPResponse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.attack.target import ADMIN_KEY, EVERYWHERE, FAKE_VLLM, MIB, VLLM, Target, Unharmed, attacked
+from tests.attack.client import answers_of, connect, elsewhere, flood, read_all, request, send_unfinished, statuses
+from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed, attacked
 from tests.fakes import eventually
 from xgpt.schema import Plan
 
@@ -42,56 +42,6 @@ def of_many_places(plan: Plan) -> Plan:
     return plan.model_copy(update={"policy": plan.policy.model_copy(update={name: 64})})
 
 
-def connect(address: tuple[str, int], timeout_s: float = 30.0) -> socket.socket:
-    return socket.create_connection(address, timeout=timeout_s)
-
-
-def request(body: Any, *, method: str = "POST", length: int | None = None, extra: str = "", path: str = "") -> bytes:
-    """A whole request; `length`: another Content-Length than its body's."""
-    content = body if isinstance(body, bytes) else json.dumps({"model": "small", **body}).encode()
-    lines = [
-        f"{method} {path or '/v1/completions'} HTTP/1.1",
-        "Host: 127.0.0.1",
-        f"Authorization: Bearer {ADMIN_KEY}",
-        f"Content-Length: {len(content) if length is None else length}",
-    ]
-    return "\r\n".join([*lines, extra + "\r\n"]).encode() + content
-
-
-def read_all(client: socket.socket) -> bytes:
-    parts = []
-    try:
-        while part := client.recv(1 << 16):
-            parts.append(part)
-    except OSError:
-        pass
-    return b"".join(parts)
-
-
-def elsewhere(attack: Callable[..., Any], *arguments: Any) -> Any:
-    """What an attack returns that runs in a process of its own: it would hold up what is felt here."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(attack, *arguments).result(timeout=200)
-
-
-def statuses(address: tuple[str, int], requests: list[bytes], at_once: int = 60) -> list[int]:
-    """Sends each on a connection of its own; 0: no answer."""
-
-    def ask(raw: bytes) -> int:
-        with connect(address) as client:
-            try:
-                client.sendall(raw)
-                answer = HTTPResponse(client)
-                answer.begin()
-                answer.read()
-                return answer.status
-            except (OSError, HTTPException):
-                return 0
-
-    with ThreadPoolExecutor(at_once) as threads:
-        return list(threads.map(ask, requests))
-
-
 @pytest.mark.point(1, 17)
 def test_other_requests(target: Target, unharmed: Unharmed) -> None:
     """No attack: what is felt of others alone."""
@@ -99,6 +49,21 @@ def test_other_requests(target: Target, unharmed: Unharmed) -> None:
         alone = target.probe()
         assert [target.probe() for _ in range(10)] == [alone] * 10
         assert target.ask("GET", "/v1/models", headers={})[0] == 401
+
+
+@pytest.mark.point(18)
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+def test_a_flood_leaves_the_engine_its_time(path: str, target: Target) -> None:
+    """40 clients without a key once slowed each step down thirty times, since the event loop never waited."""
+    before, raw = target.probe(), request(b"", method="GET", path=path, key="no-key")
+    with target.felt() as calm:
+        time.sleep(1)
+    with target.felt() as felt:
+        found = elsewhere(flood, target.address, raw, 3.0)
+    assert set(found) == {200 if path == "/health" else 401}
+    assert felt.failures == []
+    assert median(felt.gaps_s) < 10 * median(calm.gaps_s)
+    assert target.probe() == before
 
 
 NUMBERS: list[dict[str, object]] = [
@@ -155,20 +120,6 @@ def test_idle_sockets(target: Target, record_property: Callable[[str, object], N
     record_property("note", f"/health {felt.slowest_health_s:.1f} s, {said} bytes of log")
     assert felt.slowest_health_s < 20 and said < 300_000
     assert target.probe() == probed
-
-
-def send_unfinished(address: tuple[str, int], count: int) -> None:
-    raw = request(b" " * (15 * MIB), length=16 * MIB)
-    with ExitStack() as clients:
-
-        def begin(_: int) -> None:
-            client = clients.enter_context(connect(address))
-            with suppress(OSError):
-                client.sendall(raw)
-
-        with ThreadPoolExecutor(16) as threads:
-            list(threads.map(begin, range(count)))
-        time.sleep(1)
 
 
 @pytest.mark.point(5)
@@ -264,15 +215,6 @@ def test_text_that_never_ends(target: Target, unharmed: Unharmed) -> None:
         for stream in (False, True):
             fields = {"prompt": "\u20ac" * 30, "n": 16, "max_tokens": 400, "temperature": 2, "ignore_eos": True}
             assert elsewhere(statuses, target.address, [request({**fields, "stream": stream})]) == [200]
-
-
-def answers_of(address: tuple[str, int], sent: bytes) -> list[int]:
-    """Statuses of all answers, interim ones left out, to a client that sends this and no more."""
-    with connect(address) as client:
-        client.sendall(sent)
-        client.shutdown(socket.SHUT_WR)
-        found = [int(part[:3]) for part in read_all(client).split(b"HTTP/1.1 ")[1:]]
-    return [status for status in found if status >= 200]
 
 
 @pytest.mark.point(20)

@@ -22,7 +22,8 @@ import pytest
 from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
 from tests.attack import target as attack
-from tests.attack.target import ADMIN_KEY, PROBE, Target, attacked
+from tests.attack.client import ADMIN_KEY
+from tests.attack.target import PROBE, Target, attacked
 from tests.fakes import eventually, expected_tokens
 from xgpt.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.attack.test_http import elsewhere, request, send_unfinished, statuses
+from tests.attack.client import elsewhere, request, send_unfinished, statuses
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.server import ChatTemplate, TextCodec
 

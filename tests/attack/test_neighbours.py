@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.served_plans import left_over, one_lane, plan
 from tests import fake_vllm
+from tests.attack.client import connect, read_all, request
 from tests.attack.target import EVERYWHERE, FAKE_VLLM, FLAVOURS, PROBE, Target, attacked
-from tests.attack.test_http import connect, read_all, request
 from tests.fakes import eventually
 from xgpt.checkpoint import read_spec
 from xgpt.io import dump_json

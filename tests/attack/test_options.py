@@ -21,7 +21,8 @@ import pytest
 
 from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
-from tests.attack.target import ADMIN_KEY, EVERYWHERE, PROBE, attacked
+from tests.attack.client import ADMIN_KEY
+from tests.attack.target import EVERYWHERE, PROBE, attacked
 from tests.fakes import eventually
 from xgpt.checkpoint import read_spec
 from xgpt.io import dump_json

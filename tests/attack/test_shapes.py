@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.attack.target import ADMIN_KEY, Target, attacked
-from tests.attack.test_http import connect, read_all, request
+from tests.attack.client import ADMIN_KEY, connect, read_all, request
+from tests.attack.target import Target, attacked
 
 GOOD = {"prompt": [3, 4], "max_tokens": 2}
 HEAD = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"

@@ -16,7 +16,7 @@ from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
-from xrunner.generation import Generation, Logprobs
+from xrunner.generation import NO_TOKEN, Generation, Logprobs
 from xsimulator.events import replay
 
 BLOCK_SIZE = 4
@@ -80,12 +80,16 @@ class Executor:
     """Answers every request with token 0; what it holds must be what the engine says.
 
     Steps overlap, and those of different lanes end in any order. At times a request arrives while one is waited for.
+
+    Args:
+        failures: how often a request fails instead.
     """
 
     resumes = True
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, failures: float = 0.0) -> None:
         self._rng = rng
+        self._failures = failures
         self._under_way: dict[str, list[Step]] = {}
         self.running: dict[int, Generation] = {}
         self.logprobs: dict[int, Logprobs] = {}
@@ -128,7 +132,10 @@ class Executor:
         step = lanes[self._rng.integers(len(lanes))].pop(0)
         assert self.running.keys() >= set(step.ids)
         ended = [c.id for c in step.encode if c.start + c.length == len(self.running[c.id].prompt)]
-        return step, dict.fromkeys([*ended, *step.decode], 0)
+        sampled = dict.fromkeys([*ended, *step.decode], 0)
+        if self._failures:
+            sampled = {id_: NO_TOKEN if self._rng.random() < self._failures else 0 for id_ in sampled}
+        return step, sampled
 
     def release(self, ids: Collection[int]) -> None:
         under_way = {id_ for steps in self._under_way.values() for step in steps for id_ in step.ids}
@@ -170,16 +177,18 @@ def run_engine(
     *,
     has_accounts: bool = False,
     reuse: bool = False,
+    failures: float = 0.0,
 ) -> list[StepRecord]:
     """Requests that arrive, and are cancelled, between the steps of the real engine; at times there are none.
 
     Args:
         has_accounts: of three accounts with shares and a priority; some grow impatient, some outgrow their promise.
         reuse: they share what their prompts have in common.
+        failures: how often a request fails instead of having its next token.
     """
     log: list[StepRecord] = []
     schedule = schedule_for(lane, kv, blocks, order, PATIENCE_NS if has_accounts else None)
-    executor, clock = Executor(rng), jittered_clock(rng)
+    executor, clock = Executor(rng, failures), jittered_clock(rng)
     pool = schedule.pool
     engine = Engine(schedule, executor, clock=lambda: next(clock), on_step=log.append, reuse=reuse)
     num_requests, arrival_chance = int(rng.integers(5, 40)), rng.random()
@@ -260,13 +269,19 @@ def test_the_log_replays_with_shares_priorities_patience_and_promises(
 @CASES
 @pytest.mark.parametrize("order", ["fcfs", "das"])
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]), has_accounts=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    spare_blocks=st.sampled_from([0, 3, 10, 1000]),
+    has_accounts=st.booleans(),
+    failures=st.sampled_from([0.0, 0.1]),
+)
 def test_the_log_replays_where_prompts_share_blocks(
-    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int, has_accounts: bool
+    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int, has_accounts: bool, failures: float
 ) -> None:
+    """Also where some requests fail: what they have computed is shared no more."""
     lane, blocks = LANES[kind], LARGEST + spare_blocks
     rng = np.random.default_rng(seed)
-    log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=True)
+    log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=True, failures=failures)
     patience_ns = PATIENCE_NS if has_accounts else None
     assert steps(replay(schedule_for(lane, kv, blocks, order, patience_ns), log)) == steps(log)
 
@@ -283,6 +298,24 @@ def test_blocks_are_shared_in_what_replays(kind: str) -> None:
     ]
     again = [replay(schedule_for(LANES[kind], "reserve", 1000), log) for log in alone]
     assert list(map(steps, again)) != list(map(steps, alone))
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_what_a_failed_request_leaves_is_not_shared(kind: str) -> None:
+    """Not its prompt, nor what it had found of it: logits that are not finite may come from either."""
+    log: list[StepRecord] = []
+    executor = Executor(np.random.default_rng(0))
+    engine = Engine(schedule_for(LANES[kind], "reserve", 1000), executor, on_step=log.append, reuse=True)
+    prompt = tuple(range(4 * BLOCK_SIZE + 1))
+    for number, failures in enumerate((0.0, 0.0, 1.0, 0.0, 0.0)):
+        executor._failures = failures
+        engine.submit(Generation(number, prompt, 2))
+        while engine.step() is not None:
+            pass
+    first = {id_: min(c[1] for r in log for c in r.encode if c[0] == id_) for id_ in range(5)}
+    assert [first[id_] > 0 for id_ in range(5)] == [False, True, True, False, True]
+    assert [id_ for record in log for id_ in record.failed] == [2]
+    assert steps(replay(schedule_for(LANES[kind], "reserve", 1000), log)) == steps(log)
 
 
 def test_what_the_orders_are_told_apart_by() -> None:

@@ -12,7 +12,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.attack.target import ADMIN_KEY, FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
+from tests.attack.client import ADMIN_KEY
+from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

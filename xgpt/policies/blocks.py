@@ -52,7 +52,7 @@ class Blocks:
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Requests that use each block that has a key; one without is one request's alone."""
+        """Requests that use each block that has a key, or had one; any other is one request's alone."""
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Blocks with a key that no request uses; the one released first comes first."""
 
@@ -121,6 +121,17 @@ class Blocks:
                 self._uses[block] = 1
         table.named = max(table.named, last)
 
+    def forget(self, chain: Chain) -> None:
+        """Let later requests find none of the blocks that hold what the chain says. Requests that use them go on."""
+        for key in chain:
+            block = self._by_key.pop(key, None)
+            if block is None:
+                continue
+            del self._key[block]
+            if block in self._kept:
+                del self._kept[block], self._uses[block]
+                self._free.append(block)
+
     def release(self, table: BlockTable) -> None:
         """Take a request's blocks back: those with a key are kept once no request uses them."""
         uses = self._uses
@@ -129,6 +140,11 @@ class Blocks:
                 self._free.append(block)
                 continue
             uses[block] -= 1
-            if not uses[block]:
+            if uses[block]:
+                continue
+            if block in self._key:
                 self._kept[block] = None
+            else:  # forgotten while it was used
+                del uses[block]
+                self._free.append(block)
         table.blocks.clear()

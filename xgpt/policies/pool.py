@@ -292,12 +292,18 @@ class Pool:
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     def settle(
-        self, step: Step, batch: MicroBatch, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS
+        self,
+        step: Step,
+        batch: MicroBatch,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
     ) -> list[int]:
         """Account for an executed step's tokens; `finished` names the requests that ended in it.
 
         Args:
             outputs: of requests that ended, the keys of the blocks behind those of the prompt.
+            failed: those of them that ended in an error: what their blocks hold is found no more.
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -310,6 +316,8 @@ class Pool:
         for id_ in finished:
             if id_ in outputs:
                 self._name_output(self.running[id_], outputs[id_])
+            if id_ in failed:
+                self._forget_blocks(self.running[id_])
             if self.hold_finished:
                 batch.held[id_] = batch.decoding.pop(id_)
             else:
@@ -446,6 +454,12 @@ class Pool:
         if request.prompt_table is None and request.table is not None:  # else its prompt has not come to be decoded
             count = (request.context - 1) // self.block_size  # the last token has not been fed
             self.blocks.name(request.table, request.chain + output, count)
+
+    def _forget_blocks(self, request: Request) -> None:
+        """Let others find no block of a request's prompt, in either lane, also of those that it found itself."""
+        self.blocks.forget(request.chain)
+        if self.prompts is not self.blocks:
+            self.prompts.forget(request.chain)
 
     def _leave(self, request: Request) -> None:
         assert request.table is not None

@@ -82,13 +82,20 @@ class Schedule(ABC):
         """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
 
     @abstractmethod
-    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
         """Account for a step that has been executed; `finished` names the requests that ended in it.
 
         Steps of one lane are settled in the order in which they were given out.
 
         Args:
             outputs: of requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
+            failed: those of them that ended in an error; no other request shares what they have computed.
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -160,10 +167,16 @@ class OneLane(Schedule):
         self.pool.assume(batch)
         return self.pool.has_room(batch)
 
-    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
         batch = self._batches[step.microbatch]
         self.pool.end(step, batch)
-        return self.pool.settle(step, batch, finished, outputs)
+        return self.pool.settle(step, batch, finished, outputs, failed)
 
     def _may_encode(self, number: int) -> bool:
         """Whether all others have ended the phase that this micro-batch is in."""

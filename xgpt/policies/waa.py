@@ -94,11 +94,17 @@ class TwoLane(Schedule):
                 return self._next_transfer()
         return self._next_decode()
 
-    def settle(self, step: Step, finished: Collection[int], outputs: Mapping[int, Chain] = NO_CHAINS) -> list[int]:
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
         pool = self.pool
         batch = self._batch_of(step)
         pool.end(step, batch)
-        freed = pool.settle(step, batch, finished, outputs)
+        freed = pool.settle(step, batch, finished, outputs, failed)
         if step.lane == "encode":
             for request in list(batch.decoding.values()):
                 pool.move(request, self._moving)

@@ -65,6 +65,9 @@ class StepRecord(NamedTuple):
         number: its place in the order in which steps were scheduled, from 0.
         settled: steps that had been settled when it was scheduled. With `number` it gives the order of all events.
         outputs: (request, keys) pairs: of requests that ended here, the blocks behind those of the prompt.
+        failed: requests that ended here in an error; what their blocks hold is not shared any more.
+        cancelled_after: of each in `cancelled`, how many steps had been settled when it was taken out. Of a log
+            without it: as many as when this step was scheduled.
     """
 
     start_ns: int
@@ -81,3 +84,5 @@ class StepRecord(NamedTuple):
     number: int = 0
     settled: int = 0
     outputs: tuple[tuple[int, Chain], ...] = ()
+    failed: tuple[int, ...] = ()
+    cancelled_after: tuple[int, ...] = ()

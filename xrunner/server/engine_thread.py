@@ -194,6 +194,11 @@ class EngineThread:
         """Requests that no step has taken up yet."""
         return len(self._backlog)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has requests."""
+        return bool(self._streams)
+
     def retry_after_s(self) -> int:
         """Seconds after which a request that was turned away should be sent again: half of those waiting have begun."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()

@@ -26,6 +26,7 @@ from xrunner.server.http.connections import (
     Listener,
     Protocol,
 )
+from xrunner.server.http.turns import event_loop
 
 DRAIN_S = 30.0
 """How long running requests may go on after the first SIGTERM or SIGINT."""
@@ -84,7 +85,6 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
-            loop="asyncio",  # another, taken where it is installed, accepts connections on its own
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(drain_s)),
@@ -96,6 +96,11 @@ class Server(uvicorn.Server):
         self._app = app
         self._engine_thread: EngineThread = app.state.engine_thread
         self._engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal, on a loop of our own: others accept connections themselves."""
+        with asyncio.Runner(loop_factory=partial(event_loop, lambda: self._engine_thread.is_busy)) as runner:
+            runner.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()

@@ -40,8 +40,10 @@ class Reference:
         assert blocks.num_used == len(uses)
         assert blocks.num_kept == len(self.holds.keys() - uses.keys()) == len(self.released)
         assert blocks.num_used + blocks.num_kept <= blocks.count
-        for block in uses:
-            assert blocks.count_used([block]) == 1 if block in self.holds else uses[block] == 1
+        for block in self.holds.keys() & uses.keys():
+            assert blocks.count_used([block]) == 1
+        shared = [block for block, count in uses.items() if count > 1]
+        assert all(not blocks.count_own(table, ()) or not set(shared) >= set(table.blocks) for table in inside)
         keys = list(self.holds.values())
         assert len(set(keys)) == len(keys)
         for key, block in ((key, block) for block, key in self.holds.items()):
@@ -63,6 +65,10 @@ class Reference:
             if key not in self.holds.values():
                 self.holds[block] = key
 
+    def forgotten(self, chain: Chain) -> None:
+        self.holds = {block: key for block, key in self.holds.items() if key not in chain}
+        self.released = {block: at for block, at in self.released.items() if block in self.holds}
+
     def left(self, table_blocks: list[int], inside: list[BlockTable]) -> None:
         uses = {block for table in inside for block in table.blocks}
         for block in reversed(table_blocks):
@@ -80,7 +86,7 @@ def test_no_block_is_lost_whatever_comes_and_goes(data: st.DataObject) -> None:
         words = data.draw(st.text("ab", min_size=1, max_size=5))
         found = blocks.find(chain_of(words), len(words) - 1)
         fits = blocks.num_used + len(words) - blocks.count_used(found) <= NUM_BLOCKS
-        action = data.draw(st.sampled_from(["enter", "name", "leave"]))
+        action = data.draw(st.sampled_from(["enter", "name", "leave", "fail"]))
         if action == "enter" and fits:
             table = enter(blocks, words)
             assert table.found == len(found)
@@ -92,9 +98,12 @@ def test_no_block_is_lost_whatever_comes_and_goes(data: st.DataObject) -> None:
             before = table.named
             blocks.name(table, chain_of(words), data.draw(st.integers(0, len(words))))
             reference.named(table, chain_of(words), before)
-        elif action == "leave" and inside:
-            table, _ = inside.pop(data.draw(st.integers(0, len(inside) - 1)))
+        elif action in ("leave", "fail") and inside:
+            table, words = inside.pop(data.draw(st.integers(0, len(inside) - 1)))
             was = list(table.blocks)
+            if action == "fail":
+                blocks.forget(chain_of(words))
+                reference.forgotten(chain_of(words))
             blocks.release(table)
             reference.left(was, [table for table, _ in inside])
         reference.check(blocks, [table for table, _ in inside])
