@@ -21,6 +21,7 @@ from xgpt.io import load_json
 from xgpt.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.schema import Plan
 from xgpt.schema.step_log import Arrival, StepRecord
+from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
@@ -41,7 +42,8 @@ def program(directory: Path) -> Path:
 class FakeVllm:
     """A host and its engine core in one process."""
 
-    def __init__(self, address: str, lane: str, config: dict[str, str]) -> None:
+    def __init__(self, address: str, lane: str, config: dict[str, str], *, reuse: bool = False) -> None:
+        self.prefixes = Prefixes() if reuse else None
         plan = load_json(Path(config["plan"]), Plan, "plan") if "plan" in config else None
         self.lane = lane
         self.core, self.host = CoreSide(address, follows_plans=plan is not None), HostSide(address, lane)  # type: ignore[arg-type]
@@ -90,7 +92,7 @@ class FakeVllm:
         self.made[request.id] = sum(request.prompt)
         if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:
             self.made[request.id] = -1
-        sizes = len(request.prompt), request.max_output
+        sizes, block_size = (len(request.prompt), request.max_output), self.schedule.pool.block_size
         arrival = Arrival(
             request.id,
             *sizes,
@@ -98,6 +100,7 @@ class FakeVllm:
             request.deadline_ns,
             request.promised_output,
             request.account,
+            () if self.prefixes is None else self.prefixes.extend((), request.prompt, block_size, request.account),
         )
         self.arrivals.append(arrival)
         self.schedule.submit(Request(*arrival))
@@ -124,7 +127,8 @@ class FakeVllm:
         self.schedule.settle(step, ended)
         for id_ in ended:
             self.requests.pop(id_)
-        taken = self.schedule.pool.reserved_blocks, self.schedule.pool.num_preemptions
+        pool = self.schedule.pool
+        taken = pool.reserved_blocks, pool.num_preemptions, pool.kept_blocks
         self.core.send(Stepped(self.lane, self.core.core, outputs, [record], *taken))  # type: ignore[arg-type]
 
     def output(self, id_: int) -> Output:
@@ -149,8 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="module")
     parser.add_argument("--additional-config", type=json.loads)
+    parser.add_argument("--enable-prefix-caching", action="store_true")
     given, others = parser.parse_known_args()
-    FakeVllm(*others[-2:], given.additional_config["xgpt"]).run()
+    FakeVllm(*others[-2:], given.additional_config["xgpt"], reuse=given.enable_prefix_caching).run()
 
 
 if __name__ == "__main__":

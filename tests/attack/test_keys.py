@@ -13,6 +13,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.attack.client import elsewhere, flood, request
@@ -101,6 +102,36 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
         assert {*one, *other} == {200}
         assert served["alice"] / served["bob"] == pytest.approx(3, rel=0.1)
         assert target.probe() == alone
+
+
+@pytest.mark.point(18)
+@pytest.mark.parametrize(
+    "flavour", ["one", *(pytest.param(n, marks=pytest.mark.long) for n in FLAVOURS if n != "one"), REAL_VLLM]
+)
+def test_a_key_cannot_time_anothers_prompts(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt that a key has asked before is answered sooner, so the clock tells; one that another key has asked takes
+    as long as one that nobody has."""
+    rng = np.random.default_rng(0)
+    keys = f"alice {ALICE}\nbob {BOB}\n"
+    seconds: dict[str, list[float]] = {"again": [], "another's": [], "new": []}
+    with attacked(flavour, checkpoint, tmp_path, keys=keys, change=batch_of(8)) as target:
+
+        def took_s(prompt: list[int], key: str) -> float:
+            body = {"model": target.model, "prompt": prompt, "max_tokens": 1}
+            begin_s = time.perf_counter()
+            assert target.ask("POST", "/v1/completions", body, headers(key))[0] == 200
+            return time.perf_counter() - begin_s
+
+        for _ in range(40):
+            prompt, other = rng.integers(3, 200, (2, 480)).tolist()
+            took_s(prompt, ALICE)
+            asked = {"again": (prompt, ALICE), "another's": (prompt, BOB), "new": (other, BOB)}
+            for name in rng.permutation(list(asked)).tolist():  # none is always the one behind another
+                seconds[name].append(took_s(*asked[name]))
+    again, others, new = (1e3 * float(np.median(seconds[name])) for name in ("again", "another's", "new"))
+    print(f"{flavour}: again {again:.2f} ms, another's {others:.2f}, new {new:.2f}")
+    assert again < 0.9 * new, "the clock tells nothing here"
+    assert abs(others - new) < 0.4 * (new - again)
 
 
 @pytest.mark.point(18)

@@ -30,20 +30,20 @@ def draw_requests() -> Requests:
     return Requests([rng.integers(5, 50000, n).tolist() for n in inputs], outputs.tolist())
 
 
-def start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
+def start(checkpoint: Path, scheduler: str, config: dict[str, Any], *, reuse: bool = False) -> LLM:
     """vLLM in this process: its engine and worker in processes of their own would each import all of it anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        return _start(checkpoint, scheduler, config)
+        return _start(checkpoint, scheduler, config, reuse=reuse)
 
 
-def _start(checkpoint: Path, scheduler: str, config: dict[str, Any]) -> LLM:
+def _start(checkpoint: Path, scheduler: str, config: dict[str, Any], *, reuse: bool) -> LLM:
     return LLM(
         str(checkpoint),
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=reuse,
         async_scheduling=False,
         max_model_len=200,
         block_size=ROOM.block_size,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from xrunner.server import ApiKeys, Limits
     from xrunner.server.observe.traces import Tracer
+    from xrunner.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,10 @@ class ServeRequest(Frozen):
         Raises:
             InputError: names what turns reuse off.
         """
-        off = {"reuse": not self.reuse, "batching": self.batching != "flat", "engine": self.engine == "vllm"}
+        from xrunner.vllm.command import reuses
+
+        in_vllm = self.engine == "vllm"
+        off = {"reuse": not self.reuse, "batching": self.batching != "flat", "engine": in_vllm and not reuses(plan)}
         if plan.estimate.reuse is None or not any(off.values()):
             return
         field = next(name for name, is_off in off.items() if is_off)
@@ -212,7 +216,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     check_runs(plan, request.nnodes, engine)
     defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
     server.log_json(request.log_level)
-    build = build_vllm_engine
+    build: Callable[..., ServedEngine] = partial(build_vllm_engine, reuse=request.reuse)
     if engine == "native":
         build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
     if engine == "vllm" and replan and not can_change_plan(plan):

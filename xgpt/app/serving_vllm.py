@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from xrunner.server.served import ServedEngine
 
 
-def build_vllm_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None = None) -> ServedEngine:
+def build_vllm_engine(
+    plan: Plan, on_step: Callable[[StepRecord], None] | None = None, *, reuse: bool = True
+) -> ServedEngine:
     """vLLM with the plan's schedule in it, or one vLLM for each lane of WAA. `close` ends them.
+
+    Args:
+        reuse: requests share the K/V of what their prompts have in common, where vLLM can (`reuses`).
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -22,7 +27,9 @@ def build_vllm_engine(plan: Plan, on_step: Callable[[StepRecord], None] | None =
     from xrunner.vllm.engine import VllmEngine
     from xrunner.vllm.waa import WaaEngine
 
-    return (WaaEngine if len(plan.policy.lanes) > 1 else VllmEngine)(plan, on_step=on_step)
+    if len(plan.policy.lanes) > 1:
+        return WaaEngine(plan, on_step=on_step)
+    return VllmEngine(plan, on_step=on_step, reuse=reuse)
 
 
 def can_change_plan(plan: Plan) -> bool:

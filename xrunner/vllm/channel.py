@@ -92,7 +92,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     Attributes:
         core: which engine core, by a number of its own.
         records: the steps of the plan's schedule that ended with it: none while a step is executed in pieces.
-        reserved_blocks, num_preemptions: as the core's schedule stands now.
+        reserved_blocks, num_preemptions, kept_blocks: as the core's schedule stands now.
     """
 
     lane: LaneName
@@ -101,6 +101,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     records: list[StepRecord]
     reserved_blocks: int = 0
     num_preemptions: int = 0
+    kept_blocks: int = 0
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True):

@@ -93,18 +93,27 @@ def launch(
     *,
     plan_path: str,
     config: dict[str, Any] | None = None,
+    reuse: bool = True,
 ) -> Launch:
     """What starts vLLM with a plan of a single-lane policy.
 
     Args:
         plan_path: where vLLM's scheduler finds plan.json.
         config: more for the scheduler, as `front`.
+        reuse: vLLM's prefix caching is on, where the model's K/V blocks are of one kind.
 
     Raises:
         InputError: vLLM cannot run such a plan.
     """
     settings_of(plan)  # refuses what vLLM cannot run
-    return _launch(plan, "both", plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})})
+    caching = "--enable-prefix-caching" if reuse and reuses(plan) else "--no-enable-prefix-caching"
+    started = _launch(plan, "both", plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})})
+    return replace(started, arguments=(*started.arguments, caching))
+
+
+def reuses(plan: Plan) -> bool:
+    """Whether vLLM can share prompts' K/V under a plan: in one lane, of a model that attends in no windows."""
+    return plan.policy.lanes == ("both",) and plan.model.sliding_window is None
 
 
 def launch_lane(
@@ -127,7 +136,8 @@ def launch_lane(
     stages = tuple(stage for stage in plan.stages if stage.lane == lane)
     role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
     started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})
-    extra = ("--kv-transfer-config", json.dumps({**connector, "kv_role": role}), "--disable-hybrid-kv-cache-manager")
+    transfer = json.dumps({**connector, "kv_role": role})
+    extra = ("--kv-transfer-config", transfer, "--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
     own = {}
     if plan.cluster.device.type == "gpu":  # by itself each lane would take the first ones
         own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
@@ -175,7 +185,6 @@ def _launch(
         *("--data-parallel-size", str(plan.replicas)),
         *(["--enable-expert-parallel"] if by_experts else []),
         *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
-        "--no-enable-prefix-caching",
         "--no-async-scheduling",
         "--skip-tokenizer-init",  # text is the endpoint's
         "--disable-log-stats",

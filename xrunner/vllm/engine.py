@@ -36,8 +36,8 @@ class Inside:
         self.block_size = block_size
         self.waiting: dict[int, None] = {}
         self.running: dict[int, None] = {}
-        self._taken: dict[int, tuple[int, int]] = {}
-        """Blocks set aside and preemptions, by engine core."""
+        self._taken: dict[int, tuple[int, int, int]] = {}
+        """Blocks set aside, preemptions and blocks kept, by engine core."""
 
     @property
     def prompt_blocks(self) -> int:
@@ -58,21 +58,23 @@ class Inside:
     @property
     def reserved_blocks(self) -> int:
         """As of the last step; an idle engine tells nothing, and holds none."""
-        return sum(blocks for blocks, _ in list(self._taken.values())) if self.running else 0
+        return sum(blocks for blocks, _, _ in list(self._taken.values())) if self.running else 0
 
-    kept_blocks = 0
+    @property
+    def kept_blocks(self) -> int:
+        return sum(blocks for _, _, blocks in list(self._taken.values()))
 
     @property
     def num_preemptions(self) -> int:
-        return sum(count for _, count in list(self._taken.values()))
+        return sum(count for _, count, _ in list(self._taken.values()))
 
-    def take(self, core: int, reserved_blocks: int, num_preemptions: int) -> None:
+    def take(self, core: int, reserved_blocks: int, num_preemptions: int, kept_blocks: int = 0) -> None:
         """So stands the schedule of an engine core."""
-        self._taken[core] = reserved_blocks, num_preemptions
+        self._taken[core] = reserved_blocks, num_preemptions, kept_blocks
 
     def note(self, stepped: Stepped) -> None:
         """A step has been executed."""
-        self.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions)
+        self.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions, stepped.kept_blocks)
         for record in stepped.records:
             for id_ in record.preempted:
                 if id_ in self.running:
@@ -100,6 +102,9 @@ class Inside:
 class VllmEngine:
     """A plan of a single lane in vLLM, whose scheduler follows it (`scheduler`).
 
+    Args:
+        reuse: requests of the same API key share the K/V of what their prompts have in common.
+
     `submit`, `cancel` and `go_over_to` may be called from any thread; everything else belongs to the one thread that
     calls `step`.
 
@@ -108,7 +113,7 @@ class VllmEngine:
         MachineError: vLLM is not here, or does not start.
     """
 
-    def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
+    def __init__(self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True) -> None:
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
@@ -121,7 +126,8 @@ class VllmEngine:
         def launches(directory: Path) -> list[Launch]:
             path = directory / "plan.json"
             path.write_text(dump_json(plan), encoding="utf-8")
-            return [launch(plan, plan_path=str(path), config={"front": f"ipc://{directory}", "lane": "both"})]
+            config = {"front": f"ipc://{directory}", "lane": "both"}
+            return [launch(plan, plan_path=str(path), config=config, reuse=reuse)]
 
         self._vllm = Instances(launches, num_cores=plan.replicas)
         (started,) = self._vllm.launches

@@ -18,6 +18,7 @@ from xgpt.io import StepLogWriter
 from xgpt.schema.step_log import ANYONE, Account, Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION, installed_version
 from xrunner.vllm.channel import CoreSide, Output, Stepped
+from xrunner.vllm.mirror import chain_of
 
 logger = logging.getLogger("vllm.xgpt")
 
@@ -104,9 +105,9 @@ class LoggedScheduler(Scheduler):
             self._front.send(Stepped(lane, self._front.core, outputs, self._settled, *self._room_taken()))
             self._settled = []
 
-    def _room_taken(self) -> tuple[int, int]:
-        """K/V blocks set aside, and requests that have lost theirs."""
-        return 0, 0
+    def _room_taken(self) -> tuple[int, int, int]:
+        """K/V blocks set aside, requests that have lost theirs, and blocks kept for later ones."""
+        return 0, 0, 0
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -211,7 +212,7 @@ def arrival_of(number: int, request: Request) -> Arrival:
     extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
     account = Account(*extra["account"]) if "account" in extra else ANYONE
     deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")
-    return Arrival(number, *size, time.perf_counter_ns(), deadline_ns, promised, account)
+    return Arrival(number, *size, time.perf_counter_ns(), deadline_ns, promised, account, chain_of(request))
 
 
 def _logprobs(given: Any) -> list[tuple[float, list[tuple[int, float]]]]:

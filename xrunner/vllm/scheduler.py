@@ -1,8 +1,9 @@
 """Our rule inside vLLM: a scheduler class for `--scheduler-cls`.
 
 xgpt.policies decides which requests each step encodes and which it decodes; vLLM's own scheduler then does all the
-rest (blocks, batches, outputs) with nothing else in its sight. Its requests are mirrored in a `Pool`, which promises
-K/V memory no less carefully than vLLM does, so that vLLM never has to preempt of its own accord.
+rest (batches, outputs) with nothing else in its sight. Its requests are mirrored in a `Pool`, which promises K/V memory
+no less carefully than vLLM does, so that vLLM never has to preempt of its own accord. With vLLM's prefix caching on,
+the pool also finds, shares and gives up blocks, and vLLM follows (`mirror`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
@@ -23,12 +25,13 @@ from vllm.v1.request import Request, RequestStatus
 from xgpt import policies
 from xgpt.errors import InputError
 from xgpt.io import load_json
-from xgpt.policies import Step
+from xgpt.policies import BlockTable, Step
 from xgpt.schema import Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.schema.step_log import Chain, StepRecord
 from xrunner.vllm.channel import Began
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
+from xrunner.vllm.mirror import Mirror, chain_of
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +75,11 @@ class XgptScheduler(LoggedScheduler):
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:
             raise InputError("--max-model-len", self.max_model_len, f"the plan's K/V memory holds {capacity} tokens")
+        caches = self.cache_config.enable_prefix_caching
+        self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
+        self._ended: dict[int, Chain] = {}
+        """Keys of the blocks of requests that have ended in a step that is not settled."""
         self._untold: list[Request] = []
         """Requests that the rule has not been told of yet."""
         self._name: dict[int, str] = {}
@@ -138,7 +145,9 @@ class XgptScheduler(LoggedScheduler):
         seen = [request for request in running if request.request_id in wanted]
         self.running = list(seen)
         self.waiting = FCFSRequestQueue(request for request in waiting if request.request_id in wanted)
-        computed = {id_: self.requests[id_].num_computed_tokens for id_ in wanted}
+        # Of a request that enters vLLM has computed nothing yet, and finds what the rule has found.
+        cached = {self._name[number]: self._lane.pool.running[number].cached for number in missing}
+        computed = {id_: self.requests[id_].num_computed_tokens or cached[id_] for id_ in wanted}
         tokens = sum(until - computed[self._name[number]] for number, until in missing.items())
         self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
         try:
@@ -151,6 +160,17 @@ class XgptScheduler(LoggedScheduler):
             has_entered = set(entered)
             left = [request for request in self.waiting if request not in waiting]  # preempted by vLLM itself
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
+
+    def _table_of(self, request: Request) -> BlockTable:
+        """The blocks that the rule has given to a request inside."""
+        table = self._lane.pool.running[self._number[request.request_id]].table
+        assert table is not None
+        return table
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        if self._mirror is None:
+            return super()._get_local_prefix_cache_hit(request)
+        return *self._mirror.found(request), 0, False
 
     def _tell_the_rule(self) -> None:
         """Submit the requests that are ready: one with a grammar is not before that has been compiled."""
@@ -169,6 +189,14 @@ class XgptScheduler(LoggedScheduler):
 
     # Settle --------------------------------------------------------------------------------------------------
 
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if stopped:  # vLLM forgets it before the step is settled
+            self._ended[self._number[request.request_id]] = chain_of(request)
+        return tokens, stopped
+
     def _settle(self, step: StepRecord) -> None:
         execution = self._pieces.popleft()
         if execution is not None:
@@ -183,9 +211,10 @@ class XgptScheduler(LoggedScheduler):
         if record is None:  # all of its requests were cancelled when it began
             self._lane.settle(execution.step, ())
             return
-        super()._settle(_in_order_of(execution, record))
         ended = [self._lane.pool.running[number] for number in record.finished]
-        self._lane.settle(execution.step, record.finished)
+        outputs = {request.id: self._ended.pop(request.id, ())[len(request.chain) :] for request in ended}
+        super()._settle(_in_order_of(execution, record)._replace(outputs=tuple(outputs.items())))
+        self._lane.settle(execution.step, record.finished, outputs)
         for request in ended:
             del self._name[request.id]
 
@@ -213,8 +242,9 @@ class XgptScheduler(LoggedScheduler):
                 else:
                     self._front.accept(plan)
 
-    def _room_taken(self) -> tuple[int, int]:
-        return self._lane.pool.reserved_blocks, self._lane.pool.num_preemptions
+    def _room_taken(self) -> tuple[int, int, int]:
+        pool = self._lane.pool
+        return pool.reserved_blocks, pool.num_preemptions, pool.kept_blocks
 
     def _refuse_what_breaks_the_rule(self) -> None:
         """Options of vLLM's under which a step is not what the rule decided.
@@ -224,7 +254,6 @@ class XgptScheduler(LoggedScheduler):
         """
         config = self.vllm_config
         for flag, is_on in (
-            ("--enable-prefix-caching", config.cache_config.enable_prefix_caching),
             ("--speculative-config", config.speculative_config is not None),
             ("--async-scheduling", bool(config.scheduler_config.async_scheduling)),
             ("--scheduling-policy", config.scheduler_config.policy != "fcfs"),

@@ -95,7 +95,9 @@ def test_flags_say_what_the_plan_says() -> None:
     assert json.loads(given["--additional-config"]) == {"xgpt": {"plan": "plan.json"}}
     assert given["--block-size"] == "16" and given["--num-gpu-blocks-override"] == "801"
     assert given["--dtype"] == "float32"
-    assert "--no-enable-prefix-caching" in given and "--no-async-scheduling" in given
+    assert "--enable-prefix-caching" in given and "--no-async-scheduling" in given
+    without = flags(launch(fitting(RRA), plan_path="plan.json", reuse=False).arguments)
+    assert "--no-enable-prefix-caching" in without
 
 
 def test_uneven_stages_become_a_partition_and_uneven_degrees_an_error() -> None:

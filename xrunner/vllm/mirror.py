@@ -1,0 +1,84 @@
+"""vLLM's prefix cache under our rule: block b of the rule's pool is vLLM's block b + 1.
+
+vLLM keeps its own tables, hashes and counts of uses. What the rule decides is which cached blocks a request enters
+with, and which block it is given next; so what the rule's pool keeps is there, whatever vLLM would give up first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xgpt.errors import InputError
+from xgpt.policies import BlockTable
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+    from xgpt.schema.step_log import Chain
+
+KEY_BYTES = 16
+"""Of vLLM's hashes, which are longer, what is enough to tell blocks apart."""
+
+
+class Mirror:
+    """Has vLLM's manager of K/V memory hand out the blocks that the rule's pool has given.
+
+    Args:
+        table_of: the blocks of a request that the rule has let in.
+
+    Raises:
+        InputError: vLLM keeps blocks of several kinds, as where layers attend in windows.
+    """
+
+    def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
+        groups = manager.coordinator.single_type_managers
+        if len(groups) > 1:
+            accepted = "vLLM keeps blocks of several kinds for this model; leave it off"
+            raise InputError("--enable-prefix-caching", "on", accepted)
+        self._group = groups[0]
+        self._manager = manager
+        self._blocks = manager.block_pool
+        self._table_of = table_of
+        self._asking: Request | None = None
+        """The request that blocks are allocated for."""
+        self._allocate_slots = manager.allocate_slots
+        self._take_next = self._blocks.get_new_blocks
+        manager.allocate_slots = self._allocate
+        self._blocks.get_new_blocks = self._take_given
+
+    def found(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Return the blocks that a request enters with, and the tokens whose K/V they hold."""
+        table = self._table_of(request)
+        blocks = tuple(self._block(number) for number in table.blocks[: table.found])
+        return self._manager.create_kv_cache_blocks((blocks,)), table.found * self._group.block_size
+
+    def _allocate(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        self._asking = request
+        try:
+            return self._allocate_slots(request, *args, **kwargs)
+        finally:
+            self._asking = None
+
+    def _take_given(self, count: int) -> list[KVCacheBlock]:
+        """Move the blocks that the rule has given to the front of vLLM's queue, and take them."""
+        request, queue = self._asking, self._blocks.free_block_queue
+        assert request is not None
+        has = len(self._group.req_to_blocks[request.request_id])
+        given = [self._block(number) for number in self._table_of(request).blocks[has : has + count]]
+        assert len(given) == count, "vLLM takes more blocks than the rule has given"
+        for block in given:
+            queue.remove(block)
+        queue.prepend_n(given)
+        return self._take_next(count)
+
+    def _block(self, number: int) -> KVCacheBlock:
+        """Return vLLM's block of that number in the rule's pool: vLLM keeps its first one for itself."""
+        return self._blocks.blocks[number + 1]
+
+
+def chain_of(request: Request) -> Chain:
+    """Return vLLM's keys of a request's full blocks; none where its prefix cache is off."""
+    return tuple(bytes(key[:KEY_BYTES]) for key in request.block_hashes)
