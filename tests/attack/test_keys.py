@@ -110,7 +110,7 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
 )
 def test_a_key_cannot_time_anothers_prompts(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """A prompt that a key has asked before is answered sooner, so the clock tells; one that another key has asked takes
-    as long as one that nobody has."""
+    as long as one that is new."""
     rng = np.random.default_rng(0)
     keys = f"alice {ALICE}\nbob {BOB}\n"
     seconds: dict[str, list[float]] = {"again": [], "another's": [], "new": []}
