@@ -341,7 +341,8 @@ def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
         for name, text in xgpt.export("plan.json", "k8s").items(): ...
 
     Args:
-        to: "script" starts it in xgpt's own engine, "vllm" in vLLM, "k8s" in vLLM on Kubernetes.
+        to: "script" starts it in xgpt's own engine, "vllm" in vLLM, "k8s" in either on Kubernetes, "dynamo" and
+            "llm-d" in vLLM under these platforms.
 
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
+from xgpt.app.exporting import Target, export
 from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
 from xrunner.vllm.command import HOST, Launch, launch
 from xrunner.vllm.host import parser
@@ -46,3 +50,27 @@ def test_lanes_of_waa(plan: Plan, checkpoint: Path, tmp_path: Path) -> None:
         assert config is not None
         assert config.is_kv_producer == (started.lane == "encode")
         assert config.is_kv_consumer == (started.lane == "decode")
+
+
+@pytest.mark.parametrize("target", ["dynamo", "llm-d"])
+@pytest.mark.parametrize("plan", [plan_with(RraSettings(encode_batch=6, decode_iterations=5)), waa_plan()])
+def test_what_is_exported_to_platforms(plan: Plan, target: Target, checkpoint: Path) -> None:
+    text = export(exportable(plan, str(checkpoint)), target)[f"{target}.yaml"]
+    specs = [item["spec"] for item in yaml.safe_load_all(text) if "spec" in item]
+    pods = [component["podTemplate"] for spec in specs for component in spec.get("components", ())]
+    pods += [spec["template"] for spec in specs if "template" in spec]
+    for pod in pods:
+        program, *words = pod["spec"]["containers"][0]["command"]
+        if program == "vllm":
+            words[0] = "--model"
+        elif "dynamo.vllm" in words:
+            del words[:2]
+        else:
+            continue
+        if "--disaggregation-mode" in words:  # Dynamo's own
+            at = words.index("--disaggregation-mode")
+            del words[at : at + 2]
+        words[1] = str(checkpoint)
+        given = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+        assert (given.model, given.served_model_name) == (str(checkpoint), [plan.model.name])
+        assert (given.kv_transfer_config is None) == (len(plan.policy.lanes) == 1)

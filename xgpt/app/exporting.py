@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
-from xgpt import __version__
+from xgpt import __version__, hub
 from xgpt.app.checking import check_vllm_runs
 from xgpt.app.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
 from xgpt.errors import InputError
 from xgpt.schema import Plan
 
-Target = Literal["vllm", "k8s", "script"]
+Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
 
-RENDEZVOUS_PORT = 29400
+WEIGHTS = "weights"
+"""Beside a script: where it puts weights that it fetches."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
@@ -30,12 +31,18 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
             run it.
     """
     from xgpt.app.kubernetes import kubernetes_files
-    from xgpt.app.profiles import check_engine
+    from xgpt.app.platforms import dynamo_files, llmd_files
     from xgpt.io import dump_json
 
-    check_engine(plan, "native" if target == "script" else "vllm")
     check_memory(plan)
-    files = {"vllm": _vllm, "k8s": kubernetes_files, "script": _start_script}[target](plan)
+    writers = {
+        "vllm": _vllm,
+        "k8s": kubernetes_files,
+        "dynamo": dynamo_files,
+        "llm-d": llmd_files,
+        "script": _start_script,
+    }
+    files = writers[target](plan)
     return {"plan.json": dump_json(plan), **files}
 
 
@@ -58,12 +65,14 @@ def check_memory(plan: Plan) -> None:
 
 def start_command(target: Target) -> str:
     """What starts what was exported, from within its directory."""
-    return {"vllm": "sh serve.sh", "k8s": "kubectl apply -f xgpt.yaml", "script": "sh start.sh"}[target]
+    return {"vllm": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
+    from xgpt.app.profiles import check_engine
     from xrunner.vllm import TESTED_VERSION
 
+    check_engine(plan, "vllm")
     check_vllm_runs(plan)
     num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
     if num_devices > per_node:
@@ -79,31 +88,41 @@ def _vllm(plan: Plan) -> dict[str, str]:
     command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
     return {
         "requirements.txt": "".join(f"{name}\n" for name in names) + own,
-        "serve.sh": _script(head, command),
+        "serve.sh": _script(head, command, fetched=hub.id_of(plan.checkpoint)),
     }
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
     """The native engine: `xgpt serve` on each node."""
+    from xgpt.app.kubernetes import RENDEZVOUS_PORT
+    from xgpt.app.profiles import check_engine
+
+    check_engine(plan, "native")
+    model_id = hub.id_of(plan.checkpoint)
     num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     torch = version("torch").partition("+")[0]  # the build for other devices is another
     head = f"# Needs xgpt-serve=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"
     if num_nodes == 1:
-        return {"start.sh": _script(head, command)}
+        return {"start.sh": _script(head, command, fetched=model_id)}
     head += (
         f"# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node,"
         " and the same XGPT_CLUSTER_SECRET in the environment of all.\n"
     )
     nodes = f'--nnodes {num_nodes} --node-rank "${{NODE_RANK:?}}" --rdzv-endpoint "${{HEAD:?}}:{RENDEZVOUS_PORT}"'
-    return {"start.sh": _script(head, command, nodes)}
+    return {"start.sh": _script(head, command, nodes, fetched=model_id)}
 
 
-def _script(head: str, command: Sequence[str], variables: str = "") -> str:
+def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:
     """A script that becomes the command, with what it is given behind it.
 
     Args:
         variables: arguments with the shell's own variables in them, quoted already.
+        fetched: the id of a model whose weights are fetched first, unless they are there.
     """
+    fetch = ""
+    if fetched is not None:
+        command = [*command, "--checkpoint", WEIGHTS]
+        fetch = f"hf download {shlex.quote(fetched)} --local-dir {WEIGHTS}\n"
     words = " ".join(filter(None, [shlex.join(command), variables, '"$@"']))
-    return f'#!/bin/sh\n{head}set -eu\ncd "$(dirname "$0")"\nexec {words}\n'
+    return f'#!/bin/sh\n{head}set -eu\ncd "$(dirname "$0")"\n{fetch}exec {words}\n'

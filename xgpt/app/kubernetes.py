@@ -1,207 +1,200 @@
-"""Kubernetes objects of a plan: built as data, written by a YAML library, so no name in a plan can become YAML."""
+"""A plan on Kubernetes: a Deployment, or a LeaderWorkerSet where a replica spans several nodes, and what they need.
+
+Pods run `xgpt serve`, in vLLM where a replica lives on one node and its figures are not of xgpt's own engine, and
+otherwise in that, whose processes on several nodes meet at the leader.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from xgpt import __version__
+from xgpt import __version__, hub
+from xgpt.app.pods import (
+    DRAIN_S,
+    ETC,
+    LEAVE_S,
+    USER,
+    Names,
+    Object,
+    Work,
+    config_map,
+    disruption_budget,
+    network_policy,
+    of_pod,
+    of_secret,
+    pod,
+    service,
+    to_yaml,
+)
 from xgpt.errors import InputError
 from xgpt.schema import Plan
 
-if TYPE_CHECKING:
-    import yaml
-
-Object = dict[str, Any]
-
-ETC = "/etc/xgpt"
-MODEL_PATH = "/model"
-SCRATCH = "/tmp"
-"""The only place that can be written to: sockets, and what is compiled."""
-USER = 10001
-MAX_NAME = 48
-"""Characters of an object's name, which leaves room for what is added to it; a label holds 63."""
-MAX_CONFIG_BYTES = 1_000_000
-"""Of a ConfigMap: the API server takes 1 MiB, names included."""
-LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""After SIGTERM: until no balancer sends anything any more, for what runs, and for vLLM to end in."""
-START_S = 1800
-"""To load weights and compile in."""
+RENDEZVOUS_PORT = 29400
+SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
+LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """The objects, and the Dockerfile of their image, by file name.
+    """The objects, a kustomization of them, and for vLLM the Dockerfile of their image, by file name.
 
     Raises:
-        InputError: a pod could not run the plan.
+        InputError: pods could not run the plan.
     """
-    import yaml
+    check_deployable(plan, "k8s")
+    names = Names.of(plan)
+    return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
 
+
+def check_deployable(plan: Plan, target: str) -> None:
+    """Refuse a plan for other devices than pods ask for, or without weights.
+
+    Raises:
+        InputError: says what to plan for.
+    """
+    if plan.cluster.device.type != "gpu":
+        raise InputError("to", target, f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
+    if plan.checkpoint is None:
+        says = "pods take weights from a directory or the hub; plan with --model DIRECTORY or --model ORGANISATION/NAME"
+        raise InputError("plan.checkpoint", None, says)
+
+
+def num_nodes(plan: Plan) -> int:
+    """Nodes that a replica spans.
+
+    Raises:
+        InputError: it does not spread evenly over them.
+    """
+    devices, per_node = plan.devices_per_replica, plan.cluster.devices_per_node
+    nodes = -(-devices // per_node)
+    if devices % nodes:
+        says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
+        raise InputError("plan.stages", devices, says)
+    return nodes
+
+
+def _deployment(plan: Plan, names: Names) -> dict[str, str]:
+    """A pod for each replica."""
     from xgpt.app.checking import check_vllm_runs
-    from xgpt.app.packages import MAKE_WHEEL, WHEEL, beside_vllm
+    from xgpt.app.packages import PORT, vllm_dockerfile
+    from xgpt.app.profiles import check_engine
     from xrunner.vllm import TESTED_VERSION
 
-    if plan.cluster.device.type != "gpu":
-        raise InputError("to", "k8s", f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
-    if plan.devices_per_replica > plan.cluster.devices_per_node:
-        says = "a pod lives on one node; plan for fewer devices a replica"
+    in_vllm = plan.profile.engine != "native"
+    check_engine(plan, "vllm" if in_vllm else "native")
+    if in_vllm:
+        check_vllm_runs(plan.model_copy(update={"replicas": 1}))
+    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
+    work = Work(
+        image,
+        _serve(names, PORT, ["--engine", "vllm"] if in_vllm else []),
+        plan.devices_per_replica,
+        ports={"http": PORT},
+        probed="http",
+        env=[of_pod("NAMESPACE", "metadata.namespace")],
+    )
+    template = {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
+    spec = {"replicas": plan.replicas, "selector": {"matchLabels": names.selector}, "template": template}
+    objects = [
+        config_map(plan, names),
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": names.meta(), "spec": spec},
+        service(names),
+        disruption_budget(names),
+        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}]),
+    ]
+    made = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
+    origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
+    return _files(plan, names, objects, f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", image, origin) | made
+
+
+_OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for CUDA"
+
+
+def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
+    """A group of pods for each replica: the leader answers requests, and all of them compute."""
+    from xgpt.app.packages import PORT
+    from xgpt.app.profiles import check_engine
+
+    if plan.profile.engine == "vllm":
+        says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
         raise InputError("plan.stages", plan.devices_per_replica, says)
-    check_vllm_runs(plan.model_copy(update={"replicas": 1}))
-    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
-    objects = _objects(plan, image)
-    name = objects[0]["metadata"]["name"]
-    comment = (
-        f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION}. The image comes from the Dockerfile next to this\n"
-        f"# file, the weights from a volume claim, {name}-model, the clients' keys from a secret:\n"
-        f"#   kubectl create secret generic {name}-keys --from-file=keys=keys.txt\n"
-        "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -f xgpt.yaml\n"
+    check_engine(plan, "native")
+    nodes = num_nodes(plan)
+    devices = plan.devices_per_replica // nodes
+    image = f"xgpt:{__version__}"
+    meet = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)"]
+    meet += ["--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
+    secret = of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")
+    leader = Work(
+        image,
+        _serve(names, PORT, meet),
+        devices,
+        ports={"http": PORT},
+        probed="http",
+        env=[of_pod("NAMESPACE", "metadata.namespace"), secret],
     )
-    dockerfile = (
-        f"# docker build -t {image} . (with {WHEEL} in this directory)\n{MAKE_WHEEL}"
-        f"FROM vllm/vllm-openai:v{TESTED_VERSION}\n"
-        f"COPY {WHEEL} /tmp/\n"
-        f"RUN pip install {' '.join(beside_vllm(plan))} && pip install --no-deps /tmp/{WHEEL}\n"
-        f"USER {USER}\n"
-    )
-    return {
-        "xgpt.yaml": comment + yaml.dump_all(objects, Dumper=_dumper(), sort_keys=False),
-        "Dockerfile": dockerfile,
-    }
-
-
-def _objects(plan: Plan, image: str) -> list[Object]:
-    """A Deployment whose replicas are the plan's, behind a Service, and what they need."""
-    from xgpt.io import dump_json
-
-    slug = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
-    name = f"xgpt-{slug or 'model'}"[:MAX_NAME].rstrip("-")
-    selector = {"app.kubernetes.io/name": name}
-    meta = {"name": name, "labels": {**selector, "app.kubernetes.io/managed-by": "xgpt"}}
-    document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
-    if len(document.encode()) > MAX_CONFIG_BYTES:
-        says = f"the plan takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; plan with fewer lengths"
-        raise InputError("plan.workload", plan.workload.name, says)
+    follow = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
+    worker = Work(image, follow, devices, mounts_keys=False, env=[secret])
     spec = {
         "replicas": plan.replicas,
-        "selector": {"matchLabels": selector},
-        "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(plan, name, image)},
+        "leaderWorkerTemplate": {
+            "size": nodes,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": _template(plan, names, leader),
+            "workerTemplate": _template(plan, names, worker),
+        },
     }
-    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
-    policy = {
-        "podSelector": {"matchLabels": selector},
-        "policyTypes": ["Ingress", "Egress"],
-        "ingress": [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "http"}]}],
-        "egress": [],  # it fetches nothing
-    }
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"plan.json": document}},
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec},
-        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"selector": selector, "ports": ports}},
-        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": policy},
+    kind = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
+    objects = [
+        config_map(plan, names),
+        {**kind, "metadata": names.meta(), "spec": spec},
+        service(names, LEADER_LABELS),
+        disruption_budget(names),
+        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
     ]
+    told = (
+        f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
+        " --from-literal=secret=$(openssl rand -hex 32)\n# The cluster needs the LeaderWorkerSet controller.\n"
+    )
+    return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, told)
 
 
-def _pod(plan: Plan, name: str, image: str) -> Object:
-    return {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # a service's variables could be taken for vLLM's
-        "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [_container(plan, name, image)],
-        "volumes": [
-            {"name": "plan", "configMap": {"name": name}},
-            {"name": "keys", "secret": {"secretName": f"{name}-keys", "defaultMode": 0o440}},
-            {"name": "model", "persistentVolumeClaim": {"claimName": f"{name}-model", "readOnly": True}},
-            {"name": "scratch", "emptyDir": {"sizeLimit": "16Gi"}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _gib(_shm_gib(plan))}},
-        ],
-    }
+def _template(plan: Plan, names: Names, work: Work) -> Object:
+    return {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
 
 
-def _container(plan: Plan, name: str, image: str) -> Object:
-    from xgpt.app.packages import PORT
-
-    hosts = [name, *(f"{name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
-    command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", "--engine", "vllm"]
-    command += ["--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", f"{ETC}/keys/keys"]
+def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
+    """The command of a pod that answers requests."""
+    hosts = [names.name, *(f"{names.name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
+    command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *more]
+    command += ["--host", "0.0.0.0", "--port", str(port), "--api-key-file", f"{ETC}/keys/keys"]
     command += [word for host in hosts for word in ("--allowed-host", host)]
-    command += ["--shutdown-delay", str(LEAVE_S), "--drain-timeout", str(DRAIN_S)]
-    return {
-        "name": "xgpt",
-        "image": image,
-        "command": command,
-        "env": [
-            {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-            *({"name": key, "value": value} for key, value in _variables().items()),
-        ],
-        "ports": [{"name": "http", "containerPort": PORT}],
-        "resources": _resources(plan),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "startupProbe": _probe("/health", periodSeconds=10, failureThreshold=START_S // 10),
-        "readinessProbe": _probe("/ready", periodSeconds=5, failureThreshold=2),
-        "livenessProbe": _probe("/health", periodSeconds=10, failureThreshold=6),
-        "volumeMounts": [
-            {"name": "plan", "mountPath": f"{ETC}/plan", "readOnly": True},
-            {"name": "keys", "mountPath": f"{ETC}/keys", "readOnly": True},
-            {"name": "model", "mountPath": MODEL_PATH, "readOnly": True},
-            {"name": "scratch", "mountPath": SCRATCH},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
-    }
+    return [*command, "--shutdown-delay", str(LEAVE_S), "--drain-timeout", str(DRAIN_S)]
 
 
-def _probe(path: str, **settings: int) -> Object:
-    return {"httpGet": {"path": path, "port": "http"}, "timeoutSeconds": 5, **settings}
+def serving_command(names: Names, port: int) -> list[str]:
+    """What a pod in vLLM runs whose name a gateway keeps to itself: it is asked for by addresses alone."""
+    return _serve(names, port, ["--engine", "vllm"])
 
 
-def _variables() -> dict[str, str]:
-    """A user without a home of its own, whose files go where it may write; and no network."""
-    own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
-    return own | {"USER": "xgpt", "HF_HUB_OFFLINE": "1"}
+def weights_note(plan: Plan, names: Names) -> str:
+    """Where pods have weights from, as a comment."""
+    if (model_id := hub.id_of(plan.checkpoint)) is not None:
+        return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
+    return f"the weights come from a volume claim, {names.name}-model"
 
 
-def _resources(plan: Plan) -> Object:
-    """A core for each GPU's worker, and four for the endpoint and vLLM's loop; weights pass through memory once."""
-    devices = plan.devices_per_replica
-    weights_gib = math.ceil(plan.model.weight_bytes(plan.dtype) / 2**30)
-    memory_gib = 8 + 4 * devices + _shm_gib(plan)
-    gpus = {"nvidia.com/gpu": str(devices)}
-    return {
-        "requests": {"cpu": str(4 + devices), "memory": _gib(memory_gib), **gpus},
-        "limits": {"cpu": str(2 * (4 + devices)), "memory": _gib(memory_gib + 8 + weights_gib), **gpus},
-    }
+def _files(
+    plan: Plan, names: Names, objects: list[Object], engine: str, image: str, origin: str, told: str = ""
+) -> dict[str, str]:
+    comment = (
+        f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
+        f"# {weights_note(plan, names)};\n# the clients' keys from a secret:\n"
+        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{told}"
+        "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -k .\n"
+    )
+    return {"xgpt.yaml": comment + to_yaml(objects), "kustomization.yaml": kustomization(["xgpt.yaml"])}
 
 
-def _shm_gib(plan: Plan) -> int:
-    """Shared memory, through which the workers of a replica speak."""
-    return 2 + 2 * plan.devices_per_replica
-
-
-def _gib(count: int) -> str:
-    return f"{count}Gi"
-
-
-def _dumper() -> type[yaml.SafeDumper]:
-    """Writes texts of several lines as they are, and what occurs twice twice."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-    Dumper.add_representer(str, text)
-    return Dumper
+def kustomization(resources: list[str]) -> str:
+    """A base that overlays add their namespace, images and autoscalers to."""
+    return to_yaml([{"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}])

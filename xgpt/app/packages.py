@@ -22,6 +22,26 @@ def beside_vllm(plan: Plan) -> list[str]:
     return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
 
+def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) -> str:
+    """The Dockerfile of an image with xgpt next to vLLM.
+
+    Args:
+        base: the image that has vLLM; None: vLLM's own. Another one's version of vLLM is checked as it is built.
+    """
+    from xrunner.vllm import TESTED_VERSION
+
+    check = (
+        f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"
+    )
+    return (
+        f"# docker build -t {image} . (with {WHEEL} in this directory)\n{MAKE_WHEEL}"
+        f"FROM {base or f'vllm/vllm-openai:v{TESTED_VERSION}'}\n{'' if base is None else check}"
+        f"COPY {WHEEL} /tmp/\n"
+        f"RUN pip install {' '.join(beside_vllm(plan))} && pip install --no-deps /tmp/{WHEEL}\n"
+        f"USER {user}\n"
+    )
+
+
 def _pinned(name: str) -> str:
     """The version that is here; of a package that is not, whichever fits."""
     try:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 @click.option(
     "--to",
     "target",
-    type=click.Choice(["script", "vllm", "k8s"]),
+    type=click.Choice(["script", "vllm", "k8s", "dynamo", "llm-d"]),
     required=True,
-    help="script: xgpt's own engine, on one or several machines; vllm: the schedule in vLLM, on one; k8s: that on "
-    "Kubernetes.",
+    help="script: xgpt's own engine, on one or several machines; vllm: the schedule in vLLM, on one; k8s: either on "
+    "Kubernetes; dynamo, llm-d: the schedule in vLLM, as objects of these platforms.",
 )
 @click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 import zmq
@@ -14,6 +15,7 @@ from zmq.utils import z85
 
 from xgpt.errors import MachineError
 
+NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
 
@@ -106,15 +108,22 @@ def interface_of(host: str) -> str | None:
     return None
 
 
-def address_towards(host: str) -> str:
+def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
     """This machine's address on the way to another.
+
+    Args:
+        named_within_s: how long a name may not be known yet, as that of a pod that is starting, too.
 
     Raises:
         MachineError: there is no way.
     """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-            opened.connect((host, 1))
-            return str(opened.getsockname()[0])
-    except OSError as error:
-        raise MachineError(f"there is no way to {host}: {error}") from None
+    until = time.monotonic() + named_within_s
+    while True:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+                opened.connect((host, 1))
+                return str(opened.getsockname()[0])
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() > until:
+                raise MachineError(f"there is no way to {host}: {error}") from None
+            time.sleep(0.5)

@@ -29,12 +29,14 @@ class Launch:
     """How to start the vLLM of one lane: for this model, with these arguments, under these variables.
 
     Attributes:
+        sizes: of the arguments, those that hold whichever program starts vLLM and tells it its requests.
         kv_blocks, block_size: the K/V memory that requests share.
     """
 
     lane: LaneName
     model: str
     arguments: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     kv_blocks: int = 0
     block_size: int = 0
@@ -173,7 +175,7 @@ def _launch(
     environment |= variables(cluster, devices_of(plan, stages))
     step = step_tokens(plan)
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
-    arguments = [
+    sizes = [
         *("--dtype", plan.dtype),
         *("--max-model-len", str(min(spec.max_context, blocks * block_size))),
         *("--block-size", str(block_size)),
@@ -186,17 +188,20 @@ def _launch(
         *(["--enable-expert-parallel"] if by_experts else []),
         *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
         "--no-async-scheduling",
+    ]
+    if cluster.device.type == "cpu":
+        # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
+        room = cache_bytes(plan, stages, (blocks + 1) * block_size)
+        sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
+    own = [
         "--skip-tokenizer-init",  # text is the endpoint's
         "--disable-log-stats",
         *("--generation-config", "vllm"),
         *("--scheduler-cls", scheduler),
         *("--additional-config", json.dumps({"xgpt": config})),
     ]
-    if cluster.device.type == "cpu":
-        # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
-        room = cache_bytes(plan, stages, (blocks + 1) * block_size)
-        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
-    return Launch(lane, plan.checkpoint, tuple(arguments), environment, blocks, block_size)
+    arguments = (*sizes, *own)
+    return Launch(lane, plan.checkpoint, arguments, tuple(sizes), environment, blocks, block_size)
 
 
 def step_tokens(plan: Plan) -> int:

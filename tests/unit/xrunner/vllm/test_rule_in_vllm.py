@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from tests.vllm.plans import exportable, here, plan_with
-from xgpt.app.exporting import Target, export
 from xgpt.cli import cli
-from xgpt.cli.serve import command as serve
 from xgpt.errors import InputError, MachineError
 from xgpt.io import dump_json, sha256
 from xgpt.policies import Request
@@ -38,7 +30,6 @@ from xgpt.schema import (
     StepRecord,
     WaaSettings,
 )
-from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import (
     Accepted,
     Cancel,
@@ -249,184 +240,9 @@ def test_a_machine_without_vllm_says_where_to_name_it(monkeypatch: pytest.Monkey
         python()
 
 
-# Export --------------------------------------------------------------------------------------------------------
-
-
-HOSTILE = [
-    "a\nkind: Secret",
-    "a\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: evil}",
-    """quote's "double" `tick`""",
-    "$(touch /tmp/pwned)",
-    "${HOME}; rm -rf /",
-    "a: {b: [c]} # d & *e !f |g >h %i @j",
-    "\x85\u2028next line\ttab \\n",
-    "../../etc/passwd",
-    "ÄÖÜ 漢字",
-    "x" * 300,
-    "--host=0.0.0.0",
-]
-"""Names that would be something else in YAML or in a shell."""
-
-
-def hostile(name: str) -> Plan:
-    """A plan in which everything that has a name has this one."""
-    plan = fitting(RRA)
-    update = {
-        "model": plan.model.model_copy(update={"name": name}),
-        "workload": plan.workload.model_copy(update={"name": name}),
-        "cluster": plan.cluster.model_copy(update={"name": name}),
-        "checkpoint": name,
-    }
-    return plan.model_copy(update=update)
-
-
-def objects_of(plan: Plan) -> dict[str, Any]:
-    """The exported Kubernetes objects, validated, by kind."""
-    items = list(yaml.safe_load_all(export(plan, "k8s")["xgpt.yaml"]))
-    for item in items:
-        kubernetes_validate.validate(item, "1.31", strict=True)
-    return {item["kind"]: item for item in items}
-
-
-def run_script(script: str, directory: Path, *more: str, env: dict[str, str] | None = None) -> list[str]:
-    """The words with which an exported script calls xgpt, here a fake."""
-    (directory / "script.sh").write_text(script)
-    fake = directory / "xgpt"
-    fake.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-    fake.chmod(0o755)
-    path = {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}", **(env or {})}
-    said = subprocess.check_output(["sh", directory / "script.sh", *more], env=path, text=True)
-    return said.split("\0")[:-1]
-
-
-@pytest.mark.parametrize("more", [(), ("--host", "0.0.0.0", "--api-key-file", "my keys"), ("$(id)", "a b")])
-def test_the_exported_script_serves_in_vllm_behind_our_endpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
-    for plan in (fitting(RRA), waa()):
-        files = export(plan, "vllm")
-        assert Plan.model_validate_json(files["plan.json"]) == plan
-        assert f"vllm=={TESTED_VERSION}" in files["requirements.txt"]
-        words = run_script(files["serve.sh"], tmp_path, *more)
-        assert words == ["serve", "plan.json", "--engine", "vllm", "--port", "8000", *more]
-    assert "nixl" in files["requirements.txt"]
-
-
-def test_the_exported_script_is_not_for_others_without_keys(tmp_path: Path) -> None:
-    plan = exportable(RRA, str(tmp_path))
-    words = run_script(export(plan, "vllm")["serve.sh"], tmp_path, "--host", "0.0.0.0")
-    (tmp_path / "plan.json").write_text(dump_json(plan))
-    refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *words[2:]])
-    assert isinstance(refused.exception, InputError) and "--api-key-file" in str(refused.exception)
-
-
 def test_what_vllm_does_not_take_of_serves_options_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XGPT_CLUSTER_SECRET", "x" * 16)
     (tmp_path / "plan.json").write_text(dump_json(exportable(here(RRA), str(tmp_path))))
     options = ["--engine", "vllm", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
     refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *options])
     assert isinstance(refused.exception, InputError) and "on this machine alone" in str(refused.exception)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("target", ["vllm", "k8s", "script"])
-def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
-    plain, files = export(hostile("opt"), target), export(hostile(name), target)
-    assert files.keys() == plain.keys()
-    assert Plan.model_validate_json(files["plan.json"]) == hostile(name)
-    for script in ("serve.sh", "start.sh", "requirements.txt", "Dockerfile"):
-        assert files.get(script) == plain.get(script)  # nothing of the plan's names comes in
-    if target != "k8s":
-        return
-    found, expected = objects_of(hostile(name)), objects_of(hostile("opt"))
-    assert found.keys() == expected.keys()
-    own = found["Deployment"]["metadata"]["name"]
-    assert re.fullmatch(r"xgpt-[a-z0-9]([a-z0-9-]*[a-z0-9])?", own) and len(f"{own}-model") < 64
-    assert json.loads(found["ConfigMap"]["data"]["plan.json"])["model"]["name"] == name
-    for kind in ("Deployment", "Service", "NetworkPolicy"):
-        assert json.loads(json.dumps(found[kind]).replace(own, "xgpt-opt")) == expected[kind]
-
-
-def test_exported_pods_may_do_nothing_that_serving_does_not_take() -> None:
-    objects = objects_of(fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}))
-    spec = objects["Deployment"]["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    assert spec["replicas"] == 3
-    held = pod["securityContext"]
-    assert held["runAsNonRoot"] and held["runAsUser"] and held["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not pod["automountServiceAccountToken"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    for bound in ("requests", "limits"):
-        assert container["resources"][bound].keys() == {"cpu", "memory", "nvidia.com/gpu"}
-    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] and volumes["scratch"]["emptyDir"]["sizeLimit"]
-    writable = {mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert writable == {"shm", "scratch"}
-    policy = objects["NetworkPolicy"]["spec"]
-    assert policy["egress"] == [] and policy["podSelector"] == {"matchLabels": spec["selector"]["matchLabels"]}
-    assert [rule["ports"] for rule in policy["ingress"]] == [[{"protocol": "TCP", "port": "http"}]]
-    service = objects["Service"]["spec"]
-    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
-
-
-def test_exported_pods_serve_the_plan_with_keys_of_a_secret() -> None:
-    objects = objects_of(fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}))
-    pod = objects["Deployment"]["spec"]["template"]["spec"]
-    command = pod["containers"][0]["command"]
-    assert command[:4] == ["python3", "-m", "xgpt", "serve"]
-    given = serve.make_context("serve", command[4:]).params
-    assert (given["host"], given["engine"]) == ("0.0.0.0", "vllm")
-    assert 0 < given["shutdown_delay_s"] < given["drain_s"]
-    assert pod["terminationGracePeriodSeconds"] > given["shutdown_delay_s"] + given["drain_s"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert "secret" in volumes[mounts[str(Path(given["api_key_file"]).parent)]]
-    assert "configMap" in volumes[mounts[str(Path(given["plan_path"]).parent)]]
-    plan = json.loads(objects["ConfigMap"]["data"]["plan.json"])
-    assert plan["replicas"] == 1 and mounts[plan["checkpoint"]] == "model"
-
-
-def test_the_exported_start_of_our_own_engine_is_one_that_it_takes(tmp_path: Path) -> None:
-    two_nodes = load_cluster("a40x16")
-    first = Stage(devices=tuple(range(8)), tp=8, decode_layers=(0, 12), kv_blocks=800)
-    plan = fitting(RRA).model_copy(update={"cluster": two_nodes, "stages": (first,), "replicas": 2})
-    script = export(plan, "script")["start.sh"]
-    words = run_script(script, tmp_path, env={"NODE_RANK": "1", "HEAD": "h"})
-    assert words.pop(0) == "serve"
-    given = serve.make_context("serve", words).params
-    assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "h:29400")
-    assert "XGPT_CLUSTER_SECRET" in script
-
-
-def test_no_requirement_is_a_strangers_package_of_our_name() -> None:
-    """The package index has one."""
-    for target in ("vllm", "k8s"):
-        for name, text in export(fitting(RRA), target).items():
-            lines = (line for line in text.splitlines() if not line.startswith("#"))
-            assert name == "plan.json" or not any("xgpt==" in line for line in lines)
-
-
-def test_a_script_for_one_node_takes_no_more_devices_than_it_has() -> None:
-    plan = fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 9})
-    with pytest.raises(InputError, match="takes 9 devices; the script is for one node, of 8"):
-        export(plan, "vllm")
-
-
-def test_a_plan_that_does_not_fit_is_not_exported() -> None:
-    plan = fitting(RRA)
-    full = plan.estimate.model_copy(update={"memory_bytes": (2**40,)})
-    with pytest.raises(InputError, match="offers"):
-        export(plan.model_copy(update={"estimate": full}), "vllm")
-
-
-def test_the_command_writes_files_and_says_how_to_start(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(dump_json(fitting(RRA)))
-    out = tmp_path / "out"
-    result = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.json"), "--to", "script", "-o", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "sh start.sh" in result.output
-    assert "exec xgpt serve plan.json" in (out / "start.sh").read_text()
