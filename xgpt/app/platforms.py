@@ -20,6 +20,7 @@ from xgpt.schema import LaneName, Plan
 DYNAMO = "1.5.0"
 DYNAMO_IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime"
 SIDECAR = "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0"
+ROUTER_CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
 ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
 NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
 """llm-d's proxy listens on the front's port, and looks for vLLM on the decode lane's."""
@@ -142,7 +143,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     comment = (
         f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION} behind llm-d's router, whose chart takes\n"
         f"# router.values.yaml:\n"
-        f"#   helm install {names.name} oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0 -f router.values.yaml\n"
+        f"#   helm install {names.name} {ROUTER_CHART} -f router.values.yaml\n"
         f"# {weights_note(plan, names)}; clients' keys from a secret:\n"
         f"#   kubectl create secret generic {names.name}-keys {keys}\n"
         f"# Start: kubectl apply -k .{_lanes_note(plan)}\n"
