@@ -20,7 +20,7 @@ from xgpt.schema import Plan
 Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
 
 WEIGHTS = "weights"
-"""Beside a script: where it puts weights that it fetches."""
+"""The directory, next to a script, of weights that it fetches."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
