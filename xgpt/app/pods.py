@@ -219,7 +219,7 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """Which pods may speak with the plan's pods, and with whom they may: the namespace on these ports, and nothing else.
+    """What may speak with the plan's pods: the namespace, on these ports; and what they may speak with.
 
     Args:
         among: the pods also speak with each other, on any port.
