@@ -134,8 +134,39 @@ class Sampler:
             The tokens, # int64 [sampled]
             and log probabilities by index into `rows`, of those that ask for them.
         """
+        self.failed = {}
         if not len(rows):
             return np.zeros(0, dtype=np.int64), {}
+        try:
+            return self._choose(logits, rows, positions)
+        except Exception:  # one of them is at fault, whatever it is
+            return self._one_by_one(logits, rows, positions)
+
+    def _one_by_one(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, Logprobs]]:
+        """Choose for each request apart."""
+        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        logprobs: dict[int, Logprobs] = {}
+        failed: dict[int, str] = {}
+        for index in range(len(rows)):
+            row, self.failed = slice(index, index + 1), {}
+            try:
+                tokens[row], of_row = self._choose(logits[row], rows[row], positions[row])
+            except Exception as error:
+                failed[index] = f"no token can be chosen: {type(error).__name__}: {error}"
+            else:
+                if 0 in self.failed:
+                    failed[index] = self.failed[0]
+                if 0 in of_row:
+                    logprobs[index] = of_row[0]
+        self.failed = failed
+        return tokens, logprobs
+
+    def _choose(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, Logprobs]]:
+        """What a call does where no request is at fault; what rows remember changes at its end alone."""
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -153,10 +184,10 @@ class Sampler:
             if self._noise is None:
                 self._noise = token_noise(self._vocab_size).to(scores.device)
             tokens[drawn] = _draw(scores[drawn], settings[drawn], positions[drawn], self._noise)
-        if penalised.size:
-            self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
         asking = np.flatnonzero(settings["num_logprobs"] >= 0)
         logprobs = _logprobs(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
+        if penalised.size:
+            self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
         if any_failed:
             tokens[failed] = NO_TOKEN
         picked = tokens.cpu().numpy()
@@ -168,7 +199,6 @@ class Sampler:
 
     def _constrain(self, scores: Tensor, rows: np.ndarray) -> None:
         """Add biases to scores, and rule out what grammars do not allow. # float32 [sampled, vocab], int64 [sampled]"""
-        self.failed = {}
         if not (self._biases or self._states):
             return
         for index, row in enumerate(rows.tolist()):

@@ -12,7 +12,7 @@ from xgpt.policies import BlockTable, Chunk, Step
 from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, Sequences, make_batch
 from xrunner.executor import OneAtATime
-from xrunner.generation import NO_TOKEN, Generation, Logprobs
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
@@ -246,31 +246,10 @@ class Worker(OneAtATime):
             assert logits is not None, "the last stage alone is told how to choose"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
-            try:
-                tokens, logprobs = self._sampler(logits, rows, self._context[rows])
-            except Exception:  # one of them is at fault, whatever it is
-                tokens, logprobs = self._one_by_one(logits, ids, rows)
-            else:
-                self.failed |= {ids[index]: why for index, why in self._sampler.failed.items()}
+            tokens, logprobs = self._sampler(logits, rows, self._context[rows])
+        self.failed |= {ids[index]: why for index, why in self._sampler.failed.items()}
         self.logprobs |= {ids[index]: value for index, value in logprobs.items()}
         return tokens
-
-    def _one_by_one(self, logits: Tensor, ids: list[int], rows: np.ndarray) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for each request apart; NO_TOKEN where that fails."""
-        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
-        logprobs: dict[int, Logprobs] = {}
-        for index, id_ in enumerate(ids):
-            row = slice(index, index + 1)
-            try:
-                tokens[row], of_row = self._sampler(logits[row], rows[row], self._context[rows[row]])
-            except Exception as error:
-                self.failed[id_] = f"no token can be chosen: {type(error).__name__}: {error}"
-            else:
-                if 0 in self._sampler.failed:
-                    self.failed[id_] = self._sampler.failed[0]
-                if 0 in of_row:
-                    logprobs[index] = of_row[0]
-        return tokens, logprobs
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
         """The step as the model takes it; `rows` are those of its decodes, then of its chunks."""

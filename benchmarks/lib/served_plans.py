@@ -20,6 +20,7 @@ from typing import Any
 
 from xgpt.io import dump_json
 from xgpt.machine import detect
+from xgpt.processes import end_with_parent
 from xgpt.schema import (
     Constraint,
     Estimate,
@@ -34,7 +35,6 @@ from xgpt.schema import (
     WaaSettings,
     Workload,
 )
-from xrunner.cluster.process import die_with_parent
 
 SPEC = ModelSpec(
     name="small",
@@ -182,7 +182,7 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
         text=True,
         env=environment,
         start_new_session=True,
-        preexec_fn=die_with_parent,  # its session is its own, so nothing else would end it with us
+        preexec_fn=end_with_parent,  # its session is its own, so nothing else would end it with us
     )
     running = Served(process)
     reader = threading.Thread(target=running._read, daemon=True)

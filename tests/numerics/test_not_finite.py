@@ -72,6 +72,13 @@ def test_on_one_device(directory, kind, sampling):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batching", ["padded", "rows", "slots"])
+def test_in_rows(directory, batching, sampling):
+    plan = planned(problem_of(directory, 1), "static")
+    check(lambda: build_engine(plan, batching=batching), sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["static", "waa"])
 def test_on_two_devices(directory, fleet, kind, sampling):
     problem = problem_of(directory, 2)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import fake_app, running
 from tests.numerics.test_planned import MAX_OUTPUT, PROMPTS, greedy, run
+from tests.numerics.test_worker import refuse_to_draw
 from tests.planned import planned, problem_of
 from xgpt.app.engines import build_engine
 from xgpt.app.serving import ServeRequest
@@ -99,6 +100,21 @@ def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
 
 def is_held(schedule, id_) -> bool:
     return any(id_ in batch.held for batch in schedule.pool.batches)
+
+
+@pytest.mark.parametrize("batching", LAYOUTS)
+def test_a_request_whose_token_cannot_be_chosen_fails_alone(checkpoint, batching, monkeypatch):
+    """It was a failed step, and all of the batch began anew."""
+    refuse_to_draw(monkeypatch)
+    engine = build_engine(static_plan(checkpoint("opt-tied")[0]), batching=batching)
+    for id_, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(temperature=0.7, top_k=9 if id_ == 1 else 5, seed=id_)
+        engine.submit(Generation(id_, prompt, MAX_OUTPUT, sampling=sampling))
+    ended = {}
+    while (made := engine.step()) is not None:
+        ended |= {token.id: token.error for token in made if token.finish}
+    reason = "no token can be chosen: OverflowError: int too big to convert"
+    assert ended == {id_: reason if id_ == 1 else "" for id_ in range(len(PROMPTS))}
 
 
 @pytest.mark.parametrize("batching", LAYOUTS)

@@ -15,12 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
 BASE = {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.prefixes", "xgpt.workload", "xgpt.__version__"}
-SHELL = BASE | {"xgpt.machine", "xgpt.checkpoint"}
+SHELL = BASE | {"xgpt.machine", "xgpt.processes", "xgpt.checkpoint"}
 
 ALLOWED: dict[str, set[str]] = {
     "xgpt.schema": {"xgpt.schema"},
     "xgpt.errors": set(),
     "xgpt.numbers": set(),
+    "xgpt.processes": set(),
     "xgpt.io": {"xgpt.schema", "xgpt.errors"},
     "xgpt.prefixes": {"xgpt.schema", "xgpt.errors"},
     "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.prefixes"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -360,7 +361,7 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """`xgpt serve` as users run it, on a free port. Yields its URL.
+    """`xgpt serve` as users run it, on a free port, until the end of the block or of this thread. Yields its URL.
 
     Args:
         directory: where the plan is written.
@@ -368,13 +369,20 @@ def served(
         options: further ones of `xgpt serve`.
     """
     from xgpt.io import dump_json
+    from xgpt.processes import end_with_parent
 
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
     command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
     command += [*options, "--log-level", "error"]  # its log is not read, and a full pipe would stop it
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # also where this process is killed
+    )
     assert process.stderr is not None
     try:
         lines = []

@@ -46,6 +46,8 @@ class Worker:
 
     async def start(self) -> None:
         """Start the process, which loads what it needs."""
+        if self._reading is not None:
+            await self._reading  # the last word of the one before is no answer of this one
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -58,6 +60,13 @@ class Worker:
         )
         self._reading = asyncio.create_task(self._read(self._process))
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whichever is noticed first: that the process is gone, or that no more comes from it."""
+        if self._process is None or self._reading is None:
+            return True
+        return self._process.returncode is not None or self._reading.done()
+
     async def stop(self) -> None:
         """End it, whatever it does."""
         if self._process is not None and self._process.returncode is None:
@@ -69,7 +78,7 @@ class Worker:
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[bytes]:
         """Yield the parts of the answer, a line each, until its end or until another question is asked."""
         async with self._lock:
-            if self._process is None or self._process.returncode is not None:
+            if self._has_ended:
                 await self.start()
             assert self._process is not None and self._process.stdin is not None
             await self._is_ready.wait()
@@ -125,21 +134,21 @@ def build_app() -> Starlette:
     async def names(request: Request) -> Response:
         return JSONResponse({kind: config_names(kind) for kind in ("models", "clusters", "workloads", "engines")})
 
-    async def ask(request: Request) -> Response:
+    async def ask(request: Request, body: bytes) -> Response:
         try:
-            asked = json.loads(await request.body())
+            asked = json.loads(body)
         except ValueError:
             return JSONResponse({"error": "the question is no JSON"}, 400)
         if not isinstance(asked, dict):
             return JSONResponse({"error": "the question is no JSON object"}, 400)
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
-    async def trace(request: Request) -> Response:
+    async def trace(request: Request, body: bytes) -> Response:
         """The histograms of a trace that was dropped on the page; its name is that of the file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / ("trace.jsonl" if name.endswith(".jsonl") else "trace.csv")
-            path.write_bytes(await request.body())
+            path.write_bytes(body)
             try:
                 workload = load_workload(str(path))
             except InputError as error:
@@ -160,16 +169,20 @@ def build_app() -> Starlette:
     )
 
 
-def _of_this_page(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Refuses what another site's page has a browser send: only our own can send JSON without being asked first."""
+def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
+    """Refuse what another site's page has a browser send: only our own can send JSON without being asked first. And
+    what is too long, whether it says so beforehand or comes in chunks."""
     from starlette.responses import JSONResponse
 
     async def checked(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return JSONResponse({"error": "content-type: give application/json"}, 415)
-        if int(request.headers.get("content-length", "0")) > MOST_BYTES:
-            return JSONResponse({"error": f"at most {MOST_BYTES} bytes"}, 413)
-        answered: Response = await answer(request)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                return JSONResponse({"error": f"at most {MOST_BYTES} bytes"}, 413)
+        answered: Response = await answer(request, bytes(body))
         return answered
 
     return checked

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +17,7 @@ import zmq
 
 from xgpt.errors import MachineError, XgptError
 from xgpt.policies import BlockTable, Chunk, Step
+from xgpt.processes import end_with_parent
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
@@ -33,8 +32,6 @@ from xrunner.worker import Worker
 
 ALIVE_S = 0.5
 """How often a worker says that it is alive."""
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class ProcessSettings:
 
 def main(settings: ProcessSettings, parent: int) -> None:
     """Run until the launcher, process `parent`, ends this process."""
-    die_with_parent(parent)
+    end_with_parent(parent)
     worker = settings.worker
     traffic = Traffic()
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
@@ -89,19 +86,6 @@ def _backend(workers_here: int) -> str:
     """Gloo alone where several workers share a GPU, which NCCL does not do."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when the one that started it ends, where that is Linux.
-
-    Args:
-        parent: the number of that process; where it has ended already, so does this one.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 class ControlPlane(threading.Thread):

@@ -37,6 +37,17 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    attended = _masked(q, k, v, allowed, bias, scale)
+    if not attended.isnan().any():
+        return attended
+    # A key that is not finite makes NaN of its whole slot, masked or not: only its own request may have it.
+    is_finite = (k.isfinite() & v.isfinite()).all(3).all(1)
+    k, v = (x.where(is_finite[:, None, :, None], 0) for x in (k, v))
+    is_lost = (allowed & ~is_finite[:, None]).any(2)
+    return _masked(q, k, v, allowed, bias, scale).masked_fill(is_lost[:, None, :, None], float("nan"))
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     mask = allowed[:, None]
     if bias is not None:
         mask = torch.where(mask, bias, float("-inf"))

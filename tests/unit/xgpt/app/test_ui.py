@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from tests.browser import CHROMIUM, browser
 from xgpt.app.exploring import Explorer
+from xgpt.app.ui import MOST_BYTES, Worker
 from xgpt.errors import InputError
 
 ONE = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "orca", "latency_bound_s": 8}
@@ -173,3 +175,35 @@ def test_the_process_may_end_and_the_page_goes_on(url: str) -> None:
     if parts[-1]["part"] == "error":  # the question met the process in its end
         parts = list(ask(url, ONE | {"objective": "saturated"}))
     assert parts[-1]["part"] == "end"
+
+
+def test_a_body_in_chunks_is_no_longer_than_another(url: str) -> None:
+    """Its length was looked up in a header that it does not have."""
+    headers = {"Content-Type": "application/json"}
+    parts = (b" " * 2**20 for _ in range(MOST_BYTES // 2**20 + 1))
+    answer = httpx.post(f"{url}ask", content=parts, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()) == (413, {"error": f"at most {MOST_BYTES} bytes"})
+
+
+@pytest.mark.parametrize("noticed", ["gone", "silent"])
+def test_a_question_right_behind_the_end_of_the_process_is_answered(noticed: str) -> None:
+    """It had the last word of the process that was gone for its answer, or might have waited for ever."""
+
+    async def parts() -> list[str]:
+        worker = Worker()
+        try:
+            await worker.start()
+            process = worker._process
+            assert process is not None
+            await worker._is_ready.wait()
+            process.kill()
+            reading = worker._reading
+            assert reading is not None
+            while process.returncode is None if noticed == "gone" else not reading.done():
+                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                return [json.loads(part)["part"] async for part in worker.answers(ONE | {"latency_bound_s": 0.05})]
+        finally:
+            await worker.stop()
+
+    assert "error" not in asyncio.run(parts())
