@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from tools.fields import descriptions, reachable
 from xgpt.cli import COMMANDS
 from xgpt.schema import Plan, Profile
+from xgpt.schema.fleet import FleetPlan
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 EXIT_CODES = """| exit code | meaning |
@@ -76,14 +77,14 @@ def _escaped(text: str) -> str:
 
 
 def files() -> str:
-    """Every type that plan.json and profile.json are made of, field by field."""
+    """Every type that plan.json, profile.json and fleet.json are made of, field by field."""
     parts = [
         "# Files",
         "Generated from the types that read and write them. The JSON schema of plan.json is "
         "`configs/schema/plan.schema.json`. Unknown fields, NaN and infinities are refused.",
     ]
     seen: list[type[BaseModel]] = []
-    for title, root in (("plan.json", Plan), ("profile.json", Profile)):
+    for title, root in (("plan.json", Plan), ("profile.json", Profile), ("fleet.json", FleetPlan)):
         parts.append(f"## {title}")
         for model in reachable(root, seen):
             parts += [f"### {model.__name__}", _docstring(model), _fields(model)]

@@ -8,13 +8,14 @@ clusters and workloads are shipped names, paths of files, or objects of `xgpt.sc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from xgpt.app.arguments import (
     BenchArguments,
+    FleetArguments,
     LoadArguments,
     PathLike,
     PlanArguments,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from xgpt.app.solving import Planned
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies.tcb import Batching
+    from xgpt.schema.fleet import FleetPlan
 
 T = TypeVar("T")
 
@@ -107,6 +109,49 @@ def solve(
 
     check(asked, PlanArguments)
     return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
+
+
+def fleet(
+    trace: PathLike,
+    *,
+    latency_bound_s: float | None,
+    attain: float = 0.99,
+    among: Mapping[str, float] | None = None,
+    progress: Progress | None = None,
+    **asked: Unpack[FleetArguments],
+) -> FleetPlan:
+    """Return how many replicas of which plan hold each interval of a day's load at the least cost.
+
+        day = xgpt.fleet("day.csv", model="llama-3.1-8b", among={"h100x8": 2.9, "a100x16": 1.4}, latency_bound_s=15)
+        day.planned.cost, day.constant.figures.cost, day.gap
+
+    Args:
+        trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
+        latency_bound_s: time from arrival to the last token; None: no bound on it.
+        attain: share of the day's requests that keep the bounds.
+        among: clusters with the price of one device for an hour, whose replicas may be mixed; None: `cluster` alone.
+        interval_s: time in which the fleet stays as it is, by default 900.
+        least_stay_s: time for which a replica that was started stays, at least, by default 0.
+        startup_s: time from ordering a replica until it loads its weights, by default 60.
+        devices: the most devices of each cluster, a number or one for each name; None: as many as it takes.
+        least_replicas: replicas at any time, by default 1.
+        seed: of the requests that rates stand for, by default 0.
+
+    `model`, `cluster`, `dtype`, `profile`, `engine`, `price`, `ttft_s`, `tpot_s`, `headroom` and `policy` are those of
+    `plan`.
+
+    Raises:
+        InputError: an argument is not accepted, or the trace is malformed.
+        InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
+        MachineError: this machine cannot be measured.
+    """
+    from xgpt.app.fleet.planning import FleetRequest, fleet_request, plan_fleet
+
+    check(asked, FleetArguments)
+    of_fleet = {name: value for name, value in asked.items() if name in FleetRequest.model_fields}
+    of_plan = {name: value for name, value in asked.items() if name not in of_fleet}
+    request = fleet_request(trace=trace, among=among, **of_fleet)
+    return plan_fleet(request, {**of_plan, "latency_bound_s": latency_bound_s, "quantile": attain}, progress)
 
 
 def compare(

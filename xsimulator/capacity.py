@@ -7,19 +7,20 @@ arrivals. A run ends as soon as more requests have broken their bounds than the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, floor, inf, log, log2
 
 import numpy as np
 
 from xgpt import policies
-from xgpt.schema import Capacity, Goal, Plan, Profile
+from xgpt.schema import Capacity, Goal, Plan, Profile, StageLane
 from xgpt.workload import poisson_arrivals, sample
 from xsimulator.arrivals import Array, GoalNs, Kv, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
 from xsimulator.one_lane_arrivals import OneLaneRun
-from xsimulator.step_cost import lanes_of
+from xsimulator.step_cost import LaneCost, lanes_of
 from xsimulator.two_lane_arrivals import TwoLaneRun
 
 LEAST_REQUESTS = 2000
@@ -53,8 +54,7 @@ class Trial:
 
     def __init__(self, plan: Plan, profile: Profile, seed: int = SEED, *, by_request: bool = False) -> None:
         self.plan, self.constraint = plan, plan.constraint
-        self._by_request = by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve"
-        self._by_request |= not plan.policy.counts_tell
+        self._by_request = by_request
         self.lanes = lanes_of(plan, profile)
         share = plan.estimate.throughput_rps / plan.replicas
         longest_s = plan.estimate.latency_s + _wait_s(plan, share)
@@ -108,14 +108,19 @@ class Trial:
         return float(self.plan.replicas * self.num_requests / (ends[last] - ends[first]) * 1e9)
 
     def _run(self, stream: Stream) -> Run:
-        plan, schedule = self.plan, policies.build(self.plan)
-        if self._by_request:
-            return _EngineRun(self, schedule, stream)
-        kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-        if isinstance(schedule, policies.TwoLane):
-            return TwoLaneRun(schedule.settings, self.lanes["encode"], self.lanes["decode"], kv, stream)
-        assert isinstance(schedule, policies.OneLane)
-        return OneLaneRun(schedule.settings, self.lanes["both"], kv, stream)
+        return run_of(self.plan, self.lanes, stream, by_request=self._by_request)
+
+
+def run_of(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False) -> Run:
+    """Return one replica's run over a stream: by counts where these tell, or else by request."""
+    schedule = policies.build(plan)
+    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    if by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
+        return _EngineRun(lanes, schedule, stream)
+    if isinstance(schedule, policies.TwoLane):
+        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream)
+    assert isinstance(schedule, policies.OneLane)
+    return OneLaneRun(schedule.settings, lanes["both"], kv, stream)
 
 
 class CapacitySearch:
@@ -258,9 +263,8 @@ def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs
 class _EngineRun(Run):
     """A run request by request, for orders and K/V promises that counts do not tell."""
 
-    def __init__(self, trial: Trial, schedule: policies.Schedule, stream: Stream) -> None:
+    def __init__(self, lanes: Mapping[StageLane, LaneCost], schedule: policies.Schedule, stream: Stream) -> None:
         super().__init__(stream, Kv(schedule.pool.kv_blocks, schedule.pool.block_size))
-        lanes = trial.lanes
         clock = (
             LaneClock(lanes["both"], schedule)
             if "both" in lanes

@@ -14,7 +14,7 @@ from tests.cli.commands import Xgpt
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     assert "Did you mean 'plan'?" in xgpt.fails(2, "plna")
-    assert "There are plan, profile," in xgpt.fails(2, "zzz")
+    assert "There are plan, fleet, profile," in xgpt.fails(2, "zzz")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -15,7 +15,7 @@ from xsimulator.forecast import FORECASTS
 ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")
 ALLOWED = {
     "xgpt/app/plan_text.py": "what a plan does, in words for people",
-    "xgpt/cli/plan.py": "the choices of --policy: a command's help loads no package",
+    "xgpt/cli/options.py": "the choices of --policy: a command's help loads no package",
     "xgpt/app/request.py": "what these choices stand for",
     "xgpt/app/planning.py": "what other planners offer, and which policies vLLM runs",
     "xgpt/app/comparing.py": "vLLM's own scheduler, with which a plan is compared, is chunked",

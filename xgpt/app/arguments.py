@@ -75,6 +75,27 @@ class ProfileArguments(TypedDict, total=False):
     framework: str | None
 
 
+class FleetArguments(TypedDict, total=False):
+    """What a day's fleet is made of, trace, clusters and latency bound apart."""
+
+    model: PathLike | ModelSpec
+    cluster: PathLike | ClusterSpec | None
+    dtype: DType | None
+    profile: PathLike | Profile | None
+    engine: PathLike | EngineSpec | None
+    price: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    headroom: float | None
+    policy: PolicyChoice
+    interval_s: float
+    least_stay_s: float
+    startup_s: float
+    devices: int | Mapping[str, int] | None
+    least_replicas: int
+    seed: int
+
+
 class LoadArguments(TypedDict, total=False):
     """The requests that a plan is simulated or measured with."""
 

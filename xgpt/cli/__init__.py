@@ -19,6 +19,7 @@ from xgpt.errors import InfeasibleError, XgptError
 
 COMMANDS = (
     "plan",
+    "fleet",
     "profile",
     "simulate",
     "compare",

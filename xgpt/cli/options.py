@@ -108,6 +108,22 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
 
 def problem_options(command: F) -> F:
     """--model, --cluster, --dtype, --workload, --price, --profile, --engine: what is planned for."""
+    lengths = click.option(
+        "--workload",
+        default="summarization",
+        show_default=True,
+        shell_complete=_names("workloads"),
+        help="Name, YAML file, CSV or JSON lines.",
+    )
+    return _planned_for(command, lengths)
+
+
+def replica_options(command: F) -> F:
+    """The same without --workload: what replicas are planned for that take requests of a trace."""
+    return _planned_for(command)
+
+
+def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
     return _add(
         [
             click.option(
@@ -127,13 +143,7 @@ def problem_options(command: F) -> F:
             click.option(
                 "--dtype", type=click.Choice(DTYPES), help="Type to run in. Default: the model's own; float32 on a CPU."
             ),
-            click.option(
-                "--workload",
-                default="summarization",
-                show_default=True,
-                shell_complete=_names("workloads"),
-                help="Name, YAML file, CSV or JSON lines.",
-            ),
+            *lengths,
             click.option(
                 "--price",
                 type=Decimal(0, min_open=True),
@@ -152,18 +162,25 @@ def problem_options(command: F) -> F:
     )
 
 
+def bound_options(command: F) -> F:
+    """Bounds on requests from their arrival on."""
+    return _add(
+        [
+            _latency_option("Latency that --attain of all requests must keep, from arrival to the last token."),
+            *_parts(),
+            _headroom(),
+        ],
+        command,
+    )
+
+
 def constraint_options(command: F) -> F:
     """The bounds that a schedule must keep."""
     return _add(
         [
-            click.option(
-                "--latency-bound",
-                "latency_bound_s",
-                type=Seconds(allow_inf=True),
-                required=True,
-                metavar="S|inf",
-                help="Latency that --quantile of all requests must keep. With --objective arrivals it counts from "
-                "arrival to the last token; with saturated from admission, as --sla says.",
+            _latency_option(
+                "Latency that --quantile of all requests must keep. With --objective arrivals it counts from "
+                "arrival to the last token; with saturated from admission, as --sla says."
             ),
             click.option(
                 "--objective",
@@ -185,10 +202,7 @@ def constraint_options(command: F) -> F:
                 help="With --objective saturated. length: the bound holds for a request of the quantile's output "
                 "length; request: for the quantile of all requests, by simulation.  [default: length]",
             ),
-            click.option("--ttft", "ttft_s", type=Seconds(), metavar="S", help="Bound on the time to first token."),
-            click.option(
-                "--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token."
-            ),
+            *_parts(),
             *(
                 click.option(
                     f"--{name}-quantile",
@@ -199,16 +213,69 @@ def constraint_options(command: F) -> F:
                 )
                 for name in ("ttft", "tpot")
             ),
-            click.option(
-                "--headroom",
-                type=Decimal(0, 1, max_open=True),
-                metavar="SHARE",
-                help="By which share steps may take longer than predicted before a bound is broken.  [default: the "
-                "known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 by a datasheet), or its spread]",
-            ),
+            _headroom(),
         ],
         command,
     )
+
+
+def _latency_option(text: str) -> Callable[[F], F]:
+    return click.option(
+        "--latency-bound",
+        "latency_bound_s",
+        type=Seconds(allow_inf=True),
+        required=True,
+        metavar="S|inf",
+        help=text,
+    )
+
+
+def _parts() -> list[Callable[[F], F]]:
+    """--ttft, --tpot: bounds on parts of a request's time."""
+    return [
+        click.option("--ttft", "ttft_s", type=Seconds(), metavar="S", help="Bound on the time to first token."),
+        click.option("--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
+    ]
+
+
+def _headroom() -> Callable[[F], F]:
+    return click.option(
+        "--headroom",
+        type=Decimal(0, 1, max_open=True),
+        metavar="SHARE",
+        help="By which share steps may take longer than predicted before a bound is broken.  [default: the "
+        "known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 by a datasheet), or its spread]",
+    )
+
+
+POLICIES = ["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]
+
+policy_option = click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default="auto",
+    show_default=True,
+    help="auto: the best of all policies; exegpt: the better of rra and waa; waa: the better of waa-c, which divides "
+    "the devices between encoding and decoding by computation, and waa-m, which does by memory.",
+)
+
+
+def priced(among: str) -> dict[str, float]:
+    """Return the names and prices in text like a40x4=0.5,h100x8=2.9."""
+    from xgpt.errors import InputError
+    from xgpt.numbers import decimal
+
+    found: dict[str, float] = {}
+    for part in among.split(","):
+        name, _, price = part.strip().rpartition("=")
+        try:
+            value = decimal(price)
+        except ValueError:
+            value = 0.0
+        if not name or name in found or not (math.isfinite(value) and value > 0):
+            raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
+        found[name] = value
+    return found
 
 
 def search_options(command: F) -> F:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import Decimal, constraint_options, json_option, problem_options, search_options
+from xgpt.cli.options import (
+    Decimal,
+    constraint_options,
+    json_option,
+    policy_option,
+    priced,
+    problem_options,
+    search_options,
+)
 
 if TYPE_CHECKING:
     from xgpt.app.solving import Planned
@@ -16,14 +24,7 @@ if TYPE_CHECKING:
 @click.command("plan")
 @constraint_options
 @problem_options
-@click.option(
-    "--policy",
-    type=click.Choice(["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]),
-    default="auto",
-    show_default=True,
-    help="auto: the best of all policies; exegpt: the better of rra and waa; waa: the better of waa-c, which divides "
-    "the devices between encoding and decoding by computation, and waa-m, which does by memory.",
-)
+@policy_option
 @search_options
 @click.option(
     "--arrival-rate",
@@ -85,7 +86,7 @@ def command(
     chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
     if among is not None and not chosen:
         del asked["cluster"]
-    clusters = None if among is None else _priced(among)
+    clusters = None if among is None else priced(among)
     with render.progress_bar() as progress:
         planned = api.solve(**asked, devices=_count(devices), among=clusters, fix=_held(fix), progress=progress)
     text = dump_json(planned.best)
@@ -150,24 +151,4 @@ def _held(fix: tuple[str, ...]) -> dict[str, int]:
             found[name] = 0
         if not name or found[name] < 1:
             raise InputError("--fix", part, "write NAME=N, a whole number of at least 1")
-    return found
-
-
-def _priced(among: str) -> dict[str, float]:
-    """Return the names and prices in text like a40x4=0.5,h100x8=2.9."""
-    from math import isfinite
-
-    from xgpt.errors import InputError
-    from xgpt.numbers import decimal
-
-    found = {}
-    for part in among.split(","):
-        name, _, price = part.strip().rpartition("=")
-        try:
-            value = decimal(price)
-        except ValueError:
-            value = 0.0
-        if not name or name in found or not (isfinite(value) and value > 0):
-            raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
-        found[name] = value
     return found

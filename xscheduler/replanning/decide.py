@@ -89,12 +89,15 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
 
 
 def loading_s(plan: Plan, profile: Profile) -> float:
+    """Return how long a change of placement loads weights; one device that runs a whole model keeps them."""
+    return 0.0 if plan.devices_per_replica == 1 else weights_loading_s(plan, profile)
+
+
+def weights_loading_s(plan: Plan, profile: Profile) -> float:
     """Return how long the devices take to set up a plan's weights, from a checkpoint in host memory.
 
-    One device that runs a whole model keeps it. Source: ExeGPT sec. 7.7, Table 4.
+    Source: ExeGPT sec. 7.7, Table 4.
     """
-    if plan.devices_per_replica == 1:
-        return 0.0
     rate = profile.load_bytes_per_s or LOAD_BYTES_PER_S[plan.cluster.device.type]
     lanes = [layout.lane for layout in Placement.of(plan).layouts]
     memories = [LaneMemory(plan.model, plan.cluster, plan.precision, lane, plan.block_size) for lane in lanes]

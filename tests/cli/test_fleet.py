@@ -1,0 +1,74 @@
+"""`xgpt fleet`: a day's load in, the cheapest replicas of each interval out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.commands import Xgpt
+from xgpt.io import load_json
+from xgpt.schema.fleet import FleetPlan
+
+DAY = """
+name: weekday
+stages:
+- {hours: 0.5, rate_per_s: 4, workload: azure-conv}
+- {hours: 0.25, rate_per_s: 40, workload: azure-conv}
+- {hours: 0.25, rate_per_s: 12, workload: azure-code}
+"""
+ASKED = ("--model", "llama-3.1-8b", "--latency-bound", "20", "--ttft", "2", "--interval", "300")
+
+
+@pytest.fixture
+def day(xgpt: Xgpt) -> Path:
+    path = Path("day.yaml")
+    path.write_text(DAY)
+    return path
+
+
+def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt: Xgpt, day: Path) -> None:
+    ran = xgpt("fleet", "--trace", str(day), *ASKED, "--among", "h100x8=2.9,a100x16=1.4", "--devices", "16")
+    assert ran.code == 0, ran.err
+    fleet = load_json(Path("fleet.json"), FleetPlan, "fleet")
+    assert len(fleet.intervals) == 12
+    held = [
+        sum(count * kind.rates_per_s[of.lengths] for count, kind in zip(of.replicas, fleet.kinds, strict=True))
+        for of in fleet.intervals
+    ]
+    assert all(have >= 0.99 * fleet.load_factor * of.peak_per_s for have, of in zip(held, fleet.intervals, strict=True))
+    assert fleet.planned.share_kept >= 0.99 and fleet.constant.figures.share_kept >= 0.99
+    assert fleet.least_cost <= fleet.planned.cost < 0.8 * fleet.constant.figures.cost
+    assert len(fleet.lengths) == 2  # code is not conversation
+    assert len({kind.name.partition("/")[0] for kind in fleet.kinds}) == 2
+    assert "the cheapest constant fleet costs" in ran.out
+
+
+def test_a_trace_is_read_with_its_own_times(xgpt: Xgpt) -> None:
+    rng = np.random.default_rng(0)
+    times = np.sort(np.concatenate([rng.uniform(0, 600, 600), rng.uniform(600, 1200, 6000)]))
+    rows = [f"{time:.3f},{rng.integers(50, 500)},{rng.integers(10, 100)}" for time in times]
+    Path("day.csv").write_text("timestamp,input,output\n" + "\n".join(rows) + "\n")
+    ran = xgpt("fleet", "--trace", "day.csv", *ASKED, "--cluster", "a100x16", "--json")
+    assert ran.code == 0, ran.err
+    fleet = json.loads(ran.out)
+    rates = [interval["rate_per_s"] for interval in fleet["intervals"]]
+    assert rates[:2] == pytest.approx([1, 1], rel=0.2) and rates[2:] == pytest.approx([10, 10], rel=0.1)
+    assert fleet["num_requests"] == 6600
+
+
+def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
+    Path("untimed.csv").write_text("input,output\n10,10\n")
+    asked = ("fleet", *ASKED, "--trace")
+    assert "need their times" in xgpt.fails(2, *asked, "untimed.csv")
+    assert "at most 1, 1 devices do not hold" in xgpt.fails(
+        1, *asked, str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
+    )
+    assert "write N, or CLUSTER=N" in xgpt.fails(2, *asked, str(day), "--devices", "x")
+    assert "names no cluster of --among" in xgpt.fails(
+        2, *asked, str(day), "--among", "h100x8=2.9", "--devices", "a40x4=3"
+    )
+    tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "l40sx8", "--latency-bound", "0.05")
+    assert "no replica on one node of l40sx8 keeps 0.05 s" in xgpt.fails(1, *tight)

@@ -1,0 +1,130 @@
+"""The kinds of replicas that may hold a day's load: plans on few and on many devices of each cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xgpt.app.arrivals import predicted_rate, with_capacity
+from xgpt.app.planning import kinds_of
+from xgpt.app.problems import scheduler
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Plan, Profile, Workload
+from xgpt.schema.fleet import ReplicaKind
+from xscheduler.replanning.decide import weights_loading_s
+
+if TYPE_CHECKING:
+    from xgpt.app.request import PolicyChoice
+    from xscheduler.problem import Problem
+
+WORTH = 1.02
+"""Factor of the rate a device by which a replica on more devices must exceed those on fewer: it changes in larger
+steps."""
+MOST_SIMULATED = 2
+"""Plans of a size whose rate is simulated, the best in closed form first."""
+NEAR = 0.94
+"""Share of the best rate in closed form from which on another policy's plan is simulated, too."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kind of replica with what it was planned from."""
+
+    kind: ReplicaKind
+    profile: Profile
+
+
+def candidates(
+    problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
+) -> list[Candidate]:
+    """Return the kinds of replicas of one cluster that are worth having, on the fewest devices first.
+
+    Args:
+        problem: with the lengths of the whole day.
+        lengths: under each of which their rates are told.
+        startup_s: time until a replica begins to load its weights.
+
+    Raises:
+        InfeasibleError: no plan on any number of devices of a node keeps the bounds.
+    """
+    found: list[Candidate] = []
+    best_rate, why = 0.0, None
+    for size in _sizes(problem):
+        try:
+            plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, best_rate)
+        except InfeasibleError as error:
+            plan, why = None, error
+        a_device = 0.0 if plan is None else _rate(plan) / plan.devices_per_replica
+        if plan is not None and a_device > WORTH * best_rate:
+            best_rate = a_device
+            found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
+        elif found:
+            break  # what twice the devices do not gain, four times do not either
+    if not found:
+        raise why or _never_kept(problem)
+    return found
+
+
+def _sizes(problem: Problem) -> Iterator[int]:
+    """Powers of two up to the devices of a node, and that number."""
+    most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
+    """Return the plan of one replica with the highest simulated rate; None: none is worth a simulation.
+
+    Args:
+        least_a_device: requests a second and device that fewer devices keep.
+    """
+    of = scheduler(problem)
+    rated = [pair for kind in kinds_of(problem, policy) for pair in of.by_arrivals(kind, 1)]
+    rated.sort(key=lambda pair: -pair[1])
+    if not rated or rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
+        return None
+    near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
+    plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
+    best = max(plans, key=_rate)
+    return best if _rate(best) > 0 else None
+
+
+def _rate(plan: Plan) -> float:
+    return 0.0 if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s
+
+
+def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
+    """Return the kind of replica of a plan: its rate under other lengths is the simulated one, changed as the closed
+    form's is."""
+    devices = plan.devices_per_replica
+    whole = predicted_rate(plan, profile) or 0.0
+    rates = []
+    for workload in lengths:
+        under = (
+            (predicted_rate(plan.model_copy(update={"workload": workload}), profile) or 0.0)
+            if len(lengths) > 1
+            else whole
+        )
+        rates.append(_rate(plan) * under / whole if whole else _rate(plan))
+    return ReplicaKind(
+        name=f"{plan.cluster.name}/{devices}",
+        plan=plan,
+        price_per_hour=devices * (plan.cluster.price_per_device_hour or 1.0),
+        rates_per_s=tuple(rates),
+        start_s=startup_s + weights_loading_s(plan, profile),
+        drain_s=plan.estimate.latency_s,
+    )
+
+
+def _never_kept(problem: Problem) -> InfeasibleError:
+    bound = problem.constraint.latency_bound_s
+    return InfeasibleError(
+        f"latency_bound_s: no replica on one node of {problem.cluster.name} keeps {bound:g} s with waiting counted, at "
+        "however low an arrival rate; loosen the bounds, or see `xgpt plan` for the nearest that can be kept",
+        nearest_bound_s=None,
+        binding="latency_bound_s",
+    )

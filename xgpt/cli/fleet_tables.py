@@ -1,0 +1,99 @@
+"""A day's fleet as tables and lines on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from xgpt.cli.render import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from xgpt.schema.fleet import FleetFigures, FleetPlan
+
+
+def summary(fleet: FleetPlan) -> Iterator[object]:
+    """What is asked for, the replicas, the day, and what it costs compared with other fleets."""
+    constraint, plan = fleet.constraint, fleet.kinds[0].plan
+    bounds = {"latency": constraint.latency_bound_s, "ttft": constraint.ttft_s, "tpot": constraint.tpot_s}
+    kept = ", ".join(f"{name} {bound:g} s" for name, bound in bounds.items() if bound is not None)
+    yield f"{plan.model.name}, {fleet.name}: {100 * constraint.quantile:g}% of the day's requests keep {kept}"
+    yield kinds_table(fleet)
+    yield day_table(fleet)
+    yield costs_table(fleet)
+    over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
+    yield f"planned for {fleet.load_factor:.2f} times the load: the least factor tried that keeps the share, simulated"
+    yield (
+        f"proof: the clairvoyant optimum, with all changes paid, costs at most {gap:.2f}% less; with changes that are "
+        f"free and take no time, no fleet costs less than {fleet.least_cost:.4g}"
+    )
+    yield f"the cheapest constant fleet costs {100 * over:.0f}% more"
+    yield (
+        f"planned in {fleet.planning_s:.1f} s; {fleet.num_requests} requests simulated, again and again, in "
+        f"{fleet.verifying_s:.1f} s"
+    )
+
+
+def kinds_table(fleet: FleetPlan) -> Table:
+    """Return a table of the kinds of replicas."""
+    from xgpt.app.plan_text import settings_text
+
+    rows = [
+        [
+            kind.name,
+            settings_text(kind.plan),
+            str(kind.num_devices),
+            f"{kind.price_per_hour:.3g}",
+            " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
+            f"{kind.price_per_hour / max(kind.rates_per_s[0], 1e-9) / 3.6:.3g}",
+            f"{kind.start_s:.0f}",
+        ]
+        for kind in fleet.kinds
+    ]
+    columns = ["kind", "settings", "devices", "price/h", "arrivals/s", "cost/1000", "start s"]
+    return table("kinds of replicas; arrivals/s under each of the day's lengths", columns, rows)
+
+
+def day_table(fleet: FleetPlan) -> Table:
+    """Return a table of the day, equal intervals together."""
+    rows = []
+    numbered = enumerate(fleet.intervals)
+    for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
+        stretch = list(part)
+        first, of = stretch[0][0], [interval for _, interval in stretch]
+        kept = [interval.share_kept for interval in of if interval.share_kept is not None]
+        rows.append(
+            [
+                f"{_clock(first * fleet.interval_s)} - {_clock((first + len(of)) * fleet.interval_s)}",
+                f"{min(one.rate_per_s for one in of):.2f} - {max(one.rate_per_s for one in of):.2f}",
+                str(of[0].lengths),
+                ", ".join(
+                    f"{count} {kind.name}" for count, kind in zip(of[0].replicas, fleet.kinds, strict=True) if count
+                )
+                or "none",
+                f"{100 * min(kept):.1f}%" if kept else "-",
+            ]
+        )
+    return table("the day", ["time", "requests/s", "lengths", "replicas", "kept at least"], rows)
+
+
+def costs_table(fleet: FleetPlan) -> Table:
+    """Return a table of what the planned fleet and the constant one cost and keep."""
+
+    def row(name: str, figures: FleetFigures) -> list[str]:
+        cost, hours = f"{figures.cost:.4g}", f"{figures.device_hours:.1f}"
+        return [name, cost, hours, str(figures.starts), f"{100 * figures.share_kept:.2f}%"]
+
+    constant = ", ".join(
+        f"{count} {kind.name}" for count, kind in zip(fleet.constant.replicas, fleet.kinds, strict=True) if count
+    )
+    rows = [row("planned", fleet.planned), row(f"constant: {constant}", fleet.constant.figures)]
+    return table("the day's cost", ["fleet", "cost", "device-hours", "starts", "kept"], rows)
+
+
+def _clock(seconds: float) -> str:
+    """Return 9000 as 2:30."""
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02d}" if seconds % 60 == 0 else f"{seconds:g} s"

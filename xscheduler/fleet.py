@@ -1,0 +1,219 @@
+"""How many replicas of which kind in each interval of a day hold its load at the least cost.
+
+Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
+
+    sum_t sum_k  price[k] hours n[t, k] + start_cost[k] u[t, k]
+    subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is held
+                 u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
+                 sum_{t-stay < s <= t} u[s, k] <= n[t, k]         what has started stays
+                 sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
+
+The fleet of the first interval has no start to pay. With one kind the constraints are differences of running sums of
+starts and stops (a shortest path over fleets and intervals), so the linear relaxation is whole already; where kinds mix
+HiGHS branches. One solver serves both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron
+
+from xgpt.errors import InfeasibleError, XgptError
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+EXACT, NEAR = 1e-7, 5e-3
+"""Relative gaps at which the search stops: of problems of up to `FEW` variables, and of larger ones, whose last half
+percent takes minutes and is less than is known of any day's load."""
+FEW = 200
+TIME_S = 30.0
+"""After which a search stops with what it has: a matter of large problems on a slow machine."""
+SLACK = 1e-9
+INFEASIBLE = 2
+"""Status of scipy's milp."""
+
+
+@dataclass(frozen=True)
+class DeviceLimit:
+    """Kinds that take their devices from the same stock.
+
+    Attributes:
+        kinds: their numbers.
+        devices: devices that a replica of each takes.
+        most: devices that there are.
+    """
+
+    kinds: tuple[int, ...]
+    devices: tuple[int, ...]
+    most: int
+
+
+@dataclass(frozen=True)
+class FleetProblem:
+    """A day's load and the kinds of replicas that may hold it.
+
+    Attributes:
+        needs: requests a second that the fleet must be able to hold. # [intervals]
+        rates: requests a second that a replica of each kind holds, under the lengths of the interval.
+            # [intervals, kinds]
+        prices: of a replica for an hour. # [kinds]
+        start_costs: of starting a replica and stopping it again: what it costs while it serves nothing. # [kinds]
+        hours: of an interval.
+        least_stay: intervals for which a replica stays that has been started, at least.
+        least: replicas at any time, at least.
+        limits: of devices.
+    """
+
+    needs: Array
+    rates: Array
+    prices: Array
+    start_costs: Array
+    hours: float
+    least_stay: int = 1
+    least: int = 0
+    limits: tuple[DeviceLimit, ...] = ()
+
+
+@dataclass(frozen=True)
+class FleetSolution:
+    """Replicas of each kind in each interval.
+
+    Attributes:
+        replicas: # [intervals, kinds]
+        cost: of all intervals, starts included.
+        gap: share by which the cost may exceed the least at most.
+    """
+
+    replicas: Ints
+    cost: float
+    gap: float
+
+    def starts(self) -> Ints:
+        """Return the replicas of each kind that start before each interval but the first. # [intervals, kinds]"""
+        return starts_of(self.replicas)
+
+
+def starts_of(replicas: Ints) -> Ints:
+    """Return how many more replicas of each kind there are than in the interval before; none in the first."""
+    return np.maximum(np.diff(replicas, axis=0, prepend=replicas[:1]), 0)
+
+
+def cost_of(problem: FleetProblem, replicas: Ints) -> float:
+    """Return what replicas in each interval cost, starts included."""
+    running = problem.hours * (replicas @ problem.prices).sum()
+    return float(running + (starts_of(replicas) @ problem.start_costs).sum())
+
+
+def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
+    """Return the fleet of least cost.
+
+    Raises:
+        InfeasibleError: the devices that there are do not hold the load.
+    """
+    _check(problem)
+    count, kinds = problem.rates.shape
+    size = count * kinds
+    whole = eye_array(size)
+    before = kron(eye_array(count, k=-1) + _first(count), eye_array(kinds))
+    window = sum(
+        (eye_array(count, k=-age) for age in range(min(problem.least_stay, count))), start=csr_array((count, count))
+    )
+    load = _by_interval(problem.rates)
+    constraints = [
+        LinearConstraint(hstack([load, csr_array((count, size))]), problem.needs - SLACK, np.inf),
+        LinearConstraint(hstack([whole - before, -whole]), -np.inf, 0),
+        LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
+        LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
+    ]
+    at_least = least_costs(problem) / problem.hours  # no fleet of an interval is cheaper: what closes most of the gap
+    prices = _by_interval(np.tile(problem.prices, (count, 1)))
+    constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), at_least * (1 - SLACK), np.inf))
+    for limit in problem.limits:
+        devices = np.zeros((count, kinds))
+        devices[:, limit.kinds] = limit.devices
+        constraints.append(
+            LinearConstraint(hstack([_by_interval(devices), csr_array((count, size))]), -np.inf, limit.most)
+        )
+    cost = np.concatenate([np.tile(problem.hours * problem.prices, count), np.tile(problem.start_costs, count)])
+    found = milp(
+        cost,
+        constraints=constraints,
+        integrality=np.concatenate([np.ones(size), np.zeros(size)]),
+        bounds=Bounds(0, np.inf),
+        options={"mip_rel_gap": EXACT if size <= FEW else NEAR, "time_limit": time_s},
+    )
+    if found.status == INFEASIBLE:
+        raise _not_held(problem)
+    if found.x is None:
+        raise XgptError(f"the fleet was not settled within {time_s:g} s: {found.message}")
+    replicas = np.round(found.x[:size]).astype(int).reshape(count, kinds)
+    return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
+
+
+def solve_constant(problem: FleetProblem) -> FleetSolution:
+    """Return the fleet of least cost that is the same in all intervals.
+
+    Raises:
+        InfeasibleError: the devices that there are do not hold the load.
+    """
+    _check(problem)
+    count, kinds = problem.rates.shape
+    constraints = [
+        LinearConstraint(problem.rates, problem.needs - SLACK, np.inf),
+        LinearConstraint(np.ones((1, kinds)), problem.least),
+    ]
+    for limit in problem.limits:
+        devices = np.zeros((1, kinds))
+        devices[0, limit.kinds] = limit.devices
+        constraints.append(LinearConstraint(devices, -np.inf, limit.most))
+    found = milp(problem.prices, constraints=constraints, integrality=np.ones(kinds), bounds=Bounds(0, np.inf))
+    if found.x is None:
+        raise _not_held(problem)
+    replicas = np.tile(np.round(found.x).astype(int), (count, 1))
+    return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
+
+
+def least_costs(problem: FleetProblem) -> Array:
+    """Return what each interval costs by itself at least, whatever the fleet before and behind it. # [intervals]"""
+    columns = np.column_stack([problem.needs, problem.rates])
+    each, index = np.unique(columns, axis=0, return_inverse=True)
+    costs = [solve_constant(replace(problem, needs=row[:1], rates=row[None, 1:])).cost for row in each]
+    return np.asarray(costs)[index.ravel()]
+
+
+def _check(problem: FleetProblem) -> None:
+    """Refuse a load that no kind holds any of."""
+    unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
+    if unheld.any():
+        raise InfeasibleError(
+            f"trace: no kind of replica keeps the bounds under the lengths of interval {int(np.argmax(unheld))}, at "
+            "however low a rate; loosen the bounds or give other devices",
+            nearest_bound_s=None,
+            binding="latency_bound_s",
+        )
+
+
+def _not_held(problem: FleetProblem) -> InfeasibleError:
+    limits = ", ".join(str(limit.most) for limit in problem.limits)
+    return InfeasibleError(
+        f"devices: at most {limits} devices do not hold {problem.needs.max():.4g} requests/s, the peak; allow more",
+        nearest_bound_s=None,
+        binding="devices",
+    )
+
+
+def _by_interval(values: Array) -> csr_array:
+    """Return the matrix that weighs the kinds of each interval. # [intervals, intervals * kinds]"""
+    count, kinds = values.shape
+    rows = np.repeat(np.arange(count), kinds)
+    return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
+
+
+def _first(count: int) -> csr_array:
+    """Return the matrix that makes the first interval its own predecessor, so that it starts nothing."""
+    return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()
