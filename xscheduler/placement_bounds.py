@@ -1,8 +1,9 @@
 """Throughput that a placement cannot exceed, whatever its settings, for thousands of placements at once.
 
 Let m be the mean requests in decode of a micro-batch, over its iterations. An iteration takes a stage at least the
-convex floor of its times at m (Jensen), and brings with it, on average, m / E[D] prompts to encode. Each stage does
-this for M micro-batches, one after the other; each micro-batch passes all stages before its next iteration:
+convex floor of its times at m (Jensen; its time at m where all iterations have m requests, as in the closed form of two
+lanes), and brings with it, on average, m / E[D] prompts to encode. Each stage does this for M micro-batches, one after
+the other; each micro-batch passes all stages before its next iteration:
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
@@ -54,10 +55,16 @@ class _Stages(NamedTuple):
     """Of one prompt, at its cheapest."""
     passing_s: Array
     """All stages and hops, decode only. # [m]"""
+    steady_s: Array
+    """`decode_s` of steps that all have m requests."""
+    steady_passing_s: Array
+    """`passing_s` of such steps. # [m]"""
     first_s: Array
     """The first stage, decode only. # [m]"""
     through_s: float
     """Of one prompt, at its cheapest, through all stages."""
+    alone_s: float
+    """A step that encodes one prompt of the mean length and does no more, through all stages."""
 
 
 class PlacementBounds:
@@ -151,10 +158,13 @@ class PlacementBounds:
             mixed=np.stack([lane.mixed_s for lane in lanes]),
             met=np.stack([lane.met_s for lane in lanes]),
             passing=np.stack([lane.passing_s for lane in lanes])[:, None],
+            steady=np.stack([lane.steady_s for lane in lanes]),
+            steady_passing=np.stack([lane.steady_passing_s for lane in lanes])[:, None],
             first=np.stack([lane.first_s for lane in lanes]),
             encode_each=np.stack([lane.encode_s for lane in lanes]),
             encode_lane=np.stack([lane.encode_s for lane in encode]),
             through=np.asarray([lane.through_s for lane in lanes]),
+            alone=np.asarray([lane.alone_s for lane in encode]),
         )
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
@@ -199,16 +209,19 @@ class PlacementBounds:
             shape = stage._replace(far=False)
             counts[shape] = counts.get(shape, 0) + 1
         size = len(self.batches)
-        decode, mixed, met = (np.zeros((MAX_KINDS, size)) for _ in range(3))
-        encode, passing = np.zeros(MAX_KINDS), np.zeros(size)
+        decode, mixed, met, steady = (np.zeros((MAX_KINDS, size)) for _ in range(4))
+        encode, passing, steady_passing = np.zeros(MAX_KINDS), np.zeros(size), np.zeros(size)
         # The slowest kinds are the first: leaving one out of many weakens the bound and breaks nothing.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
             of = self._degree(shape.group)
             own = shape.decoder_layers * of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
             passing += counts[shape] * own
+            every = shape.decoder_layers * of.steady_s + shape.heads * of.steady_head_s
+            every = every + shape.embeds * self._tokens(self._profile.embedding)
+            steady_passing += counts[shape] * every
             if k < MAX_KINDS:
-                decode[k] = own
+                decode[k], steady[k] = own, every
                 mixed[k] = shape.decoder_layers * of.mixed_s + shape.heads * of.head_s
                 met[k] = shape.decoder_layers * of.met_s + shape.heads * of.head_s
                 encode[k] = shape.decoder_layers * of.encode_s + shape.encoder_layers * of.encoder_s
@@ -216,13 +229,26 @@ class PlacementBounds:
         for hop_s, hops in zip(self._hops, (near, len(lane) - 1 - near), strict=True):
             if hop_s is not None and hops:
                 passing += hops * hop_s
+                steady_passing += hops * hop_s
         first = self._degree(lane[0].group)
-        through = sum(
-            stage.decoder_layers * self._degree(stage.group).encode_s
-            + stage.encoder_layers * self._degree(stage.group).encoder_s
-            for stage in lane
+        through = alone = 0.0
+        for stage in lane:
+            of = self._degree(stage.group)
+            through += stage.decoder_layers * of.encode_s + stage.encoder_layers * of.encoder_s
+            alone += stage.decoder_layers * of.alone_s + stage.encoder_layers * of.encoder_alone_s
+        return _Stages(
+            decode_s=decode,
+            mixed_s=mixed,
+            met_s=met,
+            encode_s=encode,
+            passing_s=passing,
+            steady_s=steady,
+            # Each micro-batch that runs has a request at least.
+            steady_passing_s=np.interp(np.maximum(self.batches, 1.0), self.batches, steady_passing),
+            first_s=lane[0].decoder_layers * first.decode_s,
+            through_s=through,
+            alone_s=alone,
         )
-        return _Stages(decode, mixed, met, encode, passing, lane[0].decoder_layers * first.decode_s, through)
 
     @cached_property
     def _embedding_s(self) -> Array:
@@ -235,7 +261,11 @@ class PlacementBounds:
         return None if near is None else self._floor(near), None if far is None else self._floor(far)
 
     def _floor(self, curve: Curve) -> Array:
-        return _convex_floor(self.batches, Line.of(curve)(self.batches))
+        return _convex_floor(self.batches, self._tokens(curve))
+
+    def _tokens(self, curve: Curve) -> Array:
+        seconds: Array = Line.of(curve)(self.batches)
+        return seconds
 
     def _degree(self, group: tuple[int, int]) -> _Degree:
         if group not in self._degrees:
@@ -247,21 +277,24 @@ class PlacementBounds:
         layer = profile.layer(*group)
         rest = Line.of(layer.rest)
         context = lengths.mean_decode_context
-        encoder_s = 0.0
+        encoder_s = encoder_alone_s = 0.0
         if layer.cross is not None:
             # Decoder steps see the prompt by cross-attention; an encoder's own layers encode it.
             context -= lengths.mean_input
             encoder = profile.encoder_layer(group[0])
             encoder_s = _least_of_a_prompt(Line.of(encoder.rest), Grid(encoder.attention), lengths)
-            encode_s = lengths.mean_input * float(Line.of(layer.cross.keys_values).least_per_unit(MANY))
+            encoder_alone_s = _alone(Line.of(encoder.rest), Grid(encoder.attention), lengths)
+            encode_s = alone_s = lengths.mean_input * float(Line.of(layer.cross.keys_values).least_per_unit(MANY))
             prompt_tokens, prompt_s = 0.0, encode_s
         else:
             encode_s = _least_of_a_prompt(rest, Grid(layer.encode_attention), lengths)
+            alone_s = _alone(rest, Grid(layer.encode_attention), lengths)
             prompt_tokens = lengths.mean_input
             prompt_s = _least_attention(Grid(layer.encode_attention), lengths)
-        attention = _convex_floor(m, Grid(layer.decode_attention)(m, context))
+        attentions = [Grid(layer.decode_attention)(m, context)]
         if layer.cross is not None:
-            attention = attention + _convex_floor(m, Grid(layer.cross.attention)(m, lengths.mean_input))
+            attentions.append(Grid(layer.cross.attention)(m, lengths.mean_input))
+        attention = sum(_convex_floor(m, seconds) for seconds in attentions)
 
         def steps(prompts: Array) -> Array:
             """Steps that decode m requests and encode `prompts`, both on average."""
@@ -271,11 +304,15 @@ class PlacementBounds:
         prompts = m / self._mean_decodes
         return _Degree(
             decode_s=steps(np.zeros_like(m)),
+            steady_s=rest(m) + sum(attentions),
+            steady_head_s=self._tokens(profile.head_of(group[0])),
             mixed_s=steps(prompts),
             met_s=steps(np.maximum(m - 1, 0.0) / self._mean_decodes),
             head_s=self._floor(profile.head_of(group[0])),
             encode_s=encode_s,
             encoder_s=encoder_s,
+            alone_s=alone_s,
+            encoder_alone_s=encoder_alone_s,
         )
 
 
@@ -283,11 +320,17 @@ class _Degree(NamedTuple):
     """A layer's times at one tensor-parallel degree. # [m], or of one prompt"""
 
     decode_s: Array
+    steady_s: Array
+    """Of m requests in every step; `decode_s` is of m in the mean."""
+    steady_head_s: Array
     mixed_s: Array
     met_s: Array
     head_s: Array
     encode_s: float
     encoder_s: float
+    alone_s: float
+    """Of one prompt in a step of its own; `encode_s` is its least in the best company."""
+    encoder_alone_s: float
 
 
 def _convex_floor(x: Array, y: Array) -> Array:
@@ -307,6 +350,12 @@ def _convex_floor(x: Array, y: Array) -> Array:
 def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
     """Least seconds of a layer for encoding one prompt, in the best company."""
     return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
+
+
+def _alone(rest: Line, attention: Grid, lengths: Lengths) -> float:
+    """Seconds of a layer in a step that encodes one prompt."""
+    one = np.ones_like(lengths.inputs, dtype=float)
+    return float(rest(lengths.mean_input)) + float(attention(one, lengths.inputs) @ lengths.input_probabilities)
 
 
 def _least_attention(attention: Grid, lengths: Lengths) -> float:

@@ -70,10 +70,12 @@ class LeastSteps:
         decode: a step that only decodes; mixed: one that also encodes what the batch needs to stay as large; met: the
             same without the prompts that a request itself displaces.
         passing: all stages and hops, decode only. # [placements, 1, m]
+        steady, steady_passing: `decode` and `passing` where every step has m requests, not just their mean.
         first: the first stage, decode only. # [placements, m]
         encode_each: a prompt at its cheapest on each kind; encode_lane: the same on the lane that encodes.
             # [placements, kinds]
         through: a prompt at its cheapest through all stages. # [placements]
+        alone: a step that encodes one prompt of the mean length, through all stages that encode. # [placements]
     """
 
     of: Iterations
@@ -83,10 +85,13 @@ class LeastSteps:
     mixed: Array
     met: Array
     passing: Array
+    steady: Array
+    steady_passing: Array
     first: Array
     encode_each: Array
     encode_lane: Array
     through: Array
+    alone: Array
 
     @property
     def each(self) -> Array:

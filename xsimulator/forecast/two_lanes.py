@@ -315,6 +315,15 @@ class TwoLaneModel:
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
 
 
+def as_interpolated(batches: Array) -> Array:
+    """Return by what times that are given at some batches, and linear in between, become what the grid makes of them.
+
+    A row of times is multiplied with it from the right. # [batches, batches]
+    """
+    on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
+    return np.stack([np.interp(batches, GRID, row) for row in on_grid])
+
+
 def _at(rounds: Array, each: Array) -> Array:
     """What is given at the grid's first points, at others. # [n, grid], [n, points]"""
     index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)

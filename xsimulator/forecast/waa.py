@@ -13,7 +13,7 @@ from xsimulator.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
-from xsimulator.forecast.two_lanes import TwoLaneModel
+from xsimulator.forecast.two_lanes import TwoLaneModel, as_interpolated
 
 
 class Waa(Forecast[TwoLaneModel]):
@@ -62,11 +62,14 @@ class Waa(Forecast[TwoLaneModel]):
         return self.evaluate(model, encode_batch=batch, **columns).at(0)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        working = [steps.each * steps.decode, steps.passing]
+        # The closed form has one size of batch, and its times at the points of its grid.
+        at_grid = as_interpolated(steps.of.batches)
+        steady, passing = (np.minimum(of, of @ at_grid) for of in (steps.steady, steps.steady_passing))
+        working = [steps.each * steady, passing]
         return BoundTerms(
             working,
             working,
-            before_s=steps.encode_lane.sum(axis=1),
+            before_s=steps.alone,  # no step of the encode lane takes less than one that reads the weights for a prompt
             most_rps=1 / steps.encode_lane.max(axis=1),
             at_least_one=True,  # a decode lane may have less than one request in the mean
         )
