@@ -57,6 +57,31 @@ def test_the_search_finds_what_trying_everything_finds(model: str, factor: float
     assert 1 - 1e-9 <= ratio <= 1 + min(THROUGHPUT_TOLERANCE, found.search.gap) + 1e-9
 
 
+@pytest.mark.parametrize("kind", ["orca", "chunked", "waa"])
+def test_a_search_of_many_devices_opens_few_placements(kind: str) -> None:
+    """Bounds from the convex floor of experts' times left 280 to 600 of them open, and 100,000 predictions too few."""
+    found = Scheduler(problem("deepseek-v3", "h200x32", "chat-long", 30.0)).best((kind,))
+    assert found.search.gap is not None and found.search.gap < 0.005
+    assert found.search.evaluations < 15_000
+
+
+@pytest.mark.parametrize("kind", ["orca", "rra", "chunked", "static", "waa"])
+def test_no_setting_of_a_placement_beats_its_bound(kind: str) -> None:
+    """Random settings of random placements of many devices, on curves of experts, with a latency bound and without."""
+    rng = np.random.default_rng(5)
+    for bound_s in (None, 30.0):
+        spaces = Scheduler(problem("qwen3-235b-a22b", "h200x32", "chat-long", bound_s)).spaces(kind)
+        for i in rng.choice(len(spaces), 25, replace=False):
+            space, branches = spaces[i], spaces[i].branches()
+            branch = [branches[b] for b in rng.integers(len(branches), size=200)]
+            columns = {name: np.asarray([of[name] for of in branch]) for name in branch[0]}
+            for axis in space.searched:
+                columns[axis.variable.name] = axis.values[(len(axis.values) ** rng.random(200)).astype(int) - 1]
+            evaluation = space.evaluate(columns)
+            best = evaluation.throughput[evaluation.feasible].max(initial=0.0)
+            assert best <= space.bound * (1 + 1e-9), space.placement
+
+
 @pytest.mark.parametrize("kind", ["orca", "rra", "chunked", "static", "waa"])
 def test_no_setting_beats_the_bound_of_a_box_around_it(kind: str) -> None:
     """On curves that rise steeply while few tokens meet few experts."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from xgpt.schema import ChunkedSettings, OrcaSettings
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
-from xsimulator.forecast.mixes import MixedSteps
+from xsimulator.forecast.mixes import MixedSteps, most_displaced
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
@@ -28,7 +28,11 @@ class Mixed(Forecast[OneLaneModel]):
         return model.part(MixedSteps).evaluate(columns["max_batch"], columns.get("token_budget"), microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        return BoundTerms([steps.each * steps.mixed, steps.passing], [steps.each * steps.met, steps.passing])
+        # Steps that encode decode hardly fewer requests than the mean, and a request costs no more in a larger batch.
+        least = np.maximum(1 - most_displaced(steps.of.lengths) / steps.of.batches, 0.0)
+        steady = [steps.each * steps.steady * least, steps.steady_passing * least]
+        working = [steps.each * steps.mixed, steps.passing, *steady]
+        return BoundTerms(working, [steps.each * steps.met, steps.passing, *steady])
 
 
 class Orca(Mixed):

@@ -31,6 +31,8 @@ PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Values that stand for a normal distribution: Gauss and Hermite's."""
+ROUNDING = 1.05
+"""Factor for what the root, found on a grid, is off by."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
 
 
@@ -229,6 +231,18 @@ class Mixes:
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (self._held - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
         return _Slots(rate, room, load, slots)
+
+
+def most_displaced(lengths: Lengths) -> float:
+    """Return (1 - busy) (b0 - b) at most, for b requests in decode in the mean and b0 in a step that only decodes.
+
+    A micro-batch has x (E[D] + W) slots, decided ahead one more a prompt, and W <= y + 1. As 1 - busy <= e^-x, what
+    prompts take by the step comes to 2 x e^-x <= 2 / e. As 1 - busy <= 1 - rho, too, with rho = x E[I] / (budget - b),
+    what they take by their tokens comes to rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. So busy
+    steps decode b less this over their share: hardly fewer requests than the mean.
+    """
+    of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
+    return ROUNDING * (2 / np.e + of_tokens)
 
 
 @lru_cache(maxsize=8)

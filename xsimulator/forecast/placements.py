@@ -22,12 +22,13 @@ class Iterations:
     """Decode iterations of one workload, at each m.
 
     Attributes:
+        lengths: of the workload.
         batches: the values of m.
         decodes: iterations of a request of the quantile's length, at least one; mean_decodes: of all, in the mean.
     """
 
     def __init__(self, lengths: Lengths, batches: Array, decodes: int) -> None:
-        self.batches, self.decodes = batches, decodes
+        self.lengths, self.batches, self.decodes = lengths, batches, decodes
         self.mean_decodes = max(lengths.mean_decodes, 1e-9)
         self._survival = lengths.survival
 

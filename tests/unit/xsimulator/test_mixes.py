@@ -1,0 +1,27 @@
+"""What the steps of orca and chunked are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xsimulator.forecast.mixes import mixes_of, most_displaced
+from xsimulator.lengths import Lengths
+
+
+@pytest.mark.parametrize("workload", ["chat-short", "chat-long", "azure-code"])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("has_budget", [True, False])
+def test_steps_that_encode_decode_hardly_fewer_requests_than_the_mean(
+    workload: str, ahead: bool, has_budget: bool
+) -> None:
+    lengths = Lengths(problem("llama-3.1-8b", "h200x1", workload).workload)
+    rng, size = np.random.default_rng(1), 4000
+    microbatches = rng.integers(1, 12, size).astype(float)
+    max_batch = np.maximum(np.floor(5000 ** rng.random(size)), microbatches)
+    budget = np.maximum(np.exp(rng.uniform(np.log(16), np.log(40_000), size)), max_batch + microbatches)
+    mix = mixes_of(lengths, ahead=ahead)(max_batch, budget if has_budget else None, microbatches)
+    displaced = (1 - mix.busy) * (mix.columns[0, 0] - mix.decode_batch)
+    assert 0.3 < displaced.max() <= most_displaced(lengths)
+    assert (mix.decode_batch - mix.busy * mix.columns[0, 1] <= (1 - mix.busy) * mix.columns[0, 0] + 1e-9).all()
