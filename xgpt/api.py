@@ -55,7 +55,8 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         latency_bound_s: time to the last token that the quantile of requests keeps: from arrival under objective
             "arrivals", from admission under "saturated". None: no bound.
         progress: is told what is done, of how much, and what that is.
-        model: a name, a YAML file, a checkpoint's directory, or a shape. By default opt-125m.
+        model: a name, a YAML file, a checkpoint's directory, a Hugging Face id, or a shape. By default opt-125m.
+        config: config.json of an id; None: that of huggingface_hub's cache. The network is never asked.
         cluster: a name, a YAML file, or devices; None: this machine.
         dtype: what the model runs in; None: its own, on a CPU float32.
         workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths. By default summarization.
@@ -205,7 +206,8 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
     ('analytic', 'h200')
 
     Args:
-        model: a name, a YAML file, or a checkpoint directory; by default opt-125m.
+        model: a name, a YAML file, a checkpoint directory, or a Hugging Face id; by default opt-125m.
+        config: config.json of an id; None: that of huggingface_hub's cache.
         cluster: "local", the default, is measured; of others the datasheet is read.
         dtype: None: the model's own; float32 on a CPU.
         kv_dtype: type of K/V on other devices than this machine's; None: the dtype.

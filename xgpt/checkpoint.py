@@ -42,34 +42,49 @@ def read_spec(directory: Path) -> ModelSpec:
         InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
             that is not known; or the directory also holds an adapter.
     """
-    path = directory / "config.json"
-    config = _read_object(path)
-    if config is None:
+    if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must hold a config.json")
+    if (adapter := directory / "adapter_config.json").is_file():
+        raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
+    return _read_spec(directory / "config.json", directory)
+
+
+def read_config(path: Path) -> ModelSpec:
+    """The model that a config.json alone describes: its stop tokens and what is tied are as it says.
+
+    Raises:
+        InputError: as `read_spec` does.
+    """
+    if not path.is_file():
+        raise InputError("config", str(path), "there is no such file")
+    return _read_spec(path, None)
+
+
+def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
+    """What config.json says, and the directory that holds it, if any."""
+    config = _read_object(path) or {}
     family = config.get("model_type")
     if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
         raise InputError(
             f"{path}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
         )
-    if (adapter := directory / "adapter_config.json").is_file():
-        raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
     family, config = _text_of(family, config)
     check_fields(family, config)
-    generation = _read_object(directory / "generation_config.json") or {}
+    generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     try:
         fields = common(config, generation) | FAMILIES[family](config)
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
         raise InputError(str(path), None, f"it must set {error.args[0]}") from None
-    headers = list(_headers(directory))
+    headers = [] if directory is None else list(_headers(directory))
     if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
-    fields |= {"name": directory.resolve().name, "family": OTHER_NAMES.get(family, family)}
+    fields |= {"name": (directory or path).resolve().name, "family": OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, str(path))
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from xgpt import hub
 from xgpt.errors import InputError
 from xgpt.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
@@ -28,21 +29,41 @@ class DetectedCluster(Frozen):
     num_devices: PositiveInt | None = None
 
 
-def load_model(name: str) -> tuple[ModelSpec, Path | None]:
-    """The shape of a model, and the absolute path of its weights' directory (None: to be drawn from a seed).
+def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
+    """The shape of a model, and the absolute path of its weights' directory (None: it is not here).
 
     Args:
-        name: a shipped model, a YAML file, or a directory in Hugging Face layout.
+        name: a shipped model, a YAML file, a directory in Hugging Face layout, or a Hugging Face id.
+        config: config.json of an id; None: that of huggingface_hub's cache. The network is never asked.
 
     Raises:
         InputError: there is no such model, or what is there is no model.
     """
+    if hub.is_id(name) and not Path(name).exists():
+        return _load_by_id(name, config)
+    if config is not None:
+        raise InputError("config", config, f"it goes with a Hugging Face id: {name} is none")
     path = find_config("models", name)
     if path.is_dir():
         from xgpt.checkpoint import read_spec
 
         return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too
     return parse(load_yaml(path, "model"), ModelSpec, "model"), None
+
+
+def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | None]:
+    from xgpt.checkpoint import read_config, read_spec, weight_files
+
+    cached = hub.cached(model_id)
+    if config is not None:
+        spec = read_config(Path(config))
+    elif cached is not None:
+        spec = read_spec(cached)
+    else:
+        accepted = "there is no such path, nor such a model in the Hugging Face cache: give `config`, its config.json"
+        raise InputError("model", model_id, accepted)
+    has_weights = cached is not None and bool(weight_files(cached))
+    return spec.model_copy(update={"name": model_id.partition("/")[2]}), cached if has_weights else None
 
 
 def load_cluster(name: str) -> ClusterSpec:

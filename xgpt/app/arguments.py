@@ -34,6 +34,7 @@ class ProblemArguments(TypedDict, total=False):
     """What schedules are found for, the latency bound apart."""
 
     model: PathLike | ModelSpec
+    config: PathLike | None
     cluster: PathLike | ClusterSpec | None
     dtype: DType | None
     workload: PathLike | Workload
@@ -67,6 +68,7 @@ class ProfileArguments(TypedDict, total=False):
     """Whose step times are asked for, and where they come from."""
 
     model: PathLike
+    config: PathLike | None
     cluster: PathLike
     dtype: DType | None
     kv_dtype: DType | None

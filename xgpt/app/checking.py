@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from xgpt import hub
 from xgpt.errors import InputError, MachineError
 from xgpt.schema import EngineKind, Plan, Profile
 
@@ -54,6 +55,14 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
         if not Path(checkpoint).is_dir():
             raise InputError("checkpoint", checkpoint, "there is no such directory")
         return plan.model_copy(update={"checkpoint": os.path.abspath(checkpoint)})
+    if (model_id := hub.id_of(plan.checkpoint)) is not None:
+        from xgpt.checkpoint import weight_files
+
+        cached = hub.cached(model_id)
+        if cached is None or not weight_files(cached):
+            accepted = f"its weights are not here: `hf download {model_id}`, or give `checkpoint`, a directory of them"
+            raise InputError("plan.checkpoint", model_id, accepted)
+        return plan.model_copy(update={"checkpoint": str(cached)})
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
         accepted = "there is no such directory on this machine: give `checkpoint`, where the weights are"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)

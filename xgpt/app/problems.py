@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xgpt import hub
 from xgpt.app.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
 from xgpt.errors import InputError
 from xgpt.resolve import engine_of, load_cluster, load_engine, load_model, workload_of
@@ -26,7 +27,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         InputError: a name that is not there, a file that is broken, or a profile of something else.
         MachineError: the machine cannot be measured.
     """
-    spec, checkpoint = (request.model, None) if isinstance(request.model, ModelSpec) else load_model(request.model)
+    spec, checkpoint, found = _model(request)
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if request.price is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
@@ -43,7 +44,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
     return Problem(
         model=spec,
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=found,
         cluster=cluster,
         workload=workload,
         profile=profile,
@@ -53,6 +54,19 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         fixed=request.fix,
         max_devices=most,
     )
+
+
+def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
+    """The shape, the directory of the weights that are here, and where a plan has them: also by an id."""
+    model = request.model
+    if isinstance(model, ModelSpec):
+        if request.config is not None:
+            raise InputError("config", request.config, "it goes with a Hugging Face id as `model`")
+        return model, None, None
+    spec, checkpoint = load_model(model, request.config)
+    if hub.is_id(model) and not Path(model).exists():
+        return spec, checkpoint, hub.PREFIX + model
+    return spec, checkpoint, None if checkpoint is None else str(checkpoint)
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:

@@ -51,7 +51,9 @@ def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Pr
     """
     from xgpt.resolve import load_cluster, load_model
 
-    spec, checkpoint = load_model(os.fspath(asked.get("model", "opt-125m")))
+    config = asked.get("config")
+    model = os.fspath(asked.get("model", "opt-125m"))
+    spec, checkpoint = load_model(model, None if config is None else os.fspath(config))
     devices = load_cluster(os.fspath(asked.get("cluster", "local")))
     engine, dtype, kv_dtype = asked.get("engine", "native"), asked.get("dtype"), asked.get("kv_dtype")
     import_from, framework = asked.get("import_from"), asked.get("framework")

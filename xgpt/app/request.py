@@ -39,7 +39,8 @@ class PlanRequest(Frozen):
     """What is to be planned. Names are looked up by `xgpt.app.problems.resolve`, not here.
 
     Attributes:
-        model: a name, a path, or the model's shape.
+        model: a name, a path, a Hugging Face id, or the model's shape.
+        config: config.json of an id; None: that of huggingface_hub's cache.
         dtype: what the model runs in; None: its own, on a CPU float32.
         profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
         engine: the engine that runs the plan, by name or file; None: the profile's.
@@ -51,6 +52,7 @@ class PlanRequest(Frozen):
     """
 
     model: Name | ModelSpec = "opt-125m"
+    config: Name | None = None
     cluster: Name | ClusterSpec = "local"
     dtype: DType | None = None
     workload: Name | Workload = "summarization"

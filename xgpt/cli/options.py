@@ -106,8 +106,15 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
     return command
 
 
+config_option = click.option(
+    "--config",
+    metavar="FILE",
+    help="config.json of a Hugging Face id. Default: that of huggingface_hub's cache; the network is never asked.",
+)
+
+
 def problem_options(command: F) -> F:
-    """--model, --cluster, --dtype, --workload, --price, --profile, --engine: what is planned for."""
+    """--model, --config, --cluster, --dtype, --workload, --price, --profile, --engine: what is planned for."""
     lengths = click.option(
         "--workload",
         default="summarization",
@@ -131,8 +138,9 @@ def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
                 default="opt-125m",
                 show_default=True,
                 shell_complete=_names("models"),
-                help="Name, YAML file, or checkpoint directory.",
+                help="Name, YAML file, checkpoint directory, or Hugging Face id.",
             ),
+            config_option,
             click.option(
                 "--cluster",
                 default="local",

@@ -6,11 +6,14 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import DTYPES, json_option
+from xgpt.cli.options import DTYPES, config_option, json_option
 
 
 @click.command("profile")
-@click.option("--model", default="opt-125m", show_default=True, help="Name, YAML file, or checkpoint directory.")
+@click.option(
+    "--model", default="opt-125m", show_default=True, help="Name, YAML file, checkpoint directory, or Hugging Face id."
+)
+@config_option
 @click.option("--cluster", default="local", show_default=True, help="Name or YAML file.")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Type to plan for. Default: the model's own; float32 on a CPU."

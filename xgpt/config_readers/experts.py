@@ -27,7 +27,7 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("num_experts", config.get(name)) != config.get(name):
         raise InputError("config.json: num_experts", config["num_experts"], f"{name} must say the same")
     fields = gated(config)
-    every, num_layers = count(config, "decoder_sparse_step"), fields["num_layers"]
+    every, num_layers = count(config, "decoder_sparse_step"), count(config, "num_hidden_layers")
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(type(layer) is int for layer in without):
         raise InputError("config.json: mlp_only_layers", without, "it must be a list of layers' numbers")

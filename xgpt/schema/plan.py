@@ -380,7 +380,7 @@ class Plan(Frozen):
     model: ModelSpec
     """The model's shape."""
     checkpoint: str | None = None
-    """Directory of the weights; None: weights drawn from `seed`."""
+    """Directory of the weights, or hf:// and their Hugging Face id; None: weights drawn from `seed`."""
     seed: int = 0
     """Of weights without a checkpoint, and of what is drawn."""
     dtype: DType
