@@ -101,7 +101,7 @@ def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
     blocks, found = Blocks(capacity), 0
     for number, (length, output) in enumerate(zip(trace.input.tolist(), trace.output.tolist(), strict=True)):
         chain = prefixes.chain(number, length, block_size)
-        table = blocks.share(blocks.find(chain, (length - 1) // block_size))
+        table = blocks.share(blocks.find(chain, (length - 1) // block_size).blocks)
         found += table.found * block_size
         for _ in range(-(-(length + output - 1) // block_size) - table.found):
             blocks.grow(table)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from xgpt.schema.step_log import Chain
 
@@ -37,6 +38,23 @@ class BlockTable:
         self.found = self.named = len(found)
 
 
+class Found(NamedTuple):
+    """What a chain has found.
+
+    Attributes:
+        blocks: those that hold its beginning.
+        num_used: those of them that some request uses: sharing them takes no memory.
+    """
+
+    chain: Chain
+    most: int
+    blocks: tuple[int, ...]
+    num_used: int
+
+
+NOTHING = Found((), 0, (), 0)
+
+
 class Blocks:
     """The blocks of one lane; every stage of it numbers them alike.
 
@@ -55,6 +73,9 @@ class Blocks:
         """Requests that use each block that has a key, or had one; any other is one request's alone."""
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Blocks with a key that no request uses; the one released first comes first."""
+        self._found: dict[int, Found] = {}
+        """What was looked up since keys or uses have last changed, by the identity of the chain: requests that wait are
+        asked for at every step."""
 
     @property
     def num_used(self) -> int:
@@ -66,21 +87,22 @@ class Blocks:
         """Number of blocks that hold what a later request may share, and that no request uses."""
         return len(self._kept)
 
-    def find(self, chain: Chain, most: int) -> list[int]:
+    def find(self, chain: Chain, most: int) -> Found:
         """Return the blocks that hold the beginning of a sequence, `most` at most. Changes nothing."""
-        found = []
-        by_key = self._by_key
+        known = self._found.get(id(chain))
+        if known is not None and known.chain is chain and known.most == most:
+            return known
+        by_key, count = self._by_key, 0
+        blocks: list[int] = []
         for key in chain[:most]:
-            block = by_key.get(key)
-            if block is None:
+            if key not in by_key:
                 break
-            found.append(block)
-        return found
-
-    def count_used(self, found: Sequence[int]) -> int:
-        """Count those of these blocks that some request uses: sharing them takes no memory."""
+            blocks.append(by_key[key])
         uses = self._uses
-        return sum(uses[block] > 0 for block in found)
+        for block in blocks:
+            count += uses[block] > 0
+        found = self._found[id(chain)] = Found(chain, most, tuple(blocks), count)
+        return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
         """Count the blocks that no other request uses, those in `others` left out."""
@@ -89,10 +111,12 @@ class Blocks:
 
     def share(self, found: Sequence[int]) -> BlockTable:
         """Use blocks that `find` has just found."""
+        uses = self._uses
         for block in found:
-            if not self._uses[block]:
+            if not uses[block]:
                 del self._kept[block]
-            self._uses[block] += 1
+            uses[block] += 1
+        self._found.clear()
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
@@ -106,6 +130,7 @@ class Blocks:
             assert self._kept, "a block is asked for, none is free or kept"
             block, _ = self._kept.popitem(last=False)
             del self._by_key[self._key.pop(block)], self._uses[block]
+            self._found.clear()
         table.blocks.append(block)
         return block
 
@@ -119,10 +144,12 @@ class Blocks:
                 self._by_key[key] = block
                 self._key[block] = key
                 self._uses[block] = 1
+                self._found.clear()
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
         """Let later requests find none of the blocks that hold what the chain says. Requests that use them go on."""
+        self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)
             if block is None:
@@ -148,3 +175,4 @@ class Blocks:
                 del uses[block]
                 self._free.append(block)
         table.blocks.clear()
+        self._found.clear()

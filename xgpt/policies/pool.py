@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 
 from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.blocks import NO_CHAINS, Blocks, BlockTable
+from xgpt.policies.blocks import NO_CHAINS, NOTHING, Blocks, BlockTable, Found
 from xgpt.policies.request import MicroBatch, Request, Step
 from xgpt.schema import KvPromise
 from xgpt.schema.step_log import Chain
@@ -148,11 +148,11 @@ class Pool:
 
     def to_encode(self, request: Request) -> int:
         """Count the tokens that a waiting request would have encoded if it entered now: at least its last one."""
-        return request.context - len(self._find(self.prompts, request)) * self.block_size
+        return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
         """Count the blocks that a waiting request would take where prompts are encoded."""
-        return self.blocks_for(request.context) - self.prompts.count_used(self._find(self.prompts, request))
+        return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def can_admit(self) -> bool:
         """Whether the first waiting request would be let in now."""
@@ -160,12 +160,12 @@ class Pool:
         if request is None or self.num_running == self.max_running:
             return False
         found = self._find(self.blocks, request)
-        needed = self._blocks_to_enter(request) - self.blocks.count_used(found)
+        needed = self._blocks_to_enter(request) - found.num_used
         missing = self.reserved_blocks + needed - self.kv_blocks
         if missing > 0 and not request.generated:
             # Requests beyond their promise have what others leave.
             missing -= sum(
-                self.blocks.count_own(self._table_of(id_), found)
+                self.blocks.count_own(self._table_of(id_), found.blocks)
                 for id_ in self._overdrawn
                 if not self.is_under_way(id_)
             )
@@ -177,7 +177,7 @@ class Pool:
             return None
         request = self.waiting.pop()
         request.blocks = self._blocks_to_enter(request)
-        table = request.table = self.blocks.share(self._find(self.blocks, request))
+        table = request.table = self.blocks.share(self._find(self.blocks, request).blocks)
         while self.reserved_blocks + request.blocks - table.found > self.kv_blocks:
             self._preempt_last()
         # One block early, where it is promised: a worker may then run a step ahead.
@@ -186,7 +186,7 @@ class Pool:
         self._promised += request.blocks - len(table.blocks)
         encoded_in = table
         if self.prompts is not self.blocks:
-            encoded_in = request.prompt_table = self.prompts.share(self._find(self.prompts, request))
+            encoded_in = request.prompt_table = self.prompts.share(self._find(self.prompts, request).blocks)
             for _ in range(self.blocks_for(request.context) - encoded_in.found):
                 self.prompts.grow(encoded_in)
         request.encoded = request.cached = encoded_in.found * self.block_size
@@ -199,10 +199,10 @@ class Pool:
         """Count the tokens whose K/V is there once the next decode step has run, or the first step after a prompt."""
         return request.context + self.encoder
 
-    def _find(self, blocks: Blocks, request: Request) -> list[int]:
+    def _find(self, blocks: Blocks, request: Request) -> Found:
         """Return the blocks that hold the beginning of a waiting request; its last token is always executed."""
         if not request.chain:
-            return []
+            return NOTHING
         return blocks.find(request.chain, (request.context - 1) // self.block_size)
 
     def _table_of(self, id_: int) -> BlockTable:
