@@ -21,6 +21,7 @@ import numpy as np
 
 from tools.structured import BLOCK, shared_prompts, write
 from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
+from xgpt.reuse import ReuseCurve
 from xgpt.schema import ANYONE, Plan
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import TraceLengths, read_lengths
@@ -28,7 +29,7 @@ from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.prefixes import Prefixes
-from xsimulator.reuse import ReuseCurve, exact_share
+from xsimulator.reuse import exact_share
 
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9

@@ -12,6 +12,7 @@ from math import exp, fsum, inf, log, sqrt
 from typing import NamedTuple
 
 from xgpt.observation import CERTAIN, ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.observed_reuse import Common, ReuseWindow, changed, observed_reuse, share_of
 from xgpt.schema import LEAST_HEADROOM, Observation, Plan, ProfileRef
 
 LOOK_EVERY = 16
@@ -131,10 +132,12 @@ class Snapshot(NamedTuple):
 
     Attributes:
         requests: at least one; their tokens go on being counted.
+        common: what they had in common.
         step_ratio, slowdown: see `Observation`.
     """
 
     requests: list[Seen]
+    common: list[Common]
     plan: Plan
     step_ratio: float | None
     slowdown: float | None
@@ -146,7 +149,8 @@ class Snapshot(NamedTuple):
 
     def observe(self, sample: Sample) -> Observation:
         """Return some of the requests compared with what was planned."""
-        return observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
+        found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
+        return found.model_copy(update={"reuse": observed_reuse(self.common, self.plan.block_size)})
 
 
 class Observer:
@@ -155,18 +159,24 @@ class Observer:
     Attributes:
         plan: the running one.
         window: of its requests.
+        reuse: what these had in common.
         pace: of its steps, against the plan's predictions.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.window = LengthWindow()
+        self.reuse = ReuseWindow(plan)
         self.pace = Pace()
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
         """The pace at which a plan was last looked for: it is looked for again at another one only."""
         self._since_s = -inf
         """Arrival of the first request with the lengths of now."""
+        self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
+        """Share of prompt tokens found under which a plan was last looked for."""
+        self._judged_common: list[Common] | None = None
+        """The requests that this share is of; None: the plan's own."""
         self._num_ended = 0
         """Since the last look."""
         self._looked_s = -inf
@@ -200,8 +210,11 @@ class Observer:
     def snapshot(self) -> Snapshot | None:
         """Return the requests and the pace of this moment; None: no request has arrived."""
         self.window.forget_before(self._since_s)
+        if self._judged_common:
+            self.reuse.forget_before(self._judged_common[0])
         requests = self.window.requests()
-        return Snapshot(requests, self.plan, self.pace.ratio, self.slowdown) if requests else None
+        common = self.reuse.requests()
+        return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown) if requests else None
 
     def look(self, now: Snapshot) -> Observation | None:
         """Return what the plan is to be judged under; None: nothing has certainly changed since it was last judged.
@@ -210,13 +223,17 @@ class Observer:
         called from another thread than the rest, once at a time.
         """
         sample = Sample.of(now.requests)
-        changed = self._detector.look(sample)
+        others = self._detector.look(sample)
         slowdown, reference = now.slowdown, now.plan.profile
-        if changed is not None:
-            self._since_s = float(changed.arrival_s[0])
-            found = now.observe(changed)
+        common = self._look_at_reuse(now.common)
+        if common is not None:
+            now = now._replace(common=common)
+        is_other_pace = slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread)
+        if others is not None:
+            self._since_s = float(others.arrival_s[0])
+            found = now.observe(others)
             self._detector = ChangeDetector(found.workload, found.weight)
-        elif slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread):
+        elif (is_other_pace or common is not None) and sample.num_finished:
             # Lengths are still those of before, which were learnt from more requests than the window holds.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
             found = now.observe(sample).model_copy(update=lengths)
@@ -226,7 +243,22 @@ class Observer:
             self._judged_slowdown = slowdown
         return found
 
+    def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
+        """Return the requests that find more or less than those that a plan was last looked for; None: none certainly.
+
+        A change that was seen in few requests is looked at again once there are twice as many.
+        """
+        since = changed(common, self._judged_share)
+        if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):
+            since = common
+        if since is None:
+            return None
+        self._judged_common = list(since)
+        self._judged_share, _ = share_of(since)
+        return self._judged_common
+
     def go_over_to(self, plan: Plan) -> None:
         """Observe another plan from now on."""
+        self.reuse.go_over_to(plan)
         self.pace.predict_longer(plan.profile.slowdown / self.plan.profile.slowdown)
         self.plan = plan

@@ -1,93 +1,41 @@
-"""How much of a trace's prompts a cache of any size finds: reuse distances in one pass, and the curve that they make.
-
-A block that a request has left is found by a later one if fewer other blocks have been used in between than the cache
-holds (LRU). Distances are counted for all blocks at once: of the uses between two of a block those count that are the
-first in between, so it is a count of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies,
-1970.
-"""
+"""What closed forms take of a curve of reuse, and the exact replay that the curve is held against."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.policies import Blocks
+from xgpt.reuse import ReuseCurve
 from xgpt.workload import TraceLengths
 from xsimulator.lengths import Reused
-
-Array = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 KINDS = 200
 """Kinds of requests that closed forms tell apart."""
 
 
-class ReuseCurve:
-    """Tokens of each prompt that a cache finds, whatever its size. A request finds blocks from its first one on.
+def reused_at(
+    curve: ReuseCurve, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True
+) -> Reused:
+    """Return what requests find in a cache of that many tokens, as closed forms take it.
+
+    Requests are put together by what they have left to encode: the fewest and the most of them are kept apart.
 
     Args:
-        trace: with prefixes.
-        block_size: tokens of a K/V block, whole ones of which are found.
+        kept_tokens: memory that is left for it; None: as much.
     """
-
-    def __init__(self, trace: TraceLengths, block_size: int) -> None:
-        prefixes = trace.prefixes
-        assert prefixes is not None
-        self.inputs: Ints = trace.input
-        self._block_size = block_size
-        self._size = prefixes.block_size
-        request, distance = _distances(
-            [prompt[: length // self._size] for prompt, length in zip(prefixes.prompts, trace.input, strict=True)],
-            [ids[: _whole_outputs(self._size, *of)] for ids, *of in zip(prefixes.outputs, *trace[:2], strict=True)],
-        )
-        self._request, self._needed = request, _worst_so_far(request, distance)
-
-    def cached(self, tokens: float) -> Ints:
-        """Return the tokens that each request finds in a cache of that many. # [requests]"""
-        found = np.bincount(self._request[self._needed * self._size < tokens], minlength=len(self.inputs))
-        most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always executed
-        return np.minimum(found * self._size // self._block_size * self._block_size, most)
-
-    def share(self, tokens: float) -> float:
-        """Return the share of all prompt tokens that a cache of that many tokens finds."""
-        return float(self.cached(tokens).sum() / self.inputs.sum())
-
-    @property
-    def most(self) -> float:
-        """The share that a cache finds that forgets nothing."""
-        return self.share(np.inf)
-
-    def reused(self, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True) -> Reused:
-        """Return what requests find in a cache of that many tokens, as closed forms take it.
-
-        Requests are put together by what they have left to encode: the fewest and the most of them are kept apart.
-
-        Args:
-            kept_tokens: memory that is left for it; None: as much.
-        """
-        cached = self.cached(tokens)
-        order = np.argsort(self.inputs - cached, kind="stable")
-        groups = np.array_split(order, min(len(order), KINDS))
-        columns = [[float(of[group].mean()) for group in groups] for of in (self.inputs, cached)]
-        shares = np.asarray([len(group) / len(order) for group in groups])
-        return Reused(
-            np.asarray(columns[0]),
-            np.asarray(columns[1]),
-            shares,
-            tokens if kept_tokens is None else kept_tokens,
-            self.most,
-            holds_prompts,
-        )
-
-    def sizes(self, count: int) -> Array:
-        """Return cache sizes in tokens at which the share grows by equal parts, the last of which finds the most."""
-        needed = np.sort(self._needed[np.isfinite(self._needed)])
-        if not len(needed):
-            return np.zeros(1)
-        places = np.linspace(0, len(needed) - 1, count).astype(int)
-        return np.unique((needed[places] + 1) * self._size)
+    cached = curve.cached(tokens)
+    order = np.argsort(curve.inputs - cached, kind="stable")
+    groups = np.array_split(order, min(len(order), KINDS))
+    columns = [[float(of[group].mean()) for group in groups] for of in (curve.inputs, cached)]
+    shares = np.asarray([len(group) / len(order) for group in groups])
+    return Reused(
+        np.asarray(columns[0]),
+        np.asarray(columns[1]),
+        shares,
+        tokens if kept_tokens is None else kept_tokens,
+        curve.most,
+        holds_prompts,
+    )
 
 
 def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
@@ -109,62 +57,3 @@ def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:
         blocks.name(table, chain, len(chain))
         blocks.release(table)
     return float(found / trace.input.sum())
-
-
-def _whole_outputs(size: int, input_length: int, output_length: int) -> int:
-    """Blocks behind a prompt's whole ones that are full when the request ends."""
-    return max(0, (input_length + output_length - 1) // size - input_length // size)
-
-
-def _distances(prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> tuple[Ints, Array]:
-    """Return for each block of a prompt its request, and the other blocks used since its last use (infinite: none).
-
-    A request uses all its blocks as it leaves, the last of the sequence first.
-    """
-    ids = np.fromiter(
-        (id_ for pair in zip(prompts, outputs, strict=True) for id_ in (pair[0] + pair[1])[::-1]), dtype=np.int64
-    )
-    of_prompt = np.asarray([len(prompt) for prompt in prompts])
-    of_output = np.asarray([len(output) for output in outputs])
-    counts = of_prompt + of_output
-    request = np.repeat(np.arange(len(prompts)), counts)
-    begin = np.repeat(np.cumsum(counts) - counts, counts)
-    previous = np.full(len(ids), -1, dtype=np.int64)
-    order = np.argsort(ids, kind="stable")
-    same = ids[order[1:]] == ids[order[:-1]]
-    previous[order[1:][same]] = order[:-1][same]
-    distance = (begin - previous - 1 - _greater_before(previous)).astype(float)
-    distance[previous < 0] = np.inf
-    is_prompt = np.arange(len(ids)) - begin >= of_output[request]
-    # Back into the order of the sequence.
-    turned = np.lexsort((-np.flatnonzero(is_prompt), request[is_prompt]))
-    return request[is_prompt][turned], distance[is_prompt][turned]
-
-
-def _greater_before(values: Ints) -> Ints:
-    """Count for each value those before it that are greater. # [n]"""
-    count = 1 << max(1, (len(values) - 1).bit_length())
-    padded = np.full(count, -1, dtype=np.int64)
-    padded[: len(values)] = values
-    greater = np.zeros(count, dtype=np.int64)
-    width = 1
-    while width < count:
-        pairs = padded.reshape(-1, 2, width)
-        offset = np.arange(len(pairs))[:, None] * (count + 2)
-        left = (np.sort(pairs[:, 0], axis=1) + offset).ravel()
-        right = pairs[:, 1] + offset
-        below = np.searchsorted(left, right.ravel(), side="right").reshape(right.shape)
-        greater.reshape(-1, 2, width)[:, 1] += (np.arange(len(pairs)) + 1)[:, None] * width - below
-        width *= 2
-    return greater[: len(values)]
-
-
-def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return the greatest distance from a request's first block on: a block is found only with all before it."""
-    if not len(distance):
-        return distance
-    # Requests follow each other: one whose numbers are all above the last one's lets one running maximum serve all.
-    ranks = np.unique(distance, return_inverse=True)
-    span = len(ranks[0]) + 1
-    highest = np.maximum.accumulate(ranks[1] + request * span)
-    return np.asarray(ranks[0][highest - request * span], dtype=float)

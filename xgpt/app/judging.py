@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from xgpt.app.arrivals import best_by_arrivals, rate_of
 from xgpt.app.simulating import check_fits
 from xgpt.app.verifying import request_latency, request_law, with_law
-from xgpt.errors import InputError
+from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Observation, Outcome, Plan, Profile
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
@@ -18,8 +19,12 @@ from xsimulator.capacity import capacity
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xscheduler.problem import Problem
+
 MOST_ROUNDS = 4
 """Searches under ever tighter bounds, when a running plan is judged."""
+MOST_DIVISIONS = 2
+"""Divisions of memory for which arrivals are simulated."""
 UNUSED = 0.02
 """Of a bound: a judged plan that breaks it is searched for again under one that is tighter by a quarter of this."""
 
@@ -128,16 +133,38 @@ class ArrivalsJudge(Judge):
         )
 
     def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
-        problem = self.situation.problem(in_place=in_place)
-        any_rate = problem.constraint.model_copy(update={"arrival_rate_per_s": None})
+        problems = self._promising(self.situation.problems(in_place=in_place), kinds)
+        any_rate = self.plan.constraint.model_copy(update={"arrival_rate_per_s": None})
 
         def admitting(found: Plan) -> Plan:
             running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
             return found.model_copy(update={"admission": running})
 
-        of = Scheduler(replace(problem, constraint=any_rate))
-        (best,) = best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
-        return replaced(self.plan, best, in_place=in_place)
+        found: list[Plan] = []
+        error = None
+        for problem in problems:
+            of = Scheduler(replace(problem, constraint=any_rate))
+            try:
+                found += best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
+            except InfeasibleError as of_problem:
+                error = error or of_problem
+        if error is not None and not found:
+            raise error
+        return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
+
+    @staticmethod
+    def _promising(problems: list[Problem], kinds: Sequence[str]) -> list[Problem]:
+        """Return the divisions of memory to look at, which takes simulations: those that serve most at saturation."""
+        if len(problems) == 1:
+            return problems
+
+        def saturated(problem: Problem) -> float:
+            constraint = problem.constraint.model_copy(update={"objective": "saturated"})
+            with suppress(InfeasibleError):
+                return Scheduler(problem.under(constraint)).best(kinds).estimate.throughput_rps
+            return 0.0
+
+        return sorted(problems, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
     def _simulated(self, plan: Plan) -> Plan:
         found = capacity(plan, self.situation.profile, edges=False)

@@ -95,10 +95,18 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
     if not source.startswith(("http://", "https://")):
         from xgpt.observation import observe_lengths
+        from xgpt.observed_reuse import most_kept, told_of
+        from xgpt.reuse import ReuseCurve
         from xgpt.workload import read_lengths
 
         lengths = read_lengths(Path(source))
-        return plan, observe_lengths(lengths.input, lengths.output, plan.workload)
+        observation = observe_lengths(lengths.input, lengths.output, plan.workload)
+        if lengths.prefixes is not None:
+            curve, own = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
+            kept = most_kept(plan) if own is None else own.kept_blocks
+            reuse = told_of(curve, curve.share(kept * plan.block_size))
+            observation = observation.model_copy(update={"reuse": reuse})
+        return plan, observation
     import httpx
 
     from xgpt.connection import own_api_key

@@ -17,8 +17,9 @@ from xgpt.app.arrivals import maximised
 from xgpt.app.planning import plan_each
 from xgpt.app.simulating import shares_prompts
 from xgpt.errors import InfeasibleError
+from xgpt.reuse import ReuseCurve
 from xgpt.schema import Plan
-from xsimulator.reuse import ReuseCurve
+from xsimulator.reuse import reused_at
 
 if TYPE_CHECKING:
     from xgpt.app.request import PlanRequest
@@ -48,12 +49,12 @@ def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plan
         return plans
     curve = ReuseCurve(trace, best.block_size)
     steps = list(pairwise(_sizes(curve, best)))
-    of_steps = [replace(problem, replicas=1, reused=curve.reused(size)) for size, _ in steps]
+    of_steps = [replace(problem, replicas=1, reused=reused_at(curve, size)) for size, _ in steps]
     highest = None
     if problem.constraint.maximises_arrivals:
         of_steps = _promising(of_steps, request)
     else:
-        could = [curve.reused(larger, size, holds_prompts=False) for size, larger in steps]
+        could = [reused_at(curve, larger, size, holds_prompts=False) for size, larger in steps]
         reached = [_planned(replace(problem, replicas=1, reused=reused), request) for reused in could]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)

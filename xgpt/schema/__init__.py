@@ -55,7 +55,7 @@ from xgpt.schema.profile import (
     Profile,
     Surface,
 )
-from xgpt.schema.replan import Decision, Observation, Outcome, Planner, Proposal
+from xgpt.schema.replan import Decision, Observation, ObservedReuse, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
@@ -106,6 +106,7 @@ __all__ = [
     "ModelSpec",
     "Objective",
     "Observation",
+    "ObservedReuse",
     "OrcaSettings",
     "Outcome",
     "Plan",

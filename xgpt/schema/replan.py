@@ -14,6 +14,22 @@ from xgpt.schema.workload import Workload
 Action = Literal["keep", "swap", "redeploy"]
 
 
+class ObservedReuse(Frozen):
+    """What recent requests found of their prompts, and would find with another size of what is kept.
+
+    Attributes:
+        share: share of prompt tokens that was found.
+        sizes: tokens kept.
+        shares: share of prompt tokens that a cache of each of these sizes finds.
+        most: the same where it forgets nothing.
+    """
+
+    share: float = Field(ge=0, le=1)
+    sizes: tuple[float, ...]
+    shares: tuple[float, ...]
+    most: float = Field(ge=0, le=1)
+
+
 class Observation(Frozen):
     """The lengths of recent requests, the most recent ones counting most.
 
@@ -26,6 +42,7 @@ class Observation(Frozen):
         input_distance, output_distance: Wasserstein distance to the planned lengths, in tokens.
         step_ratio: measured over predicted time of the running plan's steps; None: not known.
         slowdown: measured time of the steps over the profile's; None: too few have been compared.
+        reuse: what they had in common; None: it was not observed.
     """
 
     schema_version: Literal[1] = 1
@@ -38,6 +55,7 @@ class Observation(Frozen):
     output_distance: float
     step_ratio: float | None = None
     slowdown: float | None = Field(default=None, gt=0)
+    reuse: ObservedReuse | None = None
 
 
 class Outcome(Frozen):

@@ -354,6 +354,8 @@ class EngineThread:
         start_s = min((record.start_ns / 1e9 for record in records), default=start_s)
         for record in records:
             self._note_starts(record)
+            if self.watch is not None:
+                self.watch.note(record)
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)

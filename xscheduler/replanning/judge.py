@@ -9,6 +9,7 @@ from functools import cached_property
 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Outcome, Plan
+from xscheduler.problem import Problem
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation
 from xscheduler.schedule import Scheduler
@@ -101,6 +102,23 @@ class Judge(ABC):
         return None
 
 
+def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
+    """Return each problem's plan of the highest throughput, of those that have any; at least one.
+
+    Raises:
+        InfeasibleError: none has.
+    """
+    found, error = [], None
+    for problem in problems:
+        try:
+            found.append(Scheduler(problem).best(kinds))
+        except InfeasibleError as of_problem:
+            error = error or of_problem
+    if error is not None and not found:
+        raise error
+    return found
+
+
 @dataclass(frozen=True)
 class SaturatedJudge(Judge):
     """Judges by saturated throughput, in closed form.
@@ -178,11 +196,12 @@ class SaturatedJudge(Judge):
 
     def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
         """Return the best plan that keeps the bound at a quantile, its latency that at this quantile."""
-        problem = self.situation.problem(in_place=in_place)
+        problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         update = {"quantile": quantile, "latency_bound_s": bound_s}
-        problem = replace(problem, constraint=problem.constraint.model_copy(update=update))
-        best = replaced(self.plan, Scheduler(problem).best(kinds), in_place=in_place)
+        constraint = self.plan.constraint.model_copy(update=update)
+        found = best_of([replace(problem, constraint=constraint) for problem in problems], kinds)
+        best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
         return _with_latency(best, self.ratio_of_others * best.estimate.latency_s)
 
     def _at(self, plan: Plan, quantile: float) -> dict[str, float]:

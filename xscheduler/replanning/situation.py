@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
-from xgpt.schema import Histogram, Observation, Plan, Profile, Workload
+import numpy as np
+
+from xgpt.schema import Histogram, Observation, ObservedReuse, Plan, Profile, ReuseEstimate, Workload
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem, reused_by
+from xsimulator.lengths import Reused
+
+PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
+"""Of the K/V memory, that may be kept."""
+NOTHING = 0.02
+"""Share of prompt tokens found that no plan counts on."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class Situation:
         lengths: the observed ones, cut to the model's context.
         weight: number of requests that the lengths were learnt from.
         arrival_rate_per_s: the observed one; None: unknown.
+        reuse: what requests had in common; None: what the plan counts on.
     """
 
     plan: Plan
@@ -27,6 +36,7 @@ class Situation:
     lengths: Workload
     weight: float
     arrival_rate_per_s: float | None = None
+    reuse: ObservedReuse | None = None
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, observation: Observation, slowdown: float | None = None) -> Situation:
@@ -37,7 +47,9 @@ class Situation:
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
-        return cls(at_pace(plan, slowdown), profile, lengths, observation.weight, rate)
+        reuse = observation.reuse if plan.replicas == 1 else None
+        running = with_reuse(at_pace(plan, slowdown), reuse)
+        return cls(running, profile, lengths, observation.weight, rate, reuse)
 
     def problem(self, *, in_place: bool) -> Problem:
         """Return the problem whose best plan may take over: the server's workers and replicas are what there is.
@@ -60,10 +72,37 @@ class Situation:
             reused=reused_by(plan, self.lengths),
         )
 
+    def problems(self, *, in_place: bool) -> list[Problem]:
+        """Return `problem` for each division of memory between running requests and what later ones find."""
+        problem, reuse = self.problem(in_place=in_place), self.reuse
+        if reuse is None:
+            return [problem]
+        memory = self.plan.block_size * min(s.kv_blocks for s in self.plan.stages if s.lane != "decode")
+        problems = [replace(problem, reused=None)]
+        for tokens in sorted({*(size for size in reuse.sizes if size < memory), *(part * memory for part in PARTS)}):
+            share = float(np.interp(tokens, (0.0, *reuse.sizes), (0.0, *reuse.shares)))
+            if share > NOTHING:
+                reused = Reused.proportional(self.lengths, share, tokens, reuse.most)
+                problems.append(replace(problem, reused=reused))
+        return problems
+
     def quantile(self, deviations: float) -> float:
         """Return the plan's quantile, moved by a number of standard deviations of an observed quantile."""
         q = self.plan.constraint.quantile
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
+
+
+def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
+    """Return the plan with what its requests find; None: unchanged.
+
+    A plan that counts on nothing keeps no memory for it.
+    """
+    own = plan.estimate.reuse
+    if reuse is None or (own is None and reuse.share <= NOTHING):
+        return plan
+    kept = 0 if own is None else own.kept_blocks
+    found = ReuseEstimate(share=reuse.share, most_share=max(reuse.most, reuse.share), kept_blocks=kept)
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": found})})
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:

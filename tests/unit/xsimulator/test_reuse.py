@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tools.structured import conversations, shared_prompts
+from xgpt.reuse import ReuseCurve, _greater_before
 from xgpt.workload import TraceLengths
-from xsimulator.reuse import ReuseCurve, _greater_before, exact_share
+from xsimulator.reuse import exact_share
 
 BLOCK = 16
 

@@ -82,6 +82,11 @@ class Watch:
         """A request has come; the caller counts its tokens in what is returned."""
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
+    def note(self, record: StepRecord) -> None:
+        """A step has been executed: its record tells which blocks requests had in common."""
+        if self._planner is not None:
+            self._observer.reuse.note(record)
+
     def end(self, seen: Seen, started_s: float) -> None:
         """A request's output has ended by itself."""
         now_s = time.perf_counter()

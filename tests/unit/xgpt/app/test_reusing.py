@@ -11,7 +11,11 @@ import pytest
 
 import xgpt
 from tools.structured import shared_prompts, write
-from xgpt.schema import Plan
+from xgpt.app.profiles import profile_of
+from xgpt.app.replanning import propose
+from xgpt.observation import observe_lengths
+from xgpt.observed_reuse import Common, observed_reuse
+from xgpt.schema import ObservedReuse, Plan
 from xgpt.workload import TraceLengths
 
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "a40x4", "devices": 1, "latency_bound_s": 30, "policy": "chunked"}
@@ -54,8 +58,9 @@ def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None
     from xgpt.app.planning import plan_each
     from xgpt.app.problems import resolve
     from xgpt.app.request import plan_request
+    from xgpt.reuse import ReuseCurve
     from xgpt.workload import read_lengths
-    from xsimulator.reuse import ReuseCurve
+    from xsimulator.reuse import reused_at
 
     assert plan.search.gap is not None
     most = plan.estimate.throughput_rps * (1 + plan.search.gap) * (1 + 1e-9)
@@ -63,7 +68,7 @@ def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None
     curve = ReuseCurve(read_lengths(path), plan.block_size)
     memory = plan.stages[0].kv_blocks * plan.block_size
     for share in (0.2, 0.55, 0.72, 0.85, 0.93):
-        given = replace(problem, replicas=1, reused=curve.reused(share * memory))
+        given = replace(problem, replicas=1, reused=reused_at(curve, share * memory))
         (other,) = plan_each(given, "chunked").values()
         assert other.estimate.throughput_rps <= most
 
@@ -82,6 +87,39 @@ def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
     found = xgpt.plan(**PROBLEM, workload=path)
     assert found.estimate.reuse is not None and found.estimate.capacity is not None
     assert found.estimate.capacity.rate_per_s > 1.3 * (found.estimate.reuse.alone or 0)
+
+
+def test_replanning_counts_on_what_is_found(plan: Plan, path: Path, tmp_path: Path) -> None:
+    """Hits that appear under a plan that counts on none bring one that does, and those that vanish one that does not;
+    both gain what the planner gains of the trace itself."""
+    lengths = tmp_path / "lengths.csv"
+    rows = _rows(path)
+    lengths.write_text("input,output\n" + "".join(f"{i},{o}\n" for i, o in zip(*rows[:2], strict=True)))
+    alone = xgpt.plan(**PROBLEM, workload=lengths, objective="saturated")
+    profile = profile_of(alone, None)
+    of_all = observe_lengths(rows.input, rows.output, plan.workload)
+    window = [
+        Common(int(length), np.array(ids[: length // 16], np.int64), np.empty(0, np.int64), found=0)
+        for length, ids in zip(rows.input, rows.prefixes.prompts if rows.prefixes else (), strict=True)
+    ]
+    curve = observed_reuse(window, plan.block_size)
+    assert curve is not None and plan.estimate.reuse is not None
+    share = float(np.interp(plan.estimate.reuse.kept_blocks * plan.block_size, curve.sizes, curve.shares))
+    appear = of_all.model_copy(update={"reuse": curve.model_copy(update={"share": share})})
+    decision, found = propose(alone, profile, appear)
+    assert decision.action == "swap" and found is not None and found.estimate.reuse is not None
+    assert found.estimate.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.1)
+    assert decision.running.throughput_rps > 1.5 * alone.estimate.throughput_rps, "it finds as much, unplanned"
+    vanish = of_all.model_copy(update={"reuse": ObservedReuse(share=0.0, sizes=(), shares=(), most=0.0)})
+    decision, found = propose(plan, profile, vanish)
+    assert decision.running.throughput_rps < 0.8 * plan.estimate.throughput_rps
+    if decision.action == "keep":
+        assert decision.gain < 0.05
+    else:
+        assert found is not None and found.estimate.reuse is None
+        assert found.estimate.throughput_rps == pytest.approx(alone.estimate.throughput_rps, rel=0.02)
+    decision, found = propose(plan, profile, appear)
+    assert decision.action == "keep", "what it counts on is what is found"
 
 
 def _rows(path: Path) -> TraceLengths:

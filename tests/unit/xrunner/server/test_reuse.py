@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
+import numpy as np
 import pytest
 
-from tests.fakes import FakeExecutor, expected_tokens, fake_app, running
+from tests.fakes import STAGES, FakeExecutor, eventually, expected_tokens, fake_app, fake_plan, running
+from tests.unit.xrunner.server.test_watch import FakePlanner
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import Observation, OrcaSettings, Plan, Proposal
 from xrunner.engine import Engine
-from xrunner.server import ApiKeys
+from xrunner.server import ApiKeys, Watch
 
 PROMPT = list(range(100, 150))  # three whole blocks of 16, and two tokens
+WIDER = fake_plan(policy=OrcaSettings(max_batch=32))
 KEYS = "alice sk-alice-0123456789abcdef\nbob sk-bob-0123456789abcdef\n"
 
 
@@ -76,3 +82,39 @@ def test_a_key_finds_nothing_that_another_has_left(tmp_path, other: str, found: 
         answer = ask(url, PROMPT, f"sk-{other}-0123456789abcdef")
         assert cached(answer) == found
         assert seen.pool.kept_blocks == (3 if found else 6)
+
+
+class CountsOnHits(FakePlanner):
+    """Proposes another plan where more than half of all prompt tokens were found."""
+
+    async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+        assert observation.reuse is not None
+        self.answers = [WIDER if observation.reuse.share > 0.5 else None]
+        return await super().propose(plan, observation)
+
+
+def test_a_server_replans_when_hits_appear() -> None:
+    """The planner is told what requests have in common as soon as they have; prompts' lengths stay the same."""
+    planner, rng = CountsOnHits([]), np.random.default_rng(0)
+    served = Engine(OneLane(LaneSettings(mix=True, max_batch=16), Pool(1000, 16), STAGES), FakeExecutor(), reuse=True)
+
+    def send(prompts: list[list[int]]) -> None:
+        body = {"model": "fake", "prompt": prompts, "max_tokens": 4}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+
+    def settings() -> dict[str, int]:
+        return httpx.get(f"{url}/plan").json()["plan"]["policy"]
+
+    with running(fake_app(served, Watch(fake_plan(block_size=16), planner))) as url:
+        send(rng.integers(3, 50, (130, 50)).tolist())
+        time.sleep(0.6)  # looks have a distance
+        send(rng.integers(3, 50, (32, 50)).tolist())
+        assert eventually(lambda: len(planner.asked) > 0), "lengths are not the planned ones"
+        assert settings() != WIDER.policy.model_dump()
+        for _ in range(20):
+            send([[*PROMPT[:48], *tail] for tail in rng.integers(3, 50, (16, 2)).tolist()])
+            time.sleep(0.1)
+        time.sleep(0.6)
+        send([[*PROMPT[:48], *tail] for tail in rng.integers(3, 50, (16, 2)).tolist()])
+        assert eventually(lambda: settings()["max_batch"] == 32)
+        assert httpx.get(f"{url}/plan").json()["observed"]["reuse"]["share"] > 0.5
