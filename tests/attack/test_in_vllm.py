@@ -222,6 +222,7 @@ def test_nothing_listens_beyond_this_machine(target: Target) -> None:
     assert own and all(address.startswith(("127.0.0.1:", "[::1]:")) for address in own)
 
 
+@pytest.mark.long
 @pytest.mark.point(1)
 def test_an_answer_that_would_come_too_late_is_not_begun(
     kind: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

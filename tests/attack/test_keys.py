@@ -105,9 +105,8 @@ def test_shares_of_three_to_one_at_three_times_capacity(flavour: str, checkpoint
 
 
 @pytest.mark.point(18)
-@pytest.mark.parametrize(
-    "flavour", ["one", *(pytest.param(n, marks=pytest.mark.long) for n in FLAVOURS if n != "one"), REAL_VLLM]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", [*FLAVOURS, REAL_VLLM])
 def test_a_key_cannot_time_anothers_prompts(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """A prompt that a key has asked before is answered sooner, so the clock tells; one that another key has asked takes
     as long as one that is new."""
@@ -141,7 +140,7 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
     with attacked("one", checkpoint, tmp_path, "--max-waiting", "16", keys=keys, change=batch_of(4)) as target:
         raw = request({"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}, key=ALICE)
         with ThreadPoolExecutor(1) as thread:
-            flooding = thread.submit(elsewhere, flood, target.address, raw, 4.0)
+            flooding = thread.submit(elsewhere, flood, target.address, raw, 3.0)
             assert eventually(lambda: tokens_of(target).get("alice", 0) > 0)
             body = {"model": target.model, "prompt": PROMPT, "max_tokens": 2}
             begin_s = time.monotonic()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from xgpt import __version__
+from xgpt.schema import ModelSpec
 from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_LIST: dict[str, Any] = {"application/json": {"schema": {"type": "array"}}}
-_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {}}}
+Json = dict[str, Any]
+
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
     "401": "No valid API key came with the request.",
@@ -19,11 +20,14 @@ _REFUSALS = {
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
     "413": "The body is too long.",
+    "421": "The Host header names another server.",
     "429": "Too many requests wait, or the key has had its share of this minute; Retry-After says when to come again.",
     "500": "The engine has failed, or could not go on with this request.",
-    "503": "The server is shutting down.",
+    "503": "The server is shutting down, has no room for the body, or cannot do this now.",
     "504": "The answer was not complete at the request's deadline, or in the time that the server gives.",
 }
+_READING = ("401", "403", "421")
+_WITH_BODY = ("400", "408", "413", "503")
 
 _SAMPLING = (
     "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "
@@ -36,61 +40,154 @@ _CHAT = (
     "need the memory, and then goes on. Where it cannot (static batches, models with an encoder) it ends there."
 )
 
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_TEXT: Json = {"type": "string"}
+_TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+_OBJECT: Json = {"type": "object"}
+_IDS: Json = {"type": "array", "items": _COUNT}
 
-def describe(model_name: str) -> dict[str, Any]:
+
+def _object(**properties: Json) -> Json:
+    """An object that has all of these members, and perhaps others."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _answer(kind: str, prefix: str, **said: Json) -> Json:
+    """Of a completion or a chat: its members, `said` among those of each choice."""
+    choice = _object(
+        index=_COUNT,
+        **said,
+        token_ids=_IDS,
+        logprobs={"type": ["object", "null"]},
+        finish_reason={"enum": ["stop", "length", "tool_calls"]},
+    )
+    return _object(
+        id={"type": "string", "pattern": f"^{prefix}-"},
+        object={"const": kind},
+        created=_COUNT,
+        model=_TEXT,
+        choices={"type": "array", "items": choice, "minItems": 1},
+        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+        xgpt=_object(**{name: {"type": "number", "minimum": 0} for name in ("queued_s", "ttft_s", "total_s")}),
+    )
+
+
+_MESSAGE = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
+_MESSAGE["properties"]["tool_calls"] = {"type": "array", "items": {"$ref": "#/components/schemas/ToolCall"}}
+_ANSWERS: dict[str, Json] = {
+    "Completion": _answer("text_completion", "cmpl", text=_TEXT),
+    "Chat": _answer("chat.completion", "chatcmpl", message=_MESSAGE),
+    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
+    "Text": _object(prompt=_TEXT),
+    "Models": _object(object={"const": "list"}, data={"type": "array", "items": _object(id=_TEXT)}),
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+}
+
+
+def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
     """The OpenAPI document of a server of this model."""
     bodies, components = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest), ref_template="#/components/schemas/{name}"
     )
-    for request in (CompletionRequest, ChatRequest):
-        components[request.__name__]["properties"]["model"] = {"type": "string", "const": model_name}
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    failed = {"503": {"description": "The engine has failed.", "content": _JSON}}
+    _say_what_types_do_not(components, model_name, spec)
+    generation = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
+    text: Json = {"text/plain": {"schema": _TEXT}}
+    paths = {
+        "/v1/completions": {
+            "post": _operation("Continue prompts.", _json("Completion", stream=True), generation, bodies[0])
+            | {"description": _SAMPLING + _COMPLETION}
+        },
+        "/v1/chat/completions": {
+            "post": _operation("Answer a chat.", _json("Chat", stream=True), generation, bodies[1])
+            | {"description": _SAMPLING + _CHAT}
+        },
+        "/tokenize": {
+            "post": _operation("Token ids of a text, or of a chat.", _json("Tokens"), _READING + _WITH_BODY, bodies[2])
+        },
+        "/detokenize": {"post": _operation("The text of token ids.", _json("Text"), _READING + _WITH_BODY, bodies[3])},
+        "/v1/models": {"get": _operation("The model that is served.", _json("Models"), _READING)},
+        "/health": {"get": _operation("Whether the engine runs.", _json(_OBJECT), ("503",))},
+        "/ready": {"get": _operation("Whether new requests are taken in.", _json(_OBJECT), ("503",))},
+        "/metrics": {"get": _operation("Prometheus metrics.", text, _READING)},
+        "/plan": {
+            "get": _operation("The plan that is run, and the lengths that were observed.", _json(_OBJECT), _READING)
+        },
+        "/plan/history": {
+            "get": _operation("Every decision on another plan.", _json({"type": "array", "items": _OBJECT}), _READING)
+        },
+        "/plan/decision": {
+            "get": _operation(
+                "What re-planning would decide now; nothing is done. Null where it has too little to go by.",
+                _json({"type": ["object", "null"]}),
+                (*_READING, "503"),
+            )
+        },
+        "/live": {"get": _operation("What the page at / shows.", _json(_OBJECT), _READING)},
+    }
+    keyed: Json = {}
+    if has_keys:
+        keyed["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for operation in (operation for operations in paths.values() for operation in operations.values()):
+            if "401" in operation["responses"]:
+                operation["security"] = [{"key": []}]
     return {
         "openapi": "3.1.0",
         "info": {"title": "xgpt", "version": __version__, "description": "A plan behind OpenAI's API."},
-        "paths": {
-            "/v1/completions": {"post": _generation("Continue prompts.", bodies[0])},
-            "/v1/chat/completions": {"post": _generation("Answer a chat.", bodies[1], _CHAT)},
-            "/tokenize": {"post": _reading("Token ids of a text, or of a chat.", _JSON, body=bodies[2])},
-            "/detokenize": {"post": _reading("The text of token ids.", _JSON, body=bodies[3])},
-            "/v1/models": {"get": _reading("The model that is served.", _JSON)},
-            "/health": {"get": _reading("Whether the engine runs.", _JSON, failed)},
-            "/ready": {"get": _reading("Whether new requests are taken in.", _JSON, failed)},
-            "/metrics": {"get": _reading("Prometheus metrics.", text)},
-            "/plan": {"get": _reading("The plan that is run, and the lengths that were observed.", _JSON)},
-            "/plan/history": {"get": _reading("Every decision on another plan.", _LIST)},
-            "/plan/decision": {"get": _reading("What re-planning would decide now; nothing is done.", _JSON, failed)},
-            "/live": {"get": _reading("What the page at / shows.", _JSON)},
-        },
-        "components": {"schemas": components},
+        "paths": paths,
+        "components": {"schemas": components | _ANSWERS, **keyed},
     }
 
 
-def _generation(summary: str, body: dict[str, Any], description: str = _COMPLETION) -> dict[str, Any]:
-    refusals = {status: {"description": reason, "content": _JSON} for status, reason in _REFUSALS.items()}
-    return {
-        "summary": summary,
-        "description": _SAMPLING + description,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "The answer.", "content": _JSON | _EVENTS}} | refusals,
-    }
+def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -> None:
+    """Put down what is accepted of this model's requests, and which tags may be left out."""
+    token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
+    tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
+    text: Json = {"type": "string", "minLength": 1}
+    prompts = [{"type": "array", "items": one, "minItems": 1} for one in (text, tokens)]
+    components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, tokens, *prompts]}
+    components["DetokenizeRequest"]["properties"]["tokens"] = tokens | {"minItems": 0}
+    for request in (CompletionRequest, ChatRequest):
+        properties = components[request.__name__]["properties"]
+        properties["model"] = {"type": "string", "const": model_name}
+        properties["logit_bias"] |= {"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+        for name, (neutral, reason) in request.WITHOUT_EFFECT.items():
+            accepted = [None] if neutral is None else [None, neutral]
+            properties[name] = {"enum": accepted, "default": None, "description": reason}
+    # A type that stands in no union with others needs nothing to be told by.
+    told_apart = set(_mapped(components))
+    for name, schema in components.items():
+        if name not in told_apart and "enum" in schema.get("properties", {}).get("type", {}):
+            schema["required"] = [field for field in schema["required"] if field != "type"]
 
 
-def _reading(
-    summary: str,
-    content: dict[str, Any],
-    others: dict[str, Any] | None = None,
-    body: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    asked = {}
+def _mapped(schema: Any) -> Iterator[str]:
+    """Names of all types that a tag tells apart from others."""
+    if isinstance(schema, dict):
+        for reference in schema.get("discriminator", {}).get("mapping", {}).values():
+            yield reference.rpartition("/")[2]
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for inner in schema:
+            yield from _mapped(inner)
+
+
+def _json(schema: str | Json, *, stream: bool = False) -> Json:
+    """The content of an answer: a schema, or the name of one; perhaps a stream instead."""
+    content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
+    return content | ({"text/event-stream": {"schema": {}}} if stream else {})
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _operation(summary: str, content: Json, refusals: Sequence[str], body: Json | None = None) -> Json:
+    asked: Json = {}
     if body is not None:
         asked = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
-        others = {
-            status: {"description": _REFUSALS[status], "content": _JSON} for status in ("400", "401", "408", "413")
-        }
+    refused = {status: {"description": _REFUSALS[status], "content": _json("Error")} for status in refusals}
     return {
         "summary": summary,
         **asked,
-        "responses": {"200": {"description": summary, "content": content}} | (others or {}),
+        "responses": {"200": {"description": summary, "content": content}} | refused,
     }

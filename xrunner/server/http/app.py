@@ -59,7 +59,7 @@ def create_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/tokenize", service.tokenize, methods=["POST"]),
             Route("/detokenize", service.detokenize, methods=["POST"]),
-            *_state_routes(engine_thread, model),
+            *_state_routes(engine_thread, model, has_keys=keys is not None),
             *_plan_routes(engine_thread, model),
         ],
         middleware=[Middleware(Guard, keys=keys, hosts=hosts, tracer=tracer)],
@@ -121,12 +121,12 @@ def _warning(engine_thread: EngineThread) -> str | None:
     return None if engine_thread.watch is None else engine_thread.watch.plan.seeded_weights
 
 
-def _state_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[Route]:
+def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
     """Of the server, whatever it serves: what it is, and how it stands."""
     warning = _warning(engine_thread)
     card = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "xgpt"}
     card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
-    description = describe(model.name)
+    description = describe(model.name, model.spec, has_keys=has_keys)
 
     def health(_: Request) -> dict[str, str]:
         if engine_thread.failure is not None:
