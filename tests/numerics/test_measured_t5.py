@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xprofiler.measurement_order
-from tests.numerics.test_planned import greedy, served_here, served_on
+from tests.numerics.served import greedy, served_here, served_on
 from tests.planned import SHORT, placements_of, planned
 from xgpt.checkpoint import read_spec
 from xgpt.machine import detect, num_cores

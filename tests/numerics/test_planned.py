@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,84 +9,19 @@ import pytest
 import torch
 
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
+from tests.numerics.served import engine_on, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of
-from xgpt import policies
-from xgpt.app.engines import build_engine
 from xgpt.app.simulating import simulate
 from xgpt.checkpoint import read_spec
-from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.fleet import Fleet
-from xrunner.engine import Engine
-from xrunner.generation import Generation
 
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
-RNG = np.random.default_rng(11)
-PROMPTS = [tuple(RNG.integers(0, VOCABULARY, n).tolist()) for n in (1, 3, 15, 16, 17, 31, 32, 33, 48, 60, 7, 20)]
-MAX_OUTPUT = 10
-
-
-def greedy(model):
-    """What transformers makes of each prompt."""
-    outputs = []
-    for prompt in PROMPTS:
-        fed = [model.config.decoder_start_token_id] if model.config.is_encoder_decoder else list(prompt)
-        begun = len(fed)
-        for _ in range(MAX_OUTPUT):
-            with torch.inference_mode():
-                if model.config.is_encoder_decoder:
-                    logits = model(torch.tensor([prompt]), decoder_input_ids=torch.tensor([fed])).logits
-                else:
-                    logits = model(torch.tensor([fed])).logits
-            fed.append(int(logits[0, -1].argmax()))
-        outputs.append(fed[begun:])
-    return outputs
-
-
-def run(engine):
-    """Tokens of all prompts; a step that does not come ends the test."""
-    outputs = [[] for _ in PROMPTS]
-    for id_, prompt in enumerate(PROMPTS):
-        engine.submit(Generation(id_, prompt, MAX_OUTPUT))
-    while not engine.pool.is_idle or any(not output for output in outputs):
-        tokens = engine.step()
-        assert tokens is not None, "the engine has nothing to run, and requests wait"
-        for token in tokens:
-            outputs[token.id].append(token.token)
-    return outputs
 
 
 @pytest.fixture(scope="module")
 def fleet():
     with Fleet(2) as started:
         yield started
-
-
-@contextmanager
-def engine_on(fleet, plan):
-    """The engine of a plan for the fleet's two devices."""
-    assert plan.devices_per_replica == 2
-    executor = RemoteExecutor(fleet, Deployment.of(plan))
-    executor.deploy()
-    try:
-        yield Engine(policies.build(plan), executor)
-    finally:
-        executor.disconnect()
-
-
-def served_on(fleet, plan):
-    """Tokens of a plan for the fleet's two devices."""
-    with engine_on(fleet, plan) as engine:
-        return run(engine)
-
-
-def served_here(plan):
-    """Tokens of a plan for one device."""
-    engine = build_engine(plan)
-    try:
-        return run(engine)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["t5-gated-untied", "t5-tied"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import fake_app, running
-from tests.numerics.test_planned import MAX_OUTPUT, PROMPTS, greedy, run
+from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw
 from tests.planned import planned, problem_of
 from xgpt.app.engines import build_engine

@@ -1,0 +1,254 @@
+"""Random checkpoints of every family, planned under every policy on one device and two, served, beside `transformers`.
+
+    python -m benchmarks.checkpoints [--first 0] [--count 40] [--again] [--markdown docs/results/checkpoints.md]
+
+Each checkpoint has a shape drawn by its number (heads, widths, layers, experts, biases: odd ones on purpose). This
+machine is measured for it once as `local` and once as `local:2`; from these profiles `xgpt plan` makes the plan of each
+policy, wherever it is best, and on two devices also in each tensor-parallel and pipelined placement that there is. The
+engine of every plan runs the same prompts, the plan of `--policy auto` also behind the endpoint of `xgpt serve`; tokens
+must be those that `transformers` chooses. Rows are kept in results/checkpoints, so a run that was broken off goes on
+where it was; the exit code is 1 where a token differs, or a plan is refused that there must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import xgpt
+from benchmarks.lib.served_plans import served
+from xgpt.app.plan_text import placement_in_words
+from xgpt.checkpoint import read_spec
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.io import write_atomic
+from xgpt.machine import detect
+from xprofiler.ranks import degrees
+
+if TYPE_CHECKING:
+    from xgpt.schema import ModelSpec, Plan
+    from xrunner.cluster.fleet import Fleet
+
+SEED = 7
+POLICIES = ("rra", "waa-c", "waa-m", "chunked", "orca", "static")
+PLACEMENTS: dict[str, tuple[dict[str, int], ...]] = {"local": ({},), "local:2": ({}, {"tp": 2}, {"pp": 2})}
+"""By cluster, what `--fix` holds placements at."""
+RESULTS = Path("results/checkpoints")
+EQUAL, REFUSED = "equal", "no such plan"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one plan.
+
+    Attributes:
+        where: its placement, in words.
+        outcome: "equal", "no such plan: ..." where there can be none, or what is wrong.
+    """
+
+    number: int
+    family: str
+    cluster: str
+    policy: str
+    fixed: str
+    where: str
+    outcome: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.outcome == EQUAL or self.outcome.startswith(REFUSED)
+
+
+def family_of(number: int) -> str:
+    """Return the family of a checkpoint."""
+    from tests.numerics.checkpoints import FAMILIES  # with transformers, which the processes of devices need not load
+
+    return list(FAMILIES)[number % len(FAMILIES)]
+
+
+def there_is_none(spec: ModelSpec, cluster: str, policy: str, fix: Mapping[str, int]) -> str | None:
+    """Return why a policy has no plan there; None: it must have one."""
+    two_lanes = policy.startswith("waa")
+    if two_lanes and cluster == "local":
+        return "two lanes need two devices"
+    if two_lanes and fix:
+        return "of two devices each lane has one"
+    if policy == "chunked" and spec.is_encoder_decoder:
+        return "an encoder reads whole prompts"
+    if fix.get("tp") == 2 and 2 not in degrees(spec, 2):
+        return "heads, or keys' and values', that two devices do not share evenly"
+    layers = min(spec.num_layers, spec.num_encoder_layers or spec.num_layers)
+    return "one layer makes no pipeline" if fix.get("pp") == 2 and layers < 2 else None
+
+
+def rows_of(number: int, fleet: Fleet) -> Iterator[Row]:
+    """Yield a row for each plan of one checkpoint."""
+    from tests.numerics.checkpoints import random_shape, save
+    from tests.numerics.served import greedy
+
+    rng, family = np.random.default_rng([SEED, number]), family_of(number)
+    with TemporaryDirectory() as name:
+        directory, model = save(Path(name) / "model", family, random_shape(rng, family))
+        spec, expected = read_spec(directory), greedy(model)
+        for cluster, placements in PLACEMENTS.items():
+            for fix in placements:
+                for policy in POLICIES if fix else (*POLICIES, "auto"):
+                    where, outcome = _outcome(spec, directory, cluster, policy, fix, fleet, expected)
+                    fixed = ", ".join(f"{name}={value}" for name, value in fix.items())
+                    yield Row(number, family, cluster, policy, fixed, where, outcome)
+
+
+def _outcome(
+    spec: ModelSpec,
+    directory: Path,
+    cluster: str,
+    policy: Any,
+    fix: Mapping[str, int],
+    fleet: Fleet,
+    expected: Sequence[Sequence[int]],
+) -> tuple[str, str]:
+    """Return the placement of a plan, and what its tokens are."""
+    from tests.planned import SHORT
+
+    none, where = there_is_none(spec, cluster, policy, fix), ""
+    try:
+        try:
+            plan = xgpt.plan(
+                model=directory, cluster=cluster, workload=SHORT, policy=policy, fix=fix, latency_bound_s=None
+            )
+        except (InputError, InfeasibleError) as error:
+            return "", f"refused: {error}" if none is None else f"{REFUSED}: {none}"
+        where = placement_in_words(plan)
+        found = _served(plan, directory, fleet, behind_endpoint=policy == "auto")
+    except Exception as error:  # a row of its own, so that the others are run
+        traceback.print_exc()
+        return where, f"{type(error).__name__}: {str(error)[:200]}"
+    wrong = sum(a != list(b) for a, b in zip(found, expected, strict=True))
+    return where, f"{wrong} of {len(expected)} outputs differ" if wrong else EQUAL
+
+
+def _served(plan: Plan, directory: Path, fleet: Fleet, *, behind_endpoint: bool) -> list[list[int]]:
+    from tests.numerics.served import served_here, served_on
+
+    if behind_endpoint:
+        return _answered(plan, directory)
+    return served_on(fleet, plan) if plan.devices_per_replica == 2 else served_here(plan)
+
+
+def _answered(plan: Plan, directory: Path) -> list[list[int]]:
+    """Tokens that `xgpt serve` answers with."""
+    from tests.numerics.served import MAX_OUTPUT, PROMPTS
+
+    asked = {"prompt": PROMPTS, "max_tokens": MAX_OUTPUT, "temperature": 0, "ignore_eos": True}
+    with served(plan, directory) as server:
+        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
+            asked["model"] = json.load(response)["data"][0]["id"]
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            choices = json.load(response)["choices"]
+    return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+
+def kept(number: int) -> list[Row] | None:
+    """The rows of a checkpoint that are there; None: it was not run, or has another family by now."""
+    path = RESULTS / f"{number}.json"
+    if not path.is_file():
+        return None
+    rows = [Row(**row) for row in json.loads(path.read_text())]
+    return rows if rows and rows[0].family == family_of(number) else None
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the page."""
+    numbers = {row.number for row in rows}
+    equal, right = (sum(test(row) for row in rows) for test in (lambda row: row.outcome == EQUAL, lambda r: r.is_right))
+    answered = sum(row.policy == "auto" for row in rows)
+    lines = [
+        "# Random checkpoints",
+        "",
+        f"`python -m benchmarks.checkpoints`: {len(numbers)} checkpoints of {len({row.family for row in rows})} "
+        "families with shapes drawn at random, planned by `xgpt plan` from measured profiles under every policy on one "
+        f"device and two, and run: {equal} plans gave the tokens of `transformers` for every prompt, "
+        f"{answered} of them behind the endpoint; {right - equal} combinations have no plan, and {len(rows) - right} "
+        "failed.",
+        "",
+        "| family | checkpoints | on one device | on two | no plan | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family, of in groupby(sorted(rows, key=lambda row: row.family), key=lambda row: row.family):
+        own = list(of)
+        one, two = (sum(r.outcome == EQUAL and r.cluster == cluster for r in own) for cluster in PLACEMENTS)
+        none = sum(r.is_right and r.outcome != EQUAL for r in own)
+        failed = sum(not r.is_right for r in own)
+        lines.append(f"| {family} | {len({r.number for r in own})} | {one} | {two} | {none} | {failed} |")
+    lines += ["", "Where there is no plan:", "", "| reason | combinations |", "|---|---|"]
+    reasons = Counter(r.outcome.removeprefix(f"{REFUSED}: ") for r in rows if r.is_right and r.outcome != EQUAL)
+    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    failures = [r for r in rows if not r.is_right]
+    if failures:
+        lines += [
+            "",
+            "What failed:",
+            "",
+            "| checkpoint | cluster | policy | placement | outcome |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r.number} ({r.family}) | {r.cluster} | {r.policy} {r.fixed} | {r.where} | {r.outcome} |"
+            for r in failures
+        ]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    made = f"{detect().device.name}, Python {platform.python_version()}, {versions}, {date.today()}."
+    return "\n".join([*lines, "", made, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="number of the first checkpoint")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--again", action="store_true", help="run what is there anew")
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    import torch
+
+    from xrunner.cluster.fleet import Fleet
+
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    with TemporaryDirectory() as cache, Fleet(2) as fleet:
+        os.environ["XDG_CACHE_HOME"] = cache  # profiles of models that nobody else has
+        for number in range(options.first, options.first + options.count):
+            of = None if options.again else kept(number)
+            if of is None:
+                started = time.perf_counter()
+                of = list(rows_of(number, fleet))
+                write_atomic(RESULTS / f"{number}.json", json.dumps([asdict(row) for row in of], indent=1) + "\n")
+                right, seconds = sum(row.is_right for row in of), time.perf_counter() - started
+                print(f"{number:3} {of[0].family:10} {right} of {len(of)} right, {seconds:.0f} s", flush=True)
+                print(*(f"    {row}" for row in of if not row.is_right), sep="\n", end="", flush=True)
+            rows += of
+    if options.markdown is not None:
+        write_atomic(options.markdown, markdown(rows))
+    sys.exit(any(not row.is_right for row in rows))
+
+
+if __name__ == "__main__":
+    main()
