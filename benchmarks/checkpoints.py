@@ -1,4 +1,4 @@
-"""Random checkpoints of every family, planned under every policy on one device and two, served, beside `transformers`.
+"""Random checkpoints of every family, planned under every policy on one device and two, served: are the tokens right?
 
     python -m benchmarks.checkpoints [--first 0] [--count 40] [--again] [--markdown docs/results/checkpoints.md]
 
@@ -168,7 +168,7 @@ def _answered(plan: Plan, directory: Path) -> list[list[int]]:
 
 
 def kept(number: int) -> list[Row] | None:
-    """The rows of a checkpoint that are there; None: it was not run, or has another family by now."""
+    """The rows of a checkpoint that are there; None: it was not run, or as another family."""
     path = RESULTS / f"{number}.json"
     if not path.is_file():
         return None
@@ -234,7 +234,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     with TemporaryDirectory() as cache, Fleet(2) as fleet:
-        os.environ["XDG_CACHE_HOME"] = cache  # profiles of models that nobody else has
+        os.environ["XDG_CACHE_HOME"] = cache  # of models that are gone afterwards
         for number in range(options.first, options.first + options.count):
             of = None if options.again else kept(number)
             if of is None:

@@ -3,8 +3,8 @@
     python -m benchmarks.papers [PART ...] [--quick] [--jsonl FILE] [--again] [--markdown docs/results/papers.md]
 
 A part stands behind some rows of the table, and names the function that makes them; without parts, all are made, with
---quick those that neither search nor measure. What stands in the JSON lines is not made again; --again makes the named
-parts anew.
+--quick those that neither search nor measure. What stands in the JSON lines is not made again, so a whole run can be
+made in pieces, and broken off; --again makes the named parts anew. The page says of which commit each part is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -76,6 +77,14 @@ To find what stands behind a row, look its part up in the table of [parts](#part
 """
 
 
+class Made(NamedTuple):
+    """A part's rows, the seconds that they took, and the commit whose code made them."""
+
+    found: list[Found]
+    seconds: float
+    commit: str
+
+
 class Store:
     """What has been made, in lines of JSON: a run that was broken off goes on where it was."""
 
@@ -86,17 +95,18 @@ class Store:
         for name in again:
             self._made.pop(name, None)
 
-    def get(self, name: str, part: Part) -> tuple[list[Found], float]:
-        """Return a part's rows, and the seconds that they took."""
+    def get(self, name: str, part: Part) -> Made:
+        """Return what there is of a part, or make it."""
         if name not in self._made:
             start = time.perf_counter()
             found = [["claim" if isinstance(one, Claim) else "table", asdict(one)] for one in part.make()]
-            self._made[name] = {"found": found, "seconds": time.perf_counter() - start, "date": str(date.today())}
+            self._made[name] = {"found": found, "seconds": time.perf_counter() - start, "commit": _commit()}
             if self._path is not None:
                 text = "".join(json.dumps([key, value]) + "\n" for key, value in self._made.items())
                 write_atomic(self._path, text)
         made = json.loads(json.dumps(self._made[name]))
-        return [_read(kind, fields) for kind, fields in made["found"]], made["seconds"]
+        found = [_read(kind, fields) for kind, fields in made["found"]]
+        return Made(found, made["seconds"], made["commit"])
 
     def has(self, name: str) -> bool:
         return name in self._made
@@ -108,18 +118,27 @@ def _read(kind: str, fields: dict[str, Any]) -> Found:
     return Table(fields["title"], tuple(fields["columns"]), tuple(map(tuple, fields["rows"])), fields["note"])
 
 
-def page(found: dict[str, tuple[list[Found], float]]) -> str:
-    claims = [(name, one) for name, (made, _) in found.items() for one in made if isinstance(one, Claim)]
+def _commit() -> str:
+    """The commit of the code that runs, with a plus where files differ from it."""
+    command = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+
+
+def page(parts: dict[str, Made]) -> str:
+    claims = [(name, one) for name, made in parts.items() for one in made.found if isinstance(one, Claim)]
     num_held = sum(claim.holds for _, claim in claims)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    text = f"{PAGE}{date.today()}, {versions}; {num_held} of {len(claims)} rows hold.\n\n{claims_table(claims)}"
-    text += "\n## Parts\n\n| part | command | code | kind | s |\n|---|---|---|---|---|\n"
-    for name, (_, seconds) in found.items():
+    commits = ", ".join(dict.fromkeys(made.commit for made in parts.values()))
+    text = f"{PAGE}{date.today()}, {versions}, commit {commits}; {num_held} of {len(claims)} rows hold.\n\n"
+    text += f"{claims_table(claims)}\n## Parts\n\n"
+    text += "| part | command | code | kind | s | commit |\n|---|---|---|---|---|---|\n"
+    for name, made in parts.items():
         make = PARTS[name].make
         code = f"`{make.__module__}.{make.__name__}`"
-        text += f"| {name} | `python -m benchmarks.papers {name}` | {code} | {PARTS[name].kind} | {seconds:.0f} |\n"
-    for made, _ in found.values():
-        for one in made:
+        text += f"| {name} | `python -m benchmarks.papers {name}` | {code} | {PARTS[name].kind} "
+        text += f"| {made.seconds:.0f} | {made.commit} |\n"
+    for made in parts.values():
+        for one in made.found:
             if isinstance(one, Table):
                 text += f"\n{as_markdown(one)}"
     return text
@@ -140,7 +159,7 @@ def main() -> None:
     for name, part in PARTS.items():
         named = name in options.parts
         if named or (not options.parts and (part.kind == "forms" or not options.quick)):
-            _show(name, store.get(name, part)[0])
+            _show(name, store.get(name, part).found)
     if options.markdown:
         made = {name: store.get(name, part) for name, part in PARTS.items() if store.has(name)}
         write_atomic(options.markdown, page(made))

@@ -1,4 +1,4 @@
-"""Plans served on this machine: the tokens of a few prompts, beside those of `transformers`."""
+"""Plans served on this machine: the tokens of a few prompts, and what `transformers` makes of them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.papers.__main__ import PARTS, page
+from benchmarks.papers.__main__ import PARTS, Made, page
 from benchmarks.papers.claims import Claim, Table, at_least, within
 from benchmarks.papers.tcb import where
 from benchmarks.tcb import competitive
@@ -35,7 +35,7 @@ def test_a_row_that_does_not_hold_names_its_assumption() -> None:
 @pytest.mark.parametrize("name", ["exegpt-tables-6-7", "orca-figure-9"])
 def test_a_part_is_made_and_printed(name: str) -> None:
     made = list(PARTS[name].make())
-    text = page({name: (made, 0.1)})
+    text = page({name: Made(made, 0.1, "0123abc")})
     assert all(claim.what in text for claim in made if isinstance(claim, Claim))
     assert all(table.title in text for table in made if isinstance(table, Table))
 
