@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tools.fields import descriptions, reachable
+from tools.make_schema import OUTPUTS
 from xgpt.cli import COMMANDS
 from xgpt.schema import Plan, Profile
 from xgpt.schema.fleet import FleetPlan
@@ -27,12 +28,14 @@ EXIT_CODES = """| exit code | meaning |
 | 4 | internal error; `XGPT_TRACEBACK=1` shows where |
 | 130 | interrupted |
 
-An error is one line on standard error. With `--json`, standard output carries one JSON document and nothing else."""
+An error is one line on standard error. With `--json`, standard output carries one JSON document and nothing else; its
+JSON schema: {schemas}."""
 
 
 def commands() -> str:
     """The command line: each command's help, arguments and options."""
-    parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES]
+    schemas = ", ".join(f"[{name}](schemas/{name}.json)" for name in OUTPUTS)
+    parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES.format(schemas=schemas)]
     for name in COMMANDS:
         command = importlib.import_module(f"xgpt.cli.{name}").command
         context = click.Context(command, info_name=f"xgpt {name}")

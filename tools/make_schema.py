@@ -1,24 +1,63 @@
-"""Write the JSON schema of plan.json to configs/schema: `python -m tools.make_schema`."""
+"""Write JSON schemas from the code's types: of plan.json to configs/schema, of what commands say with --json to
+docs/reference/schemas: `python -m tools.make_schema`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, TypeAdapter
 
 from tools.fields import descriptions, reachable
-from xgpt.schema import Plan
+from xgpt.app.doctor import Finding
+from xgpt.schema import Plan, Profile
+from xgpt.schema.fleet import FleetPlan
+from xgpt.schema.outputs import CompareOutput, SimulateOutput
+from xgpt.schema.replan import Decision
+from xgpt.schema.report import BenchReport, UrlReport
 
-PATH = Path(__file__).parent.parent / "configs" / "schema" / "plan.schema.json"
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "configs" / "schema" / "plan.schema.json"
+FOLDER = ROOT / "docs" / "reference" / "schemas"
+OUTPUTS: dict[str, Any] = {
+    "bench": BenchReport | UrlReport,
+    "compare": CompareOutput,
+    "doctor": list[Finding],
+    "fleet": FleetPlan,
+    "plan": Plan,
+    "profile": Profile,
+    "replan": Decision,
+    "simulate": SimulateOutput,
+}
+"""What each command says with --json."""
 
 
-def text() -> str:
-    schema = Plan.model_json_schema()
-    for model in reachable(Plan):
-        fields = schema["properties"] if model is Plan else schema["$defs"][model.__name__]["properties"]
-        for name, description in descriptions(model).items():
-            fields[name]["description"] = description
+def text(type_: Any = Plan) -> str:
+    """The schema of a type, with what the source says of its fields."""
+    schema = TypeAdapter(type_).json_schema(mode="serialization")
+    for root in _models(type_):
+        for model in reachable(root):
+            of = schema.get("$defs", {}).get(model.__name__, schema)
+            for name, description in descriptions(model).items():
+                of["properties"][name]["description"] = description
     return json.dumps(schema, indent=1) + "\n"
 
 
+def files() -> dict[Path, str]:
+    """The content of each file."""
+    return {PATH: text()} | {FOLDER / f"{command}.json": text(type_) for command, type_ in OUTPUTS.items()}
+
+
+def _models(type_: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(type_, type) and issubclass(type_, BaseModel):
+        yield type_
+    for argument in get_args(type_):
+        yield from _models(argument)
+
+
 if __name__ == "__main__":
-    PATH.write_text(text())
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, content in files().items():
+        path.write_text(content)

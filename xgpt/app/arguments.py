@@ -81,6 +81,7 @@ class FleetArguments(TypedDict, total=False):
     """What a day's fleet is made of, trace, clusters and latency bound apart."""
 
     model: PathLike | ModelSpec
+    config: PathLike | None
     cluster: PathLike | ClusterSpec | None
     dtype: DType | None
     profile: PathLike | Profile | None

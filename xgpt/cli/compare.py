@@ -43,7 +43,6 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
       xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
         --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
     """
-    import json
     from pathlib import Path
 
     from xgpt import api
@@ -52,6 +51,7 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic
+    from xgpt.schema.outputs import CompareOutput, GainOutput
 
     if output is not None and asked["current"] is None:
         raise InputError("--output", output, "it goes with --current: only what runs now is written")
@@ -64,15 +64,15 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     if output is not None and found.current is not None:
         write_atomic(Path(output), dump_json(found.current))
     if as_json:
-        document = {
-            "plans": {kind: plan.model_dump(mode="json") for kind, plan in found.plans.items()},
-            "relaxed": [plan.model_dump(mode="json") for plan in found.relaxed.values()],
-            "current": None if found.current is None else found.current.model_dump(mode="json"),
-            "current_notes": found.notes,
-            "gain": None if found.gain is None else found.gain._asdict(),
-            "measured": {kind: report.model_dump(mode="json") for kind, report in found.measured.items()},
-        }
-        click.echo(json.dumps(document, indent=1))
+        document = CompareOutput(
+            plans=found.plans,
+            relaxed=list(found.relaxed.values()),
+            current=found.current,
+            current_notes=list(found.notes),
+            gain=None if found.gain is None else GainOutput(**found.gain._asdict()),
+            measured=found.measured,
+        )
+        click.echo(document.model_dump_json(indent=1))
         return
     render.show(render.plans_table(found.plans))
     if found.current is not None:

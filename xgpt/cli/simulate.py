@@ -31,17 +31,17 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
       xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --trace timeline.json
       xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
     """
-    import json
     from pathlib import Path
 
     from xgpt import api
     from xgpt.cli import render
     from xgpt.io import write_atomic
+    from xgpt.schema.outputs import SimulateOutput
 
     run = api.simulate(plan_path, **asked)
     if trace is not None:
         write_atomic(Path(trace), run.chrome_trace())
     if as_json:
-        click.echo(json.dumps(run.figures, indent=1))
+        click.echo(SimulateOutput.model_validate(run.figures).model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))

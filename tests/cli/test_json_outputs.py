@@ -1,0 +1,60 @@
+"""What each command says with --json keeps to its published schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.attack.target import save_checkpoint
+from tests.cli.commands import PROBLEM, Xgpt
+from tests.fakes import FakeExecutor, fake_app, fake_engine, running
+from tests.planned import planned, problem_of
+from tools.make_schema import FOLDER, OUTPUTS
+from xgpt.cli import COMMANDS
+from xgpt.io import dump_json
+
+BOUND = ("--latency-bound", "20")
+CURRENT = "vllm serve m --max-num-seqs 64"
+WITHOUT = {"serve", "report", "export", "ui", "completion", "autoscale"}
+"""Commands that have no --json."""
+
+
+def check(xgpt: Xgpt, command: str, *arguments: str) -> None:
+    """Run a command and hold what it says to its schema, in which no field is unknown."""
+    ran = xgpt(command, *arguments, "--json")
+    assert ran.code == 0, ran.err
+    jsonschema.validate(json.loads(ran.out), json.loads((FOLDER / f"{command}.json").read_text()))
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    assert set(COMMANDS) - WITHOUT == set(OUTPUTS)
+
+
+def test_planning(xgpt: Xgpt, tmp_path: Path) -> None:
+    check(xgpt, "plan", *PROBLEM, *BOUND, "-o", "plan.json")
+    check(xgpt, "plan", *PROBLEM, *BOUND, "--objective", "saturated", "--policy", "rra", "-o", "saturated.json")
+    check(xgpt, "compare", *PROBLEM, *BOUND)
+    check(xgpt, "compare", *PROBLEM, *BOUND, "--current", CURRENT)
+    check(xgpt, "simulate", "plan.json", "--requests", "200")
+    check(xgpt, "simulate", "plan.json", "--requests", "200", "--arrival-rate", "2")
+    (tmp_path / "lengths.csv").write_text("input,output\n" + "40,60\n60,100\n" * 200)
+    check(xgpt, "replan", "plan.json", "--lengths", str(tmp_path / "lengths.csv"))
+    check(xgpt, "profile", *PROBLEM[:4])
+    check(xgpt, "doctor")
+    rows = "".join(f"{second},200,50\n" for second in range(600))
+    (tmp_path / "day.csv").write_text(f"timestamp,input,output\n{rows}")
+    day = ("--trace", str(tmp_path / "day.csv"), "--interval", "300")
+    check(xgpt, "fleet", *day, "--model", "llama-3.1-8b", "--cluster", "a100x16", *BOUND)
+
+
+@pytest.mark.timeout(180)
+def test_measuring(xgpt: Xgpt, tmp_path: Path) -> None:
+    plan = planned(problem_of(save_checkpoint(tmp_path / "model"), 1), "orca")
+    (tmp_path / "plan.json").write_text(dump_json(plan))
+    check(xgpt, "bench", str(tmp_path / "plan.json"), "--requests", "8")
+    with running(fake_app(fake_engine(FakeExecutor()))) as url:
+        (tmp_path / "lengths.csv").write_text("input,output\n" + "4,6\n" * 8)
+        check(xgpt, "bench", url, "--workload", str(tmp_path / "lengths.csv"), "--requests", "4")

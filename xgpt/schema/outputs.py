@@ -1,0 +1,85 @@
+"""What commands say with --json, where that is no file of ours."""
+
+from __future__ import annotations
+
+from xgpt.schema.base import Frozen
+from xgpt.schema.plan import Plan
+from xgpt.schema.report import BenchReport
+
+
+class GainOutput(Frozen):
+    """By which factor the best plan's highest arrival rate exceeds that of what runs now."""
+
+    arrivals: float
+    """The factor."""
+    per_device: float
+    """The factor for each device."""
+    num_devices: int
+    """Devices of the best plan."""
+    current_devices: int
+    """Devices of what runs now."""
+
+
+class CompareOutput(Frozen):
+    """Every policy at its own best under one bound."""
+
+    plans: dict[str, Plan]
+    """The best plan of each policy, the best of all first."""
+    relaxed: list[Plan]
+    """The best plan under each looser latency bound."""
+    current: Plan | None
+    """What runs now, scored as a plan; null: nothing was given."""
+    current_notes: list[str]
+    """What was assumed of what runs now."""
+    gain: GainOutput | None
+    """Over what runs now; null: nothing was given, or it keeps the bounds at no arrival rate."""
+    measured: dict[str, BenchReport]
+    """What each plan did when it was run here, by policy."""
+
+
+class SimulateOutput(Frozen):
+    """Figures of a simulated run. Those that count from arrival are there with --arrival-rate, the others without."""
+
+    num_requests: int
+    """Requests that finished in the window."""
+    window_s: float
+    """Seconds that the window lasts."""
+    throughput_rps: float
+    """Requests a second."""
+    output_tokens_per_s: float
+    """Output tokens a second."""
+    itl_p99_s: float
+    """99th percentile of the gaps between tokens of a request."""
+    preemptions: int
+    """Requests that lost their keys and values."""
+    encode_batch: float
+    """Mean requests in steps that encode."""
+    decode_batch: float
+    """Mean requests in steps that decode."""
+    idle_share: float
+    """Share of the time in which a stage does nothing."""
+    latency_s: float | None = None
+    """Mean time from admission until a request of the quantile's length has its last token."""
+    request_latency_s: float | None = None
+    """The quantile over requests of the time from admission to the last token."""
+    ttft_s: float | None = None
+    """Mean time from admission to the first token."""
+    reused_share: float | None = None
+    """Share of prompt tokens whose keys and values were found."""
+    goodput: float | None = None
+    """Share of requests that keep every bound."""
+    ttft_mean_s: float | None = None
+    """Mean time from arrival to the first token; the quantiles of it follow."""
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_mean_s: float | None = None
+    """Mean over requests of the mean gap between their tokens; the quantiles of it follow."""
+    tpot_p50_s: float | None = None
+    tpot_p90_s: float | None = None
+    tpot_p99_s: float | None = None
+    whole_mean_s: float | None = None
+    """Mean time from arrival to the last token; the quantiles of it follow."""
+    whole_p50_s: float | None = None
+    whole_p90_s: float | None = None
+    whole_p99_s: float | None = None
