@@ -268,7 +268,7 @@ class Bench:
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self.worker.cache.layers[0].dtype, device=self.worker.cache.device)
+        return torch.randn(shape, dtype=self.worker.dtype, device=self.worker.cache.device)
 
     def queries_keys_values(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of one layer. # each [tokens, heads, head_dim]"""

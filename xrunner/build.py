@@ -25,7 +25,7 @@ from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
-from xrunner.weights import Checkpoint, SeededWeights, load_model, state_dtype
+from xrunner.weights import Checkpoint, SeededWeights, kv_dtype, load_model, state_dtype
 from xrunner.worker import Worker
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -78,13 +78,14 @@ def build_worker(
         raise InputError(
             "backend", name, f"on {settings.device} in {settings.dtype}: {', '.join(usable_backends(place, kind))}"
         )
+    kept = kv_dtype(settings.dtype, settings.device)
     try:
         model = _load(settings, part)
         if part is None:
             grammars = grammars_of(settings.checkpoint, settings.spec)
             sizes = settings.num_blocks, settings.block_size
-            return whole_worker(model, BACKENDS[name](), *sizes, kind, place, grammars)
-        cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kind, place)
+            return whole_worker(model, BACKENDS[name](), *sizes, kept, place, grammars)
+        cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kept, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(
             f"{settings.device} cannot hold {settings.spec.name} and {settings.num_blocks} K/V blocks: {error}"
@@ -160,6 +161,9 @@ def whole_worker(
     grammars: Grammars | None = None,
 ) -> Worker:
     """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
+
+    Args:
+        dtype: of keys and values.
 
     Raises:
         torch.OutOfMemoryError: the device does not hold these blocks.

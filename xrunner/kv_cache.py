@@ -59,5 +59,5 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
     """
     block_size = cache.shape[3]
     block, offset = slots // block_size, slots % block_size
-    cache[0][block, :, offset] = keys
-    cache[1][block, :, offset] = values
+    cache[0][block, :, offset] = keys.to(cache.dtype)
+    cache[1][block, :, offset] = values.to(cache.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.schema import DType
+from xrunner.quantised import quantise, rescale
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -103,12 +104,12 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
     activate = ACTIVATIONS[activation]
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        scale = (x.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-        rows = (x / scale).round_().to(torch.int8)
+        rows, scale = quantise(x)
         y = torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, 0, packed, scales, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return activate(y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y))
+        y = rescale(y, scale, bias, relu=activation == "relu")
+        return y if activation == "relu" else activate(y)
 
     return product
 

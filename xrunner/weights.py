@@ -28,15 +28,24 @@ DTYPES: dict[DType, torch.dtype] = {
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:
-    """What a model's activations and K/V are in on a device, its products in `dtype`.
+    """What a model's activations are in on a device, its products in `dtype`.
 
     Raises:
         InputError: nothing runs in it there.
     """
-    state = Precision.of(dtype, "cpu" if torch.device(device).type == "cpu" else "gpu").state
+    state = _precision(dtype, device).state
     if state not in DTYPES:
         raise InputError("dtype", dtype, f"on {device} models run in {', '.join(DTYPES)}")
     return DTYPES[state]
+
+
+def kv_dtype(dtype: DType, device: str) -> torch.dtype:
+    """What a model's keys and values are kept in on a device, its products in `dtype`."""
+    return DTYPES[_precision(dtype, device).kv]
+
+
+def _precision(dtype: DType, device: str) -> Precision:
+    return Precision.of(dtype, "cpu" if torch.device(device).type == "cpu" else "gpu")
 
 
 BASE_PREFIXES = ("model.", "transformer.")

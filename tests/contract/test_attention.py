@@ -23,10 +23,12 @@ RAGGED = {
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("shape", RAGGED)
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_agrees_with_reference(backend, heads, shape, block_size):
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16], ids=str)
+def test_agrees_with_reference(backend, heads, shape, block_size, kept_as):
     contexts, chunks = RAGGED[shape]
     rng = np.random.default_rng(len(shape))
     (q, k, v), cache, batch = random_batch(contexts, chunks, heads, block_size, rng)
+    cache = cache.to(kept_as)
     expected_cache = cache.clone()
     expected = BACKENDS["reference"]().forward(q, k, v, expected_cache, batch)
     actual = BACKENDS[backend]().forward(q, k, v, cache, batch)
@@ -101,6 +103,18 @@ def test_runs_on_as_many_threads_as_torch(backend):
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_what_is_not_finite_stays_so_in_fewer_bits(backend):
+    """A key that is not finite leaves no finite output behind, in a cache of bfloat16 either."""
+    (q, k, v), cache, batch = random_batch([], [(0, 5)], (2, 2, 20), 4, np.random.default_rng(0))
+    for of, bad in ((k, float("inf")), (v, float("-inf")), (v, float("nan")), (v, 3.4e38)):
+        spoilt = of.clone()
+        of[2, 0, 3] = bad
+        out = BACKENDS[backend]().forward(q, k, v, cache.to(torch.bfloat16), batch).view(5, 2, 20)
+        assert not out[2:, 0].isfinite().all() and out[:, 1].isfinite().all()
+        of.copy_(spoilt)
 
 
 def test_half_precision_on_a_cpu_falls_back_to_the_reference():

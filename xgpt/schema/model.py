@@ -55,14 +55,18 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, device_type: str, engine: str | None = None, kv_dtype: DType | None = None) -> Precision:
-        """Return what an engine (None: ours) keeps for a dtype: ours keeps float32 on CPUs for all but the products.
+        """Return what an engine (None: ours) keeps for a dtype.
+
+        On CPUs ours keeps float32 for all but products and K/V: of few rows, attention takes as long as reading K/V.
 
         Args:
-            kv_dtype: type of K/V; None: that of the state.
+            kv_dtype: type of K/V; None: what the engine takes.
         """
-        packs = device_type == "cpu" and engine in (None, "native")
-        state: DType = "float32" if packs and dtype in ("bfloat16", "int8") else dtype
-        return cls(dtype, state, kv_dtype or state, packs)
+        if device_type != "cpu" or engine not in (None, "native"):
+            return cls(dtype, dtype, kv_dtype or dtype, packs=False)
+        if dtype in ("bfloat16", "int8"):
+            return cls(dtype, "float32", kv_dtype or "bfloat16", packs=True)
+        return cls(dtype, dtype, kv_dtype or dtype, packs=True)
 
 
 class ModelShape(Frozen):

@@ -208,7 +208,8 @@ class AttentionBackend(ABC):
             q: queries; need not be contiguous. # [tokens, heads, head_dim]
             k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
                 cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
-            cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it.
+            cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it. May be of fewer bits
+                than the queries.
             scoring: the layer's.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Attention on a CPU in float32, compiled by numba, straight from the blocks of the cache.
+"""Attention on a CPU in float32, compiled by numba, straight from the blocks of the cache (float32 or bfloat16).
 
 Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Tiles
 go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. A decode
@@ -7,16 +7,17 @@ whose heads share too few K/V heads to fill a tile takes a loop of its own (benc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
-from numba import literally, njit, prange
+from numba import literally, njit, prange, types
+from numba.extending import overload
 from torch import Tensor
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
-from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next
+from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next, widen
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
@@ -27,7 +28,8 @@ NEVER = np.float32(-1e30)
 LOG2_E = np.float32(1.4426950408889634)
 
 LINE = 16
-"""Elements of a cache line."""
+"""Elements of a cache line, in float32."""
+LINE_BYTES = 64
 
 NARROW, WIDE = 16, 32
 """Lanes of a tile: a key that is loaded serves two registers of a wide one."""
@@ -75,7 +77,10 @@ class _Scored(NamedTuple):
 
 
 class NumbaAttention(AttentionBackend):
-    """Online softmax over paged blocks; float32 on a CPU only. Runs on as many threads as torch does."""
+    """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32 or bfloat16.
+
+    Runs on as many threads as torch does.
+    """
 
     def __init__(self) -> None:
         # Numba and torch share one OpenMP: starting numba's threads resets the count that torch was given.
@@ -120,7 +125,8 @@ class NumbaAttention(AttentionBackend):
         )
         # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
         q, k, v = (x.contiguous() for x in (q, k, v))
-        _write_and_attend(q.numpy(), k.numpy(), v.numpy(), cache.numpy(), places, scored, num_threads, out.numpy())
+        kept = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache
+        _write_and_attend(q.numpy(), k.numpy(), v.numpy(), kept.numpy(), places, scored, num_threads, out.numpy())
         return out.flatten(1)
 
 
@@ -139,6 +145,53 @@ def _exp(x):
     p = p * f + np.float32(6.931472028550421e-1)
     p = p * f + np.float32(1.0)
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+def _stored(cache: np.ndarray, x: np.float32) -> Any:
+    """An element as the cache keeps it: float32, or bfloat16 rounded to the nearest, even of two."""
+
+
+@overload(_stored, strict=False)
+def _(cache: Any, x: Any) -> Any:
+    if cache.dtype == types.float32:
+        return lambda cache, x: x
+
+    def rounded(cache, x):
+        bits = np.uint32(np.float32(x).view(np.uint32))
+        if np.isfinite(x):
+            return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        return np.uint16(0x7FC0) if np.isnan(x) else np.uint16(bits >> np.uint32(16))
+
+    return rounded
+
+
+def _wide(cache: np.ndarray, scratch: np.ndarray) -> Any:
+    """Where elements of the cache are read in float32: in place, or in `scratch`."""
+
+
+@overload(_wide, strict=False)
+def _(cache: Any, scratch: Any) -> Any:
+    if cache.dtype == types.float32:
+        return lambda cache, scratch: cache
+    return lambda cache, scratch: scratch
+
+
+def _widen(cache: np.ndarray, start: int, count: int, scratch: np.ndarray) -> Any:
+    """Put elements of the cache where `_wide` has them; return the place of the first there."""
+
+
+@overload(_widen, strict=False)
+def _(cache: Any, start: Any, count: Any, scratch: Any) -> Any:
+    if cache.dtype == types.float32:
+        return lambda cache, start, count, scratch: start
+
+    def widened(cache, start, count, scratch):
+        vectors = count // LINE
+        widen(cache, scratch, start, 0, vectors, LINE)
+        widen(cache, scratch, start, vectors * LINE, count - vectors * LINE, 1)
+        return 0
+
+    return widened
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
@@ -161,17 +214,17 @@ def _write_and_attend(q, k, v, cache, places, scored, num_threads, out):
         block, offset = slots[i] // block_size, slots[i] % block_size
         for h in range(num_kv_heads):
             for d in range(head_dim):
-                cache[0, block, h, offset, d] = k[i, h, d]
-                cache[1, block, h, offset, d] = v[i, h, d]
+                cache[0, block, h, offset, d] = _stored(cache, k[i, h, d])
+                cache[1, block, h, offset, d] = _stored(cache, v[i, h, d])
             for d in range(head_dim):  # softmax would lose what is not finite, a sum of values does not
                 if not np.isfinite(k[i, h, d]):
-                    cache[1, block, h, offset] = np.float32(np.nan)
+                    cache[1, block, h, offset] = _stored(cache, np.float32(np.nan))
 
     sequence, first_row = _tiles(query_start, group)
     num_tiles = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        space = _aligned((2 * head_dim + block_size + 3) * WIDE)
+        space = _aligned((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim)
         limits = np.empty(WIDE, dtype=np.int32)
         task = take_next(counter)
         while task < num_tiles * num_kv_heads:
@@ -238,6 +291,8 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
     rows = space[: (2 * head_dim + block_size + 3) * lanes]
     queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
     scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
+    scratch = space[len(rows) :]
+    wide = _wide(cache, scratch)
     highest, total, shrink = state[:lanes], state[lanes : 2 * lanes], state[2 * lanes :]
     for r in range(lanes):
         row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
@@ -258,12 +313,13 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
         before, here = b * block_size + begin, block_size - begin
         n = min(here, visible - before)
         start = ((table[b] * num_kv_heads + h) * block_size + begin) * head_dim
+        at = _widen(cache, start, here * head_dim, scratch)
         t = 0
         while t + num_sums <= here:
-            score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, num_sums, lanes)
+            score_keys(queries, wide, scores, at + t * head_dim, t * lanes, head_dim, num_sums, lanes)
             t += num_sums
         while t < n:
-            score_keys(queries, cache, scores, start + t * head_dim, t * lanes, head_dim, 1, lanes)
+            score_keys(queries, wide, scores, at + t * head_dim, t * lanes, head_dim, 1, lanes)
             t += 1
         if scored.softcap:
             _limit(scores, n * lanes, scored.softcap * LOG2_E)
@@ -284,13 +340,13 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
                     if before + t < limits[r] - window:
                         scores[t * lanes + r] = NEVER
         soften(scores, highest, total, shrink, n, lanes)
-        start += value_start
+        at = _widen(cache, start + value_start, here * head_dim, scratch)
         d = 0
         while d + num_sums <= head_dim:
-            add_values(scores, shrink, cache, sums, start + d, d * lanes, n, head_dim, num_sums, lanes)
+            add_values(scores, shrink, wide, sums, at + d, d * lanes, n, head_dim, num_sums, lanes)
             d += num_sums
         while d < head_dim:
-            add_values(scores, shrink, cache, sums, start + d, d * lanes, n, head_dim, 1, lanes)
+            add_values(scores, shrink, wide, sums, at + d, d * lanes, n, head_dim, 1, lanes)
             d += 1
 
     for r in range(num_rows):
@@ -331,7 +387,7 @@ def _decode(q, keys, scored, acc, scores):
             t = 0
             while t < n:
                 if g == 0:  # blocks lie apart, where the processor's own prefetching does not follow
-                    for line in range(t * head_dim, min(t + 4, block_size) * head_dim, LINE):
+                    for line in range(t * head_dim, min(t + 4, block_size) * head_dim, LINE_BYTES // cache.itemsize):
                         fetch(cache, soon + line)
                         fetch(cache, soon + value_start + line)
                 if t + 4 <= here:

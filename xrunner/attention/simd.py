@@ -1,5 +1,7 @@
 """Inner loops of the CPU kernel over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
+Keys and values of a query that is alone may be bfloat16, as uint16: a load widens them.
+
 Lanes are queries, or, where a query is alone with its keys, its dimensions.
 
 LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
@@ -185,6 +187,23 @@ def add_rows(
 
 
 @_inlined
+def widen(
+    typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
+) -> Any:
+    """Copy whole vectors of bfloat16 into float32, `offset` elements behind the places where both begin."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        halves, wide = _pointers(context, builder, signature, values, 2)
+        halves = builder.gep(halves, [builder.add(values[2], values[3])])
+        wide, emit = builder.gep(wide, [values[3]]), _Emit(builder, lanes.literal_value)
+        with cgutils.for_range(builder, values[4]) as part:
+            emit.store(emit.load(halves, part.index), wide, part.index)
+        return context.get_dummy_value()
+
+    return types.void(halves, wide, *[types.intp] * 3, lanes), generate
+
+
+@_inlined
 def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
     """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
 
@@ -285,7 +304,14 @@ class _Emit:
         return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
-        return self.builder.load(self._place(array, index), align=4)
+        """A whole vector of an array of float32 or, widened, bfloat16."""
+        if array.type.pointee != ir.IntType(16):
+            return self.builder.load(self._place(array, index), align=4)
+        first = self.builder.gep(array, [self.builder.mul(index, _int(self.lanes))])
+        halves = ir.VectorType(ir.IntType(16), self.lanes).as_pointer()
+        upper = self.builder.zext(self.builder.load(self.builder.bitcast(first, halves), align=2), self.integers)
+        shifted = self.builder.shl(upper, ir.Constant(self.integers, [16] * self.lanes))
+        return self.builder.bitcast(shifted, self.type)
 
     def store(self, vector: ir.Value, array: ir.Value, index: ir.Value) -> None:
         self.builder.store(vector, self._place(array, index), align=4)

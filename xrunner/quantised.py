@@ -1,0 +1,119 @@
+"""Passes around a product in eight bits, compiled by numba: rows are read and written once each.
+
+In plain torch, finding a row's scale, rounding it and scaling its sums back takes eight passes over memory, as long as
+a third of the products. Shares torch's OpenMP threads, as attention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+LARGEST = np.float32(127.0)
+TINIEST = np.float32(np.finfo(np.float32).tiny)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+"""Bits of a float32 without its sign: as whole numbers they are in the order of the magnitudes, NaN above all."""
+INFINITE = np.int32(0x7F800000)
+"""Those of infinity."""
+
+LEAST_SHARED = 2**15
+"""Elements from which on sharing rows out between threads costs less than it saves."""
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to eight bits. A row that is not finite gets a scale that is not. # float32 [rows, n]
+
+    Returns:
+        int8 [rows, n], and each row's scale, float32 [rows].
+    """
+    x = x.contiguous()
+    rounded = torch.empty(x.shape, dtype=torch.int8)
+    scale = torch.empty(len(x))
+    _run(_QUANTISE, x.numel(), x.numpy(), x.view(torch.int32).numpy(), rounded.numpy(), scale.numpy())
+    return rounded, scale
+
+
+def rescale(y: Tensor, scale: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+    """y = y * scale + bias in place, without what is negative on demand. # float32 [rows, n], [rows], [n] -> like y"""
+    added = _NOTHING if bias is None else bias.numpy()
+    _run(_RESCALE, y.numel(), y.numpy(), scale.numpy(), added, relu)
+    return y
+
+
+_NOTHING = np.zeros(0, dtype=np.float32)
+
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+
+
+@njit(**OPTIONS)
+def _highest(bits: Any) -> Any:
+    """Of the magnitudes."""
+    highest = np.int32(0)
+    for d in range(len(bits)):
+        highest = max(highest, np.int32(bits[d] & MAGNITUDE))
+    return np.int32(highest)
+
+
+@njit(**OPTIONS)
+def _float(bits: Any) -> Any:
+    return np.int32(bits).view(np.float32)
+
+
+@njit(**OPTIONS)
+def _quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
+    """Round a row; return its scale."""
+    highest = _highest(bits)
+    if highest >= INFINITE:
+        rounded[:] = 0
+        return np.float32(np.nan)
+    scale = max(_float(highest) / LARGEST, TINIEST)
+    factor = np.float32(1.0) / scale
+    for d in range(len(x)):
+        rounded[d] = np.int8(np.int32(np.rint(x[d] * factor)))
+    return scale
+
+
+def _quantise(x: Any, bits: Any, rounded: Any, scale: Any) -> None:
+    for i in prange(x.shape[0]):
+        scale[i] = _quantise_row(x[i], bits[i], rounded[i])
+
+
+def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
+    for i in prange(y.shape[0]):
+        factor = scale[i]
+        if len(bias):
+            for d in range(y.shape[1]):
+                y[i, d] = y[i, d] * factor + bias[d]
+        else:
+            for d in range(y.shape[1]):
+                y[i, d] *= factor
+        if relu:
+            for d in range(y.shape[1]):
+                y[i, d] = np.float32(0.0) if y[i, d] < np.float32(0.0) else y[i, d]
+
+
+Kernel = tuple[Callable[..., None], Callable[..., None]]
+"""For one thread, and for several."""
+
+
+def _compiled(kernel: Callable[..., None]) -> Kernel:
+    return njit(cache=True, **OPTIONS)(kernel), njit(cache=True, parallel=True, **OPTIONS)(kernel)
+
+
+_QUANTISE, _RESCALE = _compiled(_quantise), _compiled(_rescale)
+
+
+def _run(kernel: Kernel, size: int, *arguments: Any) -> None:
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if size < LEAST_SHARED or num_threads == 1:
+        kernel[0](*arguments)
+        return
+    numba.set_num_threads(num_threads)
+    kernel[1](*arguments)
