@@ -11,6 +11,9 @@ them without reuse, and compares predictions with measurements. It measures a pr
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Collection
@@ -34,6 +37,19 @@ from xsimulator.reuse import exact_share
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9
 """Of the machine, so that memory has to be divided."""
+ROWS = """| plan | reuse | closed form, req/s | simulated | measured | error | TTFT simulated | measured | error | found simulated | measured |
+|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+PAGE = """# Reuse of prompts
+
+Written by `{command}` on {date}: {machine}, xgpt {version}, OPT-125M (random weights), chunked, of whose memory
+{memory} GiB are taken for the machine's, so that it has to be divided. {count} requests of an agent's tools: twelve
+prompts of 400 tokens in the mean, drawn with probabilities in proportion to n^-0.8, a question of 60 and an answer of
+40 behind them; all at hand. TTFT counts from admission.
+
+{rows}
+
+{gain}
+"""
 
 
 @click.group()
@@ -145,13 +161,15 @@ def curve(traces: tuple[Path, ...]) -> None:
 
 @main.command()
 @click.option("--quick", is_flag=True, help="A few requests, to see that it runs.")
+@click.option("--requests", default=300, show_default=True)
 @click.option("--profile", type=click.Path(path_type=Path), help="The machine's profile of opt-125m, if it is at hand.")
-def served(quick: bool, profile: Path | None) -> None:
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write, as docs/results/reuse.md.")
+def served(quick: bool, requests: int, profile: Path | None, output: Path | None) -> None:
     """Plans with and without reuse on this machine, predicted and measured."""
     import xgpt
     from xgpt.resolve import load_cluster
 
-    count = 120 if quick else 500
+    count = 120 if quick else requests
     trace = shared_prompts(
         2 * count, np.random.default_rng(0), prompts=12, prompt_tokens=400, mean_input=60.0, mean_output=40.0
     )
@@ -169,18 +187,45 @@ def served(quick: bool, profile: Path | None) -> None:
         asked |= {"latency_bound_s": 60.0, "profile": profile or xgpt.profile(model="opt-125m")}
         aware = xgpt.plan(**asked, workload=path)
         unaware = xgpt.plan(**asked, workload=lengths)
-        click.echo("| plan | reuse | predicted, req/s | measured | found, predicted | measured | ttft p50, ms |")
-        click.echo("|---|---|---|---|---|---|---|")
+        rows, rates = [ROWS], []
         for name, plan, reuse in (
             ("counts on reuse", aware, True),
             ("ignores it", unaware, True),
             ("", unaware, False),
         ):
-            number = count - 60
-            figures = xgpt.simulate(plan, workload=str(path if reuse else lengths), num_requests=number // 2).figures
-            rate, share, first_ms = _measured(plan, trace, count, reuse=reuse)
-            predicted = f"{figures['throughput_rps']:.2f} | {rate:.2f} | {figures.get('reused_share', 0.0):.1%}"
-            click.echo(f"| {name} | {'on' if reuse else 'off'} | {predicted} | {share:.1%} | {first_ms:.0f} |")
+            num = (count - 60) // 2
+            figures = xgpt.simulate(plan, workload=str(path if reuse else lengths), num_requests=num).figures
+            rate, share, first_s = _measured(plan, trace, count, reuse=reuse)
+            rates.append(rate)
+            cells = [name, "on" if reuse else "off", f"{plan.estimate.throughput_rps:.2f}"]
+            for predicted, measured, unit in (
+                (figures["throughput_rps"], rate, ""),
+                (figures["ttft_s"], first_s, " s"),
+            ):
+                cells += [
+                    f"{predicted:.2f}{unit}",
+                    f"{measured:.2f}{unit}",
+                    f"{100 * (predicted / measured - 1):+.1f}%",
+                ]
+            cells += [f"{figures.get('reused_share', 0.0):.1%}", f"{share:.1%}"]
+            rows.append(f"| {' | '.join(cells)} |")
+            click.echo(rows[-1])
+    gain = (
+        f"Counting on reuse serves {rates[0] / rates[1]:.2f} times what ignoring it does, and {rates[0] / rates[2]:.2f}"
+    )
+    page = PAGE.format(
+        command=f"python -m benchmarks.reuse served --requests {count}",
+        date=datetime.date.today().isoformat(),
+        machine=f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        version=xgpt.__version__,
+        memory=MEMORY_GIB,
+        rows="\n".join(rows),
+        gain=f"{gain} that ignores it does with reuse off.",
+        count=count,
+    )
+    click.echo(page)
+    if output is not None:
+        output.write_text(page, encoding="utf-8")
 
 
 def _within(trace: TraceLengths, most: int) -> TraceLengths:
@@ -190,7 +235,7 @@ def _within(trace: TraceLengths, most: int) -> TraceLengths:
 
 
 def _measured(plan: Plan, trace: TraceLengths, count: int, *, reuse: bool) -> tuple[float, float, float]:
-    """Return requests a second at saturation, the share found, and the median time to first token from admission."""
+    """Return requests a second at saturation, the share found, and the mean time to first token from admission, s."""
     from xgpt.app.engines import build_engine
     from xgpt.app.simulating import read_log, reused_share
 
@@ -206,7 +251,7 @@ def _measured(plan: Plan, trace: TraceLengths, count: int, *, reuse: bool) -> tu
     finally:
         engine.close()
     found = read_log(plan, plan.workload, log, (count - 60) // 2, saturated=True)
-    return found.throughput_rps, reused_share(log), 1e3 * found.ttft_s
+    return found.throughput_rps, reused_share(log), found.ttft_s
 
 
 def _prompt(trace: TraceLengths, number: int) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Several replicas of a plan as one engine: each steps in a thread of its own, requests go where the fewest are."""
+"""Several replicas of a plan as one engine: each steps in a thread of its own, requests go where their prompts'
+beginnings lie, or the fewest requests are."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from queue import Empty, SimpleQueue
 
 from xgpt import policies
 from xgpt.policies import Pool, Request, Schedule
+from xgpt.policies.routing import BLOCKS_A_KEY, Router
 from xgpt.schema import Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.schema.step_log import Chain, StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
+from xrunner.prefixes import Prefixes
 
 IDLE_S = 0.1
 """How long an idle replica sleeps at most before it looks whether it shall end."""
@@ -92,6 +95,7 @@ class Replicas:
 
     Args:
         build: makes the engine of a replica, in the thread that is to step it; given what to tell of its steps.
+        router: says which replica a request goes to; None: the one with the fewest.
     """
 
     def __init__(
@@ -100,7 +104,10 @@ class Replicas:
         count: int,
         *,
         on_step: Callable[[StepRecord], None] | None = None,
+        router: Router | None = None,
     ) -> None:
+        self._prefixes = None if router is None else Prefixes()
+        self._router = router or Router(count, 0.0)
         self._listeners = [] if on_step is None else [on_step]
         self._outcomes: SimpleQueue[ReplicaEvent] = SimpleQueue()
         self._wake = threading.Event()
@@ -108,7 +115,6 @@ class Replicas:
         self._lock = threading.Lock()
         self._home: dict[int, int] = {}
         """The replica of each request that has not ended."""
-        self._load = [0] * count
         self._engines: list[Engine] = []
         built: SimpleQueue[tuple[int, Engine | BaseException]] = SimpleQueue()
         self._threads = [
@@ -155,10 +161,12 @@ class Replicas:
         return any(engine.is_emptying for engine in self._engines)
 
     def submit(self, generation: Generation) -> None:
+        chain: Chain = ()
+        if self._prefixes is not None:
+            size = BLOCKS_A_KEY * self.pool.block_size
+            chain = self._prefixes.extend((), generation.prompt, size, generation.account)
         with self._lock:
-            number = min(range(len(self._load)), key=self._load.__getitem__)
-            self._home[generation.id] = number
-            self._load[number] += 1
+            number = self._home[generation.id] = self._router.route(chain)
         self._engines[number].submit(generation)
 
     def cancel(self, id_: int) -> None:
@@ -207,7 +215,7 @@ class Replicas:
         with self._lock:
             number = self._home.pop(id_, None)
             if number is not None:
-                self._load[number] -= 1
+                self._router.leave(number)
             return number
 
     def _run(

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, needs, open_loop
 from xgpt.errors import XgptError
+from xgpt.prefixes import Prefixes
+from xgpt.reuse import ReuseCurve
 from xgpt.schema import DType
+from xgpt.workload import TraceLengths
 
+Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]
 """Seconds, or tokens a second, by quantity."""
 
@@ -88,13 +93,13 @@ NUM_PROMPTS = 100
 def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     """vLLM 0.15.1, Poisson arrivals for ten minutes at each rate of an experiment, one after the other.
 
-    Prompts were repeated with prefix caching on: but for the first hundred of an experiment, all except the last block
-    is cached.
+    About a hundred prompts were repeated with prefix caching on; that they came in turns is taken for granted, since
+    the source does not say. What a request finds is what the curve of reuse gives at the engine's K/V memory.
     """
     raws = read(path)
-    first_of = {raw["experiment"]: raw for raw in reversed(raws)}
     for raw in thinned(raws, most):
-        cold = NUM_PROMPTS if raw is first_of[raw["experiment"]] else 0
+        earlier = [of for of in raws[: raws.index(raw)] if of["experiment"] == raw["experiment"]]
+        before = sum(int(OPEN_SECONDS * float(of["rate_per_s"])) for of in earlier)
         numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
         lengths = int(numbers["input_tokens"]), int(numbers["output_tokens"])
         served = Served(
@@ -108,11 +113,13 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
         )
 
         def predict(
-            served: Served = served, numbers: Figures = numbers, lengths: tuple[int, int] = lengths, cold: int = cold
+            served: Served = served,
+            numbers: Figures = numbers,
+            lengths: tuple[int, int] = lengths,
+            before: int = before,
         ) -> Figures:
-            warm = (lengths[0] - 1) // BLOCK * BLOCK
             count = int(OPEN_SECONDS * numbers["rate_per_s"])
-            cached = [0] * cold + [warm] * (count - cold)
+            cached = repeated(before + count, lengths, served.kv.blocks)[before:].tolist()
             times = open_loop(served, numbers["rate_per_s"], lengths, cached, seed=0)
             first, whole = times.first_s, times.whole_s
             return {
@@ -133,6 +140,18 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
         group = f"{raw['model']} {raw['device']}"
         note = f"{raw['experiment']} {raw['rate_per_s']}/s"
         yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not)
+
+
+def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
+    """Return the tokens that each of so many requests finds, whose prompts come in turns. # [count]"""
+    whole = lengths[0] // BLOCK
+    left = -(-sum(lengths) // BLOCK) - whole
+    prompts = [tuple(range(n * (whole + 1), (n + 1) * (whole + 1))) for n in range(NUM_PROMPTS)]
+    own = NUM_PROMPTS * (whole + 1)
+    of_request = tuple(prompts[n % NUM_PROMPTS][: -(-lengths[0] // BLOCK)] for n in range(count))
+    outputs = tuple(tuple(range(own + n * left, own + (n + 1) * left)) for n in range(count))
+    sizes = (np.full(count, length) for length in lengths)
+    return ReuseCurve(TraceLengths(*sizes, None, Prefixes(BLOCK, of_request, outputs)), BLOCK).cached(kv_blocks * BLOCK)
 
 
 # TensorRT-LLM offline -----------------------------------------------------------------------------------------------

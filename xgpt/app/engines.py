@@ -103,6 +103,8 @@ def build_engine(
     from xgpt import policies
     from xgpt.app.checking import check_devices
     from xgpt.app.profiles import check_engine
+    from xgpt.app.simulating import shares_prompts
+    from xgpt.policies.routing import Router
     from xrunner.engine import Engine
     from xrunner.replicas import Replicas
 
@@ -111,7 +113,8 @@ def build_engine(
     if batching != "flat":
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
-        return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step)
+        router = Router.of(plan) if reuse and shares_prompts(plan) else None
+        return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step, router=router)
     if plan.devices_per_replica > 1:
         return build_replica(plan, 0, on_step, nodes, reuse=reuse)
     schedule = policies.build(plan)

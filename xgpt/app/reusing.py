@@ -17,6 +17,7 @@ from xgpt.app.arrivals import maximised
 from xgpt.app.planning import plan_each
 from xgpt.app.simulating import shares_prompts
 from xgpt.errors import InfeasibleError
+from xgpt.policies.routing import share_of_replica
 from xgpt.reuse import ReuseCurve
 from xgpt.schema import Plan
 from xsimulator.reuse import reused_at
@@ -38,7 +39,7 @@ MOST_STEPS = 2
 def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plans: dict[str, Plan]) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
 
-    Plans that count on reuse have one replica, as it is not said which replica a request comes to.
+    They have one replica, or as many as the best plan without reuse: each then has the requests that are routed to it.
 
     Args:
         plans: those that count on none.
@@ -47,15 +48,18 @@ def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plan
     counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
     if trace.prefixes is None or not counts:
         return plans
-    curve = ReuseCurve(trace, best.block_size)
-    steps = list(pairwise(_sizes(curve, best)))
-    of_steps = [replace(problem, replicas=1, reused=reused_at(curve, size)) for size, _ in steps]
+    of_steps, could = [], []
+    for replicas in sorted({1, best.replicas}):
+        of_replica = trace if replicas == 1 else share_of_replica(trace, best)
+        curve, of_count = ReuseCurve(of_replica, best.block_size), replace(problem, replicas=replicas)
+        for size, larger in pairwise(_sizes(curve, best)):
+            of_steps.append(replace(of_count, reused=reused_at(curve, size)))
+            could.append(replace(of_count, reused=reused_at(curve, larger, size, holds_prompts=False)))
     highest = None
     if problem.constraint.maximises_arrivals:
         of_steps = _promising(of_steps, request)
     else:
-        could = [reused_at(curve, larger, size, holds_prompts=False) for size, larger in steps]
-        reached = [_planned(replace(problem, replicas=1, reused=reused), request) for reused in could]
+        reached = [_planned(of_bound, request) for of_bound in could]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
     found = dict(plans)

@@ -157,11 +157,13 @@ def simulate(
         InputError: a request of the workload can never fit into the plan's K/V memory, or the trace has too few.
     """
 
+    from xgpt.policies.routing import share_of_replica
     from xgpt.workload import TraceLengths, sample
 
     check_fits(plan, workload)
     saturated = arrivals is None
     total = requests_to_send(plan, num_requests, saturated=saturated)
+    trace = None if trace is None else share_of_replica(trace, plan)
     if trace is None:
         inputs, outputs = sample(workload, total, rng)
     elif len(trace.input) < total:
@@ -229,19 +231,19 @@ def replay_trace(
     Raises:
         InputError: the trace has no times, or too few requests, or one that can never fit.
     """
+    import numpy as np
+
+    from xgpt.policies.routing import share_of_replica
+
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
+    trace = share_of_replica(trace, plan) if shares_prompts(plan) else trace
     total = requests_to_send(plan, num_requests, saturated=False)
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
-    prefixes = trace.prefixes if shares_prompts(plan) else None
-    first = trace._replace(
-        input=trace.input[:total],
-        output=trace.output[:total],
-        timestamp_s=trace.timestamp_s[:total],
-        prefixes=prefixes,
-    )
+    first = trace.take(np.arange(total))
+    first = first if shares_prompts(plan) else first._replace(prefixes=None)
     log = run_requests(plan, profile, first, workload.output.lengths[-1], on_span)
     return read_log(plan, workload, log, num_requests, saturated=False), log
 
@@ -327,8 +329,10 @@ def reused_share(log: Sequence[StepRecord]) -> float:
 
 
 def shares_prompts(plan: Plan) -> bool:
-    """Whether the engine that a plan is for shares what prompts have in common: ours, where no encoder reads them."""
-    return plan.profile.engine != "vllm" and not plan.model.is_encoder_decoder
+    """Whether the engine that a plan is for shares what prompts have in common: where no encoder reads them."""
+    from xrunner.vllm.command import reuses
+
+    return not plan.model.is_encoder_decoder and (plan.profile.engine != "vllm" or reuses(plan))
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:

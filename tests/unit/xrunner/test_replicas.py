@@ -44,9 +44,9 @@ def test_requests_spread_and_all_tokens_come() -> None:
     replicas = Replicas(build, 2, on_step=logs.append)
     for id_ in range(10):
         replicas.submit(Generation(id_, (id_,), 6))
-    assert replicas._load == [5, 5]
+    assert replicas._router.load == [5, 5]
     assert tokens_of(replicas, 10) == {id_: [id_ + i for i in range(6)] for id_ in range(10)}
-    assert replicas.pool.is_idle and replicas.pool.num_running == 0 and replicas._load == [0, 0]
+    assert replicas.pool.is_idle and replicas.pool.num_running == 0 and replicas._router.load == [0, 0]
     assert sum(len(record.finished) for record in logs) == 10
     assert len({id(engine) for engine in engines}) == 2
     replicas.close()
@@ -59,9 +59,9 @@ def test_one_that_is_cancelled_makes_room_where_it_was() -> None:
         replicas.submit(Generation(id_, (1,), 500))
     replicas.cancel(0)
     replicas.cancel(0)
-    assert replicas._load == [1, 2]
+    assert replicas._router.load == [1, 2]
     replicas.submit(Generation(4, (1,), 1))
-    assert replicas._load[0] >= 1
+    assert replicas._router.load[0] >= 1
     replicas.close()
 
 
@@ -93,7 +93,7 @@ def test_a_request_that_fails_in_one_ends_alone() -> None:
         ended |= {token.id: token.finish for token in replicas.step() or () if token.finish}
         replicas.wait(0.01)
     assert ended == {0: "length", 1: "length", 2: "length", 3: "error"}
-    assert replicas._load == [0, 0]
+    assert replicas._router.load == [0, 0]
     replicas.close()
 
 

@@ -1,0 +1,78 @@
+"""Which replica a request goes to: where the beginning of its prompt lies, unless that one has much more to do.
+
+The same code routes the requests of a server and those of a trace that is planned or simulated for several replicas.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from xgpt.schema import Plan
+from xgpt.schema.step_log import Chain
+from xgpt.workload import TraceLengths
+
+BLOCKS_A_KEY = 4
+"""K/V blocks that a key stands for: what requests have in common is told coarsely, at a quarter of the price."""
+MOST_KEYS = 131_072
+SLACK = 0.5
+"""Of the requests inside a replica: how many more it may have than another one and still get a request whose whole
+prompt lies there; of a request of which a part lies there, that part of them."""
+
+
+class Router:
+    """Replicas, the requests that each has, and where prompts' beginnings were last sent.
+
+    Args:
+        count: replicas.
+        slack: requests by which a replica may exceed another one.
+    """
+
+    def __init__(self, count: int, slack: float) -> None:
+        self.load = [0] * count
+        self._slack = slack
+        self._home: OrderedDict[bytes, int] = OrderedDict()
+        """Keys, the one used longest ago first, and the replica that had each last."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Router:
+        """Return the router of a plan's replicas."""
+        return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
+
+    def route(self, chain: Chain) -> int:
+        """Return the replica that a request goes to; it has one more until `leave`."""
+        load, home = self.load, self._home
+        least = min(load)
+        found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
+        number = home[chain[found - 1]] if found else load.index(least)
+        if found and load[number] - least > self._slack * found / len(chain):
+            number = load.index(least)
+        for key in chain:
+            home[key] = number
+            home.move_to_end(key)
+        while len(home) > MOST_KEYS:
+            home.popitem(last=False)
+        load[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """A request of this replica has ended."""
+        self.load[number] -= 1
+
+
+def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
+    """Return the requests of a trace that come to the first of a plan's replicas.
+
+    As many are under way as the plan has inside: each ends when so many more have come.
+    """
+    prefixes = trace.prefixes
+    if plan.replicas == 1 or prefixes is None:
+        return trace
+    router, mine = Router.of(plan), []
+    inside: deque[int] = deque()
+    for number, length in enumerate(trace.input.tolist()):
+        if len(inside) > plan.replicas * plan.estimate.decode_batch:
+            router.leave(inside.popleft())
+        inside.append(router.route(prefixes.chain(number, length, BLOCKS_A_KEY * plan.block_size)))
+        if inside[-1] == 0:
+            mine.append(number)
+    return trace.take(mine)
