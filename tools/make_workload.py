@@ -3,6 +3,7 @@
 python -m tools.make_workload lengths trace.csv --name N --source S -o workload.yaml
 python -m tools.make_workload conversations --requests 5000 --think-s 30 -o conversations.jsonl
 python -m tools.make_workload shared-prompts --prompts 100 -o agents.jsonl
+python -m tools.make_workload reuse trace.jsonl
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import yaml
 
 from tools.structured import BLOCK, conversations, shared_prompts, write
-from xgpt.errors import XgptError
+from xgpt.errors import InputError, XgptError
 from xgpt.reuse import ReuseCurve
 from xgpt.schema import Histogram
 from xgpt.workload import TraceLengths, histogram_of, read_lengths
@@ -61,6 +62,8 @@ def main() -> int:
     lengths.add_argument("trace", type=Path, help="CSV or JSON lines, as `xgpt plan --workload` takes")
     lengths.add_argument("--name", required=True)
     lengths.add_argument("--source", required=True, help="where the trace comes from, with its licence")
+    told = commands.add_parser("reuse", help="how much of a trace's prompts is reusable, and at which distances")
+    told.add_argument("trace", type=Path, help="JSON lines in Mooncake's format")
     for name, make in STRUCTURED.items():
         made = commands.add_parser(name, help=str(make.__doc__).splitlines()[0])
         made.add_argument("--requests", type=int, default=5000)
@@ -72,7 +75,13 @@ def main() -> int:
     args = vars(parser.parse_args())
     command, output = args.pop("command"), args.pop("output")
     try:
-        text = _lengths(**args) if command == "lengths" else _structured(STRUCTURED[command], **args)
+        match command:
+            case "lengths":
+                text = _lengths(**args)
+            case "reuse":
+                text = _reuse(read_lengths(args["trace"]))
+            case _:
+                text = _structured(STRUCTURED[command], **args)
     except XgptError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -92,11 +101,24 @@ def _lengths(trace: Path, name: str, source: str) -> str:
 def _structured(make: Callable[..., TraceLengths], requests: int, seed: int, **options: float) -> str:
     """Make a trace, and say on standard error how much of it is reusable, and with how large a cache."""
     trace = make(requests, np.random.default_rng(seed), **options)
-    curve = ReuseCurve(trace, BLOCK)
-    print(f"prompt tokens: {trace.input.sum()}, reusable at most: {curve.most:.1%}", file=sys.stderr)
-    for tokens in curve.sizes(5):
-        print(f"with a cache of {tokens:.0f} tokens: {curve.share(tokens):.1%}", file=sys.stderr)
+    print(_reuse(trace), end="", file=sys.stderr)
     return write(trace)
+
+
+def _reuse(trace: TraceLengths) -> str:
+    """Say how much of a trace's prompts is reusable at most, at which distances, and with how large a cache.
+
+    Raises:
+        InputError: the trace does not say what requests have in common.
+    """
+    if trace.prefixes is None:
+        raise InputError("trace", "lengths alone", "give JSON lines with hash_ids, which say what requests share")
+    curve = ReuseCurve(trace, min(BLOCK, trace.prefixes.block_size))
+    lines = [f"prompt tokens: {trace.input.sum()}, reusable at most: {curve.most:.1%}"]
+    distances = ", ".join(f"{q:.0%} within {tokens:.0f}" for q, tokens in curve.distances((0.1, 0.5, 0.9, 0.99)))
+    lines.append(f"reuse distances, tokens: {distances}")
+    lines += [f"with a cache of {tokens:.0f} tokens: {curve.share(tokens):.1%}" for tokens in curve.sizes(5)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ class ReuseCurve:
     Args:
         trace: with prefixes.
         block_size: tokens of a K/V block, whole ones of which are found.
+        inside: requests that run at once, and so have not left their answers when the next one enters.
     """
 
-    def __init__(self, trace: TraceLengths, block_size: int) -> None:
+    def __init__(self, trace: TraceLengths, block_size: int, inside: float = 0.0) -> None:
         prefixes = trace.prefixes
         assert prefixes is not None
         self.inputs: Ints = trace.input
@@ -36,6 +37,7 @@ class ReuseCurve:
         request, distance = _distances(
             [prompt[: length // self._size] for prompt, length in zip(prefixes.prompts, trace.input, strict=True)],
             [ids[: _whole_outputs(self._size, *of)] for ids, *of in zip(prefixes.outputs, *trace[:2], strict=True)],
+            inside,
         )
         self._request, self._needed = request, _worst_so_far(request, distance)
 
@@ -54,6 +56,11 @@ class ReuseCurve:
         """The share that a cache finds that forgets nothing."""
         return self.share(np.inf)
 
+    def distances(self, quantiles: Sequence[float]) -> list[tuple[float, float]]:
+        """Return pairs (quantile, tokens used between two uses of a block), of the blocks that are found at all."""
+        needed = self._needed[np.isfinite(self._needed)]
+        return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
+
     def sizes(self, count: int) -> Array:
         """Return cache sizes in tokens at which the share grows by equal parts, the last of which finds the most."""
         needed = np.sort(self._needed[np.isfinite(self._needed)])
@@ -68,10 +75,13 @@ def _whole_outputs(size: int, input_length: int, output_length: int) -> int:
     return max(0, (input_length + output_length - 1) // size - input_length // size)
 
 
-def _distances(prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> tuple[Ints, Array]:
+def _distances(
+    prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], inside: float = 0.0
+) -> tuple[Ints, Array]:
     """Return for each block of a prompt its request, and the other blocks used since its last use (infinite: none).
 
-    A request uses all its blocks as it leaves, the last of the sequence first.
+    A request uses all its blocks as it leaves, the last of the sequence first. One of the `inside` before it has not
+    left its answer yet.
     """
     ids = np.fromiter(
         (id_ for pair in zip(prompts, outputs, strict=True) for id_ in (pair[0] + pair[1])[::-1]), dtype=np.int64
@@ -88,6 +98,8 @@ def _distances(prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, 
     distance = (begin - previous - 1 - _greater_before(previous)).astype(float)
     distance[previous < 0] = np.inf
     is_prompt = np.arange(len(ids)) - begin >= of_output[request]
+    is_answer = (previous >= 0) & ~is_prompt[previous]
+    distance[is_answer & (request - request[previous] <= inside)] = np.inf
     # Back into the order of the sequence.
     turned = np.lexsort((-np.flatnonzero(is_prompt), request[is_prompt]))
     return request[is_prompt][turned], distance[is_prompt][turned]

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
-from benchmarks.truth.sources import Row
+from benchmarks.truth.sources import Row, repeated
 from xsimulator.step_counts import StepCounts
 
 INPUT, OUTPUT = 512, 64
@@ -60,3 +60,9 @@ def test_the_table_counts_fitted_rows_apart() -> None:
     assert lines[2] == "| a | 2 | TPOT | 30.0 | 30.0 | 46.0 | -20.0 |"
     assert lines[3].startswith("| a: fitted to | 1 | TPOT | 10.0") and lines[4].startswith("| a: verified on | 1 |")
     assert plot(rows).count("<circle") == 2 + 1
+
+
+def test_prompts_that_come_in_turns_are_found_where_memory_holds_them() -> None:
+    found = repeated(350, (575, 248), 20_000).tolist()
+    assert found == [0] * 100 + [560] * 250
+    assert not any(repeated(350, (575, 248), 3000))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
 from xgpt.reuse import ReuseCurve, _greater_before
 from xgpt.workload import TraceLengths
@@ -41,3 +42,16 @@ def test_requests_with_nothing_in_common() -> None:
     alone = tuple(tuple(range(1000 * i, 1000 * i + len(p))) for i, p in enumerate(trace.prefixes.prompts))
     lengths = trace._replace(prefixes=replace(trace.prefixes, prompts=alone))
     assert ReuseCurve(lengths, BLOCK).most == 0.0
+
+
+def test_a_trace_says_how_much_of_it_is_reusable_and_at_which_distances(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "trace.jsonl"
+    for words in (("conversations", "--requests", "300", "-o", str(path)), ("reuse", str(path))):
+        monkeypatch.setattr("sys.argv", ["make_workload", *words])
+        assert main() == 0
+    told, said = capsys.readouterr()
+    assert told == said, "made, or read again: the same"
+    most = float(told.split("reusable at most: ")[1].split("%")[0])
+    assert 50 < most < 90 and f"{most}%" in told.splitlines()[-1]
+    distances = [float(part.split()[0].rstrip(",")) for part in told.split("within ")[1:]]
+    assert len(distances) == 4 and distances == sorted(distances)
