@@ -9,7 +9,9 @@ memory than this one's, and if running requests took memory for their outputs al
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,8 @@ STEPS = 4
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 """Shares of the K/V memory that may be kept, in addition."""
 BOUND = "the best of any division of memory between running requests and what later ones find"
+ROUNDS = 1
+"""Times that a plan is looked for anew, with as many requests inside as the one before."""
 MOST_STEPS = 2
 """Divisions of memory for which arrivals are simulated."""
 
@@ -48,27 +52,73 @@ def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plan
     counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
     if trace.prefixes is None or not counts:
         return plans
-    of_steps, could = [], []
-    for replicas in sorted({1, best.replicas}):
-        of_replica = trace if replicas == 1 else share_of_replica(trace, best)
-        curve, of_count = ReuseCurve(of_replica, best.block_size), replace(problem, replicas=replicas)
-        for size, larger in pairwise(_sizes(curve, best)):
-            of_steps.append(replace(of_count, reused=reused_at(curve, size)))
-            could.append(replace(of_count, reused=reused_at(curve, larger, size, holds_prompts=False)))
+    divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        of_steps = _promising(of_steps, request)
+        planned = [_planned(of, request) for of in _promising([of.problem() for of in divisions], request)]
     else:
-        reached = [_planned(of_bound, request) for of_bound in could]
+        reached = [_planned(of.bound(), request) for of in divisions]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
+        planned = [_consistent(of, best, request) for of in divisions]
     found = dict(plans)
-    for of_step in of_steps:
-        for kind, plan in _planned(of_step, request).items():
-            if kind not in found or maximised(plan) > maximised(found[kind]):
-                found[kind] = plan
+    for kind, plan in (item for of in planned for item in of.items()):
+        if kind not in found or maximised(plan) > maximised(found[kind]):
+            found[kind] = plan
     ordered = sorted(found.items(), key=lambda item: -maximised(item[1]))
     return {kind: _counting(plan, best, highest) for kind, plan in ordered}
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Memory divided between running requests and what later ones find.
+
+    Attributes:
+        of: the problem, its number of replicas given.
+        curve: what requests find where so many others run at once.
+        size, larger: tokens kept, and those of the next division.
+        has_answers: prompts go on from what earlier ones were answered.
+    """
+
+    of: Problem
+    curve: Callable[[int], ReuseCurve]
+    size: float
+    larger: float
+    has_answers: bool
+
+    def problem(self, inside: float = 0.0) -> Problem:
+        """Return the problem with what requests find while so many others run."""
+        return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
+
+    def bound(self) -> Problem:
+        """Return the problem with what no setting between this division and the next exceeds."""
+        return replace(self.of, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
+
+
+def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Division]:
+    """Return the divisions for one replica, and for as many as the best plan without reuse has."""
+    divisions = []
+    for replicas in sorted({1, best.replicas}):
+        of_replica = trace if replicas == 1 else share_of_replica(trace, best)
+        curve = cache(partial(ReuseCurve, of_replica, best.block_size))
+        of = replace(problem, replicas=replicas)
+        has_answers = of_replica.prefixes is not None and any(of_replica.prefixes.outputs)
+        divisions += [_Division(of, curve, *sizes, has_answers) for sizes in pairwise(_sizes(curve(0), best))]
+    return divisions
+
+
+def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[str, Plan]:
+    """Return each policy's best plan that finds what is there while as many requests run as it runs.
+
+    With requests always waiting, the turn of a conversation enters before the answers of those that still run.
+    """
+    if not division.has_answers:
+        return _planned(division.problem(), request)
+    planned = _planned(division.problem(best.estimate.decode_batch), request)
+    for _ in range(ROUNDS):
+        inside = max((plan.estimate.decode_batch for plan in planned.values()), default=0.0)
+        planned = _planned(division.problem(inside), request)
+    return planned
 
 
 def _promising(of_steps: list[Problem], request: PlanRequest) -> list[Problem]:

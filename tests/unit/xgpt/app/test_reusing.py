@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xgpt
-from tools.structured import shared_prompts, write
+from tools.structured import conversations, shared_prompts, write
 from xgpt.app.profiles import profile_of
 from xgpt.app.replanning import propose
 from xgpt.observation import observe_lengths
@@ -87,6 +87,21 @@ def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
     found = xgpt.plan(**PROBLEM, workload=path)
     assert found.estimate.reuse is not None and found.estimate.capacity is not None
     assert found.estimate.capacity.rate_per_s > 1.3 * (found.estimate.reuse.alone or 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"think_s": 5.0}])
+def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
+    options: dict[str, float], tmp_path: Path
+) -> None:
+    """A turn enters before the answer that it goes on from, where that still runs: a tenth less is found, which made
+    the plan promise 12 to 14% more than it served."""
+    path = tmp_path / "conversations.jsonl"
+    path.write_text(write(conversations(2500, np.random.default_rng(len(options)), **options)))
+    found = xgpt.plan(**PROBLEM, workload=path, objective="saturated")
+    figures = xgpt.simulate(found, workload=str(path), num_requests=1000).figures
+    assert found.estimate.reuse is not None
+    assert found.estimate.reuse.share == pytest.approx(figures["reused_share"], abs=0.03)
+    assert found.estimate.throughput_rps == pytest.approx(figures["throughput_rps"], rel=0.06)
 
 
 def test_replanning_counts_on_what_is_found(plan: Plan, path: Path, tmp_path: Path) -> None:
