@@ -143,7 +143,7 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
 
 
 def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
-    """Return the tokens that each of so many requests finds, whose prompts come in turns. # [count]"""
+    """Return the tokens that each of `count` requests finds, whose prompts come in turns. # [count]"""
     whole = lengths[0] // BLOCK
     left = -(-sum(lengths) // BLOCK) - whole
     prompts = [tuple(range(n * (whole + 1), (n + 1) * (whole + 1))) for n in range(NUM_PROMPTS)]

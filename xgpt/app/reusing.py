@@ -75,7 +75,7 @@ class _Division:
 
     Attributes:
         of: the problem, its number of replicas given.
-        curve: what requests find where so many others run at once.
+        curve: what requests find, by the number of others that run at once.
         size, larger: tokens kept, and those of the next division.
         has_answers: prompts go on from what earlier ones were answered.
     """
@@ -87,7 +87,7 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem with what requests find while so many others run."""
+        """Return the problem with what requests find while `inside` others run."""
         return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:

@@ -62,7 +62,7 @@ class Router:
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
     """Return the requests of a trace that come to the first of a plan's replicas.
 
-    As many are under way as the plan has inside: each ends when so many more have come.
+    As many are under way as the plan has inside: the one that began first ends when a further one comes.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1 or prefixes is None:
