@@ -75,7 +75,8 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         policy: one of them; "auto", the default: the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
         search: with "saturated"; None: branch-and-bound.
         kv: "reserve", the default, each request's maximum of K/V memory, or admit to a "quantile" of what is used.
-        order: which of the waiting requests enters next, by default fcfs.
+        burstiness: coefficient of variation of the gaps between arrivals, by default 1: a Poisson process.
+        order: which of the waiting requests enters next, by default fcfs; slack also tries in-time.
         fix: values that control variables are held at, by name (token_budget, max_batch, ...), and those of placements:
             tp, pp, replicas.
         devices: take at most this number; "auto": the fewest that sustain the arrival rate.

@@ -13,14 +13,17 @@ from math import ceil, floor, inf, log, log2
 import numpy as np
 
 from xgpt import policies
+from xgpt.policies.build import latest_start
+from xgpt.policies.orders import InTimeOrder
 from xgpt.schema import Capacity, Goal, Plan, Profile, StageLane
-from xgpt.workload import poisson_arrivals, sample
+from xgpt.workload import gamma_arrivals, sample
 from xsimulator.arrivals import Array, GoalNs, Kv, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
 from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import LaneCost, lanes_of
+from xsimulator.timed_arrivals import TimedRun
 from xsimulator.two_lane_arrivals import TwoLaneRun
 
 LEAST_REQUESTS = 2000
@@ -71,8 +74,8 @@ class Trial:
         self._inputs, self._outputs = inputs.tolist(), outputs.tolist()
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._cached = np.minimum(share * inputs, inputs - 1).astype(int).tolist() if share else ()
-        # A Poisson process given its number of arrivals: chance in the mean rate would be an error of the result.
-        arrivals_s = poisson_arrivals(1.0, total, rng)
+        # The process given its number of arrivals: chance in the mean rate would be an error of the result.
+        arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
@@ -113,14 +116,26 @@ class Trial:
 
 def run_of(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False) -> Run:
     """Return one replica's run over a stream: by counts where these tell, or else by request."""
-    schedule = policies.build(plan)
+    run = None if by_request else run_by_counts(plan, lanes, stream)
+    return _EngineRun(lanes, policies.build(plan), stream) if run is None else run
+
+
+def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | None:
+    """Return one replica's run by counts; None: these do not tell."""
+    schedule, order = policies.build(plan), plan.admission.order
+    if plan.admission.kv != "reserve" or not plan.policy.counts_tell:
+        return None
     kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    if by_request or plan.admission.order != "fcfs" or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
-        return _EngineRun(lanes, schedule, stream)
     if isinstance(schedule, policies.TwoLane):
-        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream)
+        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream) if order == "fcfs" else None
     assert isinstance(schedule, policies.OneLane)
-    return OneLaneRun(schedule.settings, lanes["both"], kv, stream)
+    settings, latest_ns = schedule.settings, latest_start(plan)
+    if order == "fcfs" and settings.slack is None and settings.thresholds is None:
+        return OneLaneRun(settings, lanes["both"], kv, stream)
+    if settings.ahead or (order != "fcfs" and (latest_ns is None or not settings.mix)):
+        return None
+    in_time = None if latest_ns is None else InTimeOrder(latest_ns)
+    return TimedRun(settings, lanes["both"], kv, stream, in_time, plan.patience_ns)
 
 
 class CapacitySearch:
@@ -128,18 +143,27 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate, where the search begins.
+        most: a rate that it does not keep; None: the plan's throughput at saturation.
 
     Attributes:
         predicted: the closed form's rate.
         precision: of the rate, relative: so far above it the bounds are broken.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, predicted: float | None = None, *, seed: int = SEED) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        predicted: float | None = None,
+        *,
+        seed: int = SEED,
+        most: float | None = None,
+    ) -> None:
         self.plan = plan
         self.precision = PRECISION
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed), _slack(plan)
-        self._most = plan.estimate.throughput_rps
+        self._most = plan.estimate.throughput_rps if most is None else most
         if self._trial.is_far:  # a queue that grows for ever breaks such a bound only after a longer run than any
             self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
@@ -154,6 +178,10 @@ class CapacitySearch:
     def keeps(self, rate: float) -> bool:
         """Whether the bounds are kept at a rate."""
         return 0 < rate < self._most and self._excess_at(rate, self._slack) <= self._slack
+
+    def excess_over(self, rate: float, far: float) -> float:
+        """Return how many times over its bounds the worst goal's quantile is at a rate; infinite beyond `far`."""
+        return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
         """What has been found.

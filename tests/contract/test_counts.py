@@ -21,11 +21,10 @@ from xgpt.resolve import load_engine
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import sample
 from xscheduler.space import POLICIES
-from xsimulator.arrivals import Kv, Run, Stream
+from xsimulator.arrivals import Run, Stream
+from xsimulator.capacity import run_by_counts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import lanes_of
-from xsimulator.two_lane_arrivals import TwoLaneRun
 
 NUM_REQUESTS = 80
 
@@ -76,21 +75,23 @@ class Arrivals:
 
 
 def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run:
-    schedule, lanes = policies.build(plan), lanes_of(plan, profile)
-    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    if isinstance(schedule, policies.TwoLane):
-        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, requests)
-    assert isinstance(schedule, policies.OneLane)
-    return OneLaneRun(schedule.settings, lanes["both"], kv, requests)
+    run = run_by_counts(plan, lanes_of(plan, profile), requests)
+    assert run is not None
+    return run
+
+
+def simulated(requests: Stream) -> list[SimulatedRequest]:
+    """The same requests for the engine that runs each."""
+    columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))
+    return [SimulatedRequest(i, a, requests.max_output, b, at) for i, (a, b, at) in columns]
 
 
 def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int], list[int]]:
     """When each request has its first and its last token."""
     schedule = policies.build(plan)
-    columns = enumerate(zip(requests.inputs, requests.outputs, requests.arrivals_ns, strict=True))
-    simulated = [SimulatedRequest(i, a, requests.max_output, b, at) for i, (a, b, at) in columns]
-    first, end = [-1] * len(simulated), [-1] * len(simulated)
-    for record in SimulatedEngine(schedule, clock_of(plan, profile, schedule), simulated).run():
+    each = simulated(requests)
+    first, end = [-1] * len(each), [-1] * len(each)
+    for record in SimulatedEngine(schedule, clock_of(plan, profile, schedule), each).run():
         for id_, start, length in record.encode:
             if start + length == requests.inputs[id_]:
                 first[id_] = record.end_ns

@@ -57,8 +57,9 @@ class PlanArguments(ProblemArguments, total=False):
     """A problem, and how one plan is chosen for it."""
 
     arrival_rate_per_s: float | None
+    burstiness: float | None
     policy: PolicyChoice
-    order: AdmissionOrder
+    order: AdmissionOrder | None
     devices: int | Literal["auto"] | None
     among: Mapping[str, float] | None
     fix: Mapping[str, int]

@@ -15,6 +15,7 @@ from xgpt.schema import Observation, Outcome, Plan, Profile
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
+from xsimulator.step_times import with_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,21 @@ def judged(
     if plan.constraint.sla == "length":
         return decide(SaturatedJudge(situation, terms), terms)
     return _judged_by_requests(situation, terms)
+
+
+def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
+    """A plan that may take over, with what the running one's rule goes by beyond its policy's variables."""
+    policy, order = found.policy, running.admission.order
+    names = ("slack", "thresholds") if policy.kind == running.policy.kind else ()
+    more = {name: value for name in names if (value := getattr(running.policy, name, None)) is not None}
+    if len(policy.lanes) > 1 and order == "in-time":
+        order = "fcfs"
+    changes = {
+        "policy": policy.model_copy(update=more),
+        "admission": found.admission.model_copy(update={"order": order}),
+    }
+    found = found.model_copy(update=changes)
+    return with_step_times(found, profile) if more or order == "in-time" else found
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
@@ -138,7 +154,7 @@ class ArrivalsJudge(Judge):
 
         def admitting(found: Plan) -> Plan:
             running = self.plan.admission.model_copy(update={"max_running": found.admission.max_running})
-            return found.model_copy(update={"admission": running})
+            return _ruled_alike(found.model_copy(update={"admission": running}), self.plan, self.situation.profile)
 
         found: list[Plan] = []
         error = None

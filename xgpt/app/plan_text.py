@@ -9,6 +9,11 @@ def settings_text(plan: Plan) -> str:
     """The control variables of a plan: "encode_batch 4, decode_iterations 9"; with several devices, also where."""
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
+    for of_rule in (getattr(policy, "slack", None), getattr(policy, "thresholds", None)):
+        if of_rule is not None:
+            texts += [f"{name} {value:g}" for name, value in of_rule]
+    if plan.admission.order == "in-time":
+        texts.append("in-time")
     for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
         if getattr(policy, name, 1) > 1:
             texts.append(f"{name} {getattr(policy, name)}")
@@ -38,10 +43,14 @@ def placement_in_words(plan: Plan) -> str:
 def objective_in_words(constraint: Constraint) -> str:
     """What was maximised."""
     if constraint.maximises_arrivals:
-        return "the arrival rate (Poisson) at which the bounds are kept with waiting counted"
+        return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
     if constraint.objective == "arrivals":
         return "throughput: without a bound, any arrival rate below it is kept"
     return "throughput while requests always wait, latency counted from admission"
+
+
+def _process(constraint: Constraint) -> str:
+    return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
 
 
 def engine_in_words(plan: Plan) -> list[str]:
@@ -93,10 +102,11 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         texts.append("arrivals: with waiting counted, the bounds are kept at no rate worth speaking of (simulated)")
     elif found is not None:
         texts.append(
-            f"arrivals: up to {found.rate_per_s:.4g} requests/s (Poisson), {100 * found.share_kept:.1f}% of all "
-            f"requests keep {bounds_in_words(constraint)}, waiting included "
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), {100 * found.share_kept:.1f}% "
+            f"of all requests keep {bounds_in_words(constraint)}, waiting included "
             f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
-            f"simulated: {found.num_requests} requests after {found.warm_up_requests} to warm up, seed {found.seed}"
+            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
+            f"warm up, seed {found.seed}"
         )
         tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
         if tighter is not None and looser is not None:
@@ -109,6 +119,10 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         f"{e.latency_s:.2f} s from admission"
     )
     return texts
+
+
+def _with_error(error: float | None) -> str:
+    return "" if error is None else f"within {100 * error:.1f}% (standard deviation over three draws), "
 
 
 def headroom_in_words(plan: Plan) -> list[str]:
@@ -212,6 +226,12 @@ def schedule_in_words(plan: Plan) -> str:
     """What the engine will do, in a sentence."""
     policy = plan.policy
     match policy.kind:
+        case "rra" if policy.thresholds is not None:
+            return (
+                f"run {policy.decode_iterations} decode iterations or more, until {policy.thresholds.waiting_requests} "
+                f"requests wait or one has for {policy.thresholds.oldest_wait_ms} ms, then encode about "
+                f"{policy.encode_batch}, and again"
+            )
         case "rra":
             return (
                 f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
@@ -219,6 +239,12 @@ def schedule_in_words(plan: Plan) -> str:
             )
         case "orca":
             return f"every step decodes what runs and encodes into free slots, at most {policy.max_batch} requests"
+        case "chunked" if policy.slack is not None:
+            return (
+                f"every step decodes what runs and encodes as much as running requests have time for, "
+                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most {policy.max_batch} "
+                "requests"
+            )
         case "chunked":
             return (
                 f"every step decodes what runs and fills up to {policy.token_budget} tokens with prompts, "
@@ -241,4 +267,6 @@ def proof_in_words(plan: Plan) -> str:
         else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
     )
     simulated = f", {search.simulations} plans simulated," if search.simulations else ""
+    if plan.estimate.simulated:
+        proof += f"; simulated, not in closed form: {', '.join(plan.estimate.simulated)} and the arrival rate"
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"

@@ -6,16 +6,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import best_by_arrivals
+from xgpt.app.arrivals import BEHIND, best_by_arrivals, rate_of
 from xgpt.app.problems import scheduler
 from xgpt.app.request import POLICY_GROUPS, PolicyChoice
+from xgpt.app.tuning import tune
 from xgpt.app.verifying import best_of_each
 from xgpt.errors import InfeasibleError, InputError, nearest
-from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan
+from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
 from xgpt.workload import mean
 from xscheduler.placement import PLACED, Placement
 from xscheduler.space import UNCUT, runnable
-from xsimulator.forecast import CHOICES
+from xsimulator.forecast import CHOICES, TUNED
+from xsimulator.step_times import with_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,29 +34,71 @@ def plan_each(
     problem: Problem,
     policy: PolicyChoice = "auto",
     search: Method = "branch-and-bound",
-    order: AdmissionOrder = "fcfs",
+    order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
     """Each policy's best plan, the best of all first.
 
     Args:
-        order: which of the waiting requests enters next.
+        order: which of the waiting requests enters next; None: the first to arrive, or as tuning finds it.
         progress: told of what takes its time.
 
     Raises:
         InputError: the model cannot be run under the policy that is asked for.
         InfeasibleError: no policy has one.
     """
+    tuned = _tuned(problem, policy)
     kinds = kinds_of(problem, policy)
     if problem.constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
-    of = scheduler(problem, search)
+    of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
-        return _distinct(best_by_arrivals(of, kinds, finish=partial(_admitting, order=order)))
+        plans = best_by_arrivals(of, kinds, finish=finish)
+        return _with_tuned(_distinct(plans), tuned, problem, order, alone=policy in TUNED)
     plans = best_of_each(of, kinds, progress)
     _check_stable(problem.constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
-    return _distinct({kind: _admitting(plan, order) for kind, plan in ordered})
+    return _distinct({kind: finish(plan) for kind, plan in ordered})
+
+
+def _tuned(problem: Problem, policy: str) -> tuple[str, ...]:
+    """The choices among a policy's that are tuned by simulation.
+
+    Raises:
+        InputError: it is asked for without what its rule goes by.
+    """
+    constraint = problem.constraint
+    by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
+    alone = not problem.model.is_encoder_decoder and problem.wish is None and problem.reused is None
+    if policy in TUNED:
+        if not by_rate or constraint.tpot_s is None:
+            raise InputError(
+                "policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)"
+            )
+        if not alone:
+            raise InputError(
+                "policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra"
+            )
+        return (policy,)
+    return tuple(TUNED) if policy == "auto" and by_rate and alone and constraint.tpot_s is not None else ()
+
+
+def _with_tuned(
+    plans: dict[str, Plan], tuned: tuple[str, ...], problem: Problem, order: AdmissionOrder | None, *, alone: bool
+) -> dict[str, Plan]:
+    """Each policy's plan, and what tuning makes of some of them where that is better; the best first."""
+    highest = max(map(rate_of, plans.values()))
+    found = {} if alone else dict(plans)
+    for kind in tuned:
+        base = plans.get(TUNED[kind])
+        if base is None or (order not in (None, "fcfs", "in-time") and not alone):
+            continue
+        if not alone and rate_of(base) < BEHIND * highest:
+            continue  # tuning does not make up for that
+        best = tune(base, kind, problem.profile, order=order)
+        if alone or rate_of(best) > rate_of(base):
+            found[kind] = best
+    return dict(sorted(found.items(), key=lambda item: -rate_of(item[1])))
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
@@ -66,12 +110,12 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """The policies that are planned for.
+    """The policies that are planned for; of one that is tuned, the one that is tuned.
 
     Raises:
         InputError: the model cannot be run under the one that is asked for.
     """
-    kinds = POLICY_GROUPS.get(policy, (policy,))
+    kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
@@ -140,9 +184,15 @@ def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan 
     return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)
 
 
-def _admitting(plan: Plan, order: AdmissionOrder) -> Plan:
+def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
     """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once; lpt is for
     work that is all at hand, where none is overdue."""
+    if order == "in-time":
+        if plan.constraint.ttft_s is None:
+            raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")
+        if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
+            raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
+        plan = with_step_times(plan, profile)
     at_once = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input)))
     row_tokens = at_once if order in ROW_ORDERS else None
     changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})

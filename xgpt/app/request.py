@@ -23,7 +23,7 @@ from xgpt.schema import (
 )
 from xscheduler.search.base import Method
 
-PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]
+PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack", "phases"]
 POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "auto": ("rra", "chunked", "orca", "static", "waa-c", "waa-m"),
     "exegpt": ("rra", "waa-c", "waa-m"),
@@ -39,6 +39,7 @@ class PlanRequest(Frozen):
     """What is to be planned. Names are looked up by `xgpt.app.problems.resolve`, not here.
 
     Attributes:
+        order: of admission; None: of arrival, or in time where tuning finds that better.
         model: a name, a path, a Hugging Face id, or the model's shape.
         config: config.json of an id; None: that of huggingface_hub's cache.
         dtype: what the model runs in; None: its own, on a CPU float32.
@@ -63,7 +64,7 @@ class PlanRequest(Frozen):
     policy: PolicyChoice = "auto"
     search: Method = "branch-and-bound"
     kv: KvPromise = "reserve"
-    order: AdmissionOrder = "fcfs"
+    order: AdmissionOrder | None = None
     devices: PositiveInt | Literal["auto"] | None = None
     among: dict[str, PositiveFloat] | None = None
     fix: dict[str, PositiveInt] = Field(default_factory=dict)
@@ -96,7 +97,7 @@ def _check_objective(given: dict[str, Any]) -> None:
     other = "arrivals" if saturated else "saturated"
     by_rate = "arrival_rate_per_s" in given and not saturated
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
-    of_arrivals = ("arrival_rate_per_s", "ttft_quantile", "tpot_quantile")
+    of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
     for name in of_arrivals if saturated else ("sla", "search"):
         if name in given:
             raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")

@@ -256,15 +256,18 @@ def _headroom() -> Callable[[F], F]:
     )
 
 
-POLICIES = ["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static"]
+POLICIES = ["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack", "phases"]
 
 policy_option = click.option(
     "--policy",
     type=click.Choice(POLICIES),
     default="auto",
     show_default=True,
-    help="auto: the best of all policies; exegpt: the better of rra and waa; waa: the better of waa-c, which divides "
-    "the devices between encoding and decoding by computation, and waa-m, which does by memory.",
+    help="auto: the best of all policies, slack and phases among them where --tpot is given; exegpt: the better of rra "
+    "and waa; waa: the better of waa-c, which divides the devices between encoding and decoding by computation, and "
+    "waa-m, which does by memory; slack: chunked with as many prompt tokens a step as running requests have time for "
+    "under --tpot; phases: rra that encodes once so many requests wait, or one for so long. These two are tuned by "
+    "simulation.",
 )
 
 

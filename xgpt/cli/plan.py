@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     help="Requests a second to sustain; the latency bound then counts from arrival, waiting included.",
 )
 @click.option(
+    "--burstiness",
+    type=Decimal(0, min_open=True),
+    metavar="CV",
+    help="Coefficient of variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.  [default: 1]",
+)
+@click.option(
     "--devices",
     metavar="auto|N",
     help="Use at most N devices of the cluster; auto: the fewest that sustain --arrival-rate.",
@@ -46,12 +52,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--order",
-    type=click.Choice(["fcfs", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]),
-    default="fcfs",
-    show_default=True,
-    help="Which waiting request enters next: fcfs, the earliest arrival; sjf, the shortest prompt; lpt, the longest "
+    type=click.Choice(["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]),
+    default=None,
+    help="Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of those that can still "
+    "keep --ttft, then the others; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
-    "(TCB); slotted-das, the same for rows in slots; shuffled, the earliest with each 64 in a row in random order.",
+    "(TCB); slotted-das, the same for rows in slots; shuffled, the earliest with each 64 in a row in random order. "
+    "[default: fcfs; slack also tries in-time]",
 )
 @click.option(
     "--fix",

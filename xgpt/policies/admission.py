@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from xgpt.policies.orders import Entry, Order, make_order, prune
+from xgpt.policies.orders import Entry, LatestStart, Order, make_order, prune
 from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
 
@@ -56,7 +56,8 @@ class Queue:
         """Tokens for its share that the account had had from which the last request came."""
         self._deadlines: list[Entry] = []
         self._number = 0
-        self._now_ns = 0
+        self.now_ns = 0
+        """The clock, as of the last `expire`."""
         self._next: _Choice | None = None
         """What `_choose` has found, until anything changes."""
 
@@ -91,7 +92,13 @@ class Queue:
     def push_back(self, request: Request) -> None:
         """Let a request that has been inside wait behind its account's others until it is overdue again."""
         self._returned[request.id] = request
-        self._account(request).back.append((self._now_ns, request))
+        self._account(request).back.append((self.now_ns, request))
+
+    @property
+    def oldest_wait_ns(self) -> int:
+        """How long the first to arrive has waited, of those that have never been inside; 0 where there is none."""
+        first = next(iter(self._waiting.values()), None)
+        return 0 if first is None else self.now_ns - first.arrival_ns
 
     def head(self) -> Request | None:
         """The request that enters next; None where none waits."""
@@ -142,8 +149,10 @@ class Queue:
 
         Source: TCB sec. 5.1, a request fails if not scheduled by then.
         """
-        self._now_ns = max(self._now_ns, now_ns)
+        self.now_ns = max(self.now_ns, now_ns)
         self._next = None
+        for account in self._accounts.values():
+            account.order.at(self.now_ns)
         expired = []
         while self._deadlines and self._deadlines[0][0] < now_ns:
             _, number, request = heappop(self._deadlines)
@@ -181,7 +190,7 @@ class Queue:
     def _choose(self) -> _Choice:
         """The head, and where it waits; there is one."""
         if self._next is None:
-            due_ns = None if self.patience_ns is None else self._now_ns - self.patience_ns
+            due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
             self._next = _Choice(account, *account.choose(due_ns))
         return self._next
@@ -317,6 +326,16 @@ class _Account:
         prune(self._arrived, self.order.numbers, len(self.order))
 
 
-def make_queue(order: AdmissionOrder = "fcfs", row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
-    """An empty queue; `row_tokens`: prompt tokens that das looks at together."""
-    return Queue(partial(make_order, order, row_tokens), patience_ns)
+def make_queue(
+    order: AdmissionOrder = "fcfs",
+    row_tokens: int | None = None,
+    patience_ns: int | None = None,
+    latest_ns: LatestStart | None = None,
+) -> Queue:
+    """Return an empty queue.
+
+    Args:
+        row_tokens: prompt tokens that das looks at together.
+        latest_ns: when a request must begin to keep its bound on the time to first token (in-time).
+    """
+    return Queue(partial(make_order, order, row_tokens, latest_ns), patience_ns)

@@ -12,6 +12,7 @@ from itertools import chain
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.blocks import NO_CHAINS, NOTHING, Blocks, BlockTable, Found
 from xgpt.policies.request import MicroBatch, Request, Step
+from xgpt.policies.slack import LaneForecast
 from xgpt.schema import KvPromise
 from xgpt.schema.step_log import Chain
 
@@ -64,6 +65,8 @@ class Pool:
         self._promised = 0
         """Blocks that requests have been promised and do not have yet."""
         self.num_preemptions = 0
+        self.forecast = LaneForecast()
+        """Of the steps under way, where the rule goes by times."""
         self.waiting = make_queue() if waiting is None else waiting
         self.running: dict[int, Request] = {}
         """Requests inside, in the order in which they entered."""
@@ -115,6 +118,11 @@ class Pool:
     def kept_blocks(self) -> int:
         """Number of blocks kept for requests to come, where prompts are encoded."""
         return self.prompts.num_kept
+
+    @property
+    def now_ns(self) -> int:
+        """The engine's clock, as of the last `expire`."""
+        return self.waiting.now_ns
 
     @property
     def num_waiting(self) -> int:
@@ -272,6 +280,11 @@ class Pool:
     def is_under_way(self, id_: int) -> bool:
         """Whether a step that has begun touches this request."""
         return any(id_ in step.ids for step in self._under_way)
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of steps that have begun and not been settled."""
+        return len(self._under_way)
 
     def is_leaving(self, id_: int) -> bool:
         """Whether a request was cancelled while a step of it was under way."""

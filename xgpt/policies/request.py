@@ -32,6 +32,9 @@ class Request:
     """Output tokens computed; the step that ends the encoding computes one."""
     cached: int = 0
     """Tokens whose K/V was there when it last entered."""
+    first_ns: int | None = None
+    """When the first step was scheduled that decoded it, where the rule goes by times: then its first token had come.
+    """
     blocks: int = 0
     """K/V blocks set aside for it now, those that it shares included."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)

@@ -13,7 +13,8 @@ from typing import Any
 
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
-from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings
+from xgpt.policies.slack import Room, Slack, TimeRoom, TokenRoom
+from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings, Thresholds
 
 ADJUSTMENT = 0.1
 """Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
@@ -42,6 +43,8 @@ class LaneSettings:
         ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
             `mix` and one micro-batch).
         prompts_first: steps that encode decode none, and go before those that decode (only with `mix`).
+        slack: prompts fill a step as far as running requests have time, in place of `token_budget` (only with `mix`).
+        thresholds: what ends a phase, once its iterations are done (only without `mix`).
     """
 
     mix: bool
@@ -57,6 +60,8 @@ class LaneSettings:
     reuse_is_planned: bool = False
     ahead: bool = False
     prompts_first: bool = False
+    slack: Slack | None = None
+    thresholds: Thresholds | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
         """The settings of one micro-batch: its share of whatever counts requests or tokens."""
@@ -68,6 +73,7 @@ class LaneSettings:
             decode_batch=self.decode_batch / count,
             token_budget=None if self.token_budget is None else max(1, self.token_budget // count),
             max_batch=None if self.max_batch is None else (self.max_batch + count - 1 - number) // count,
+            slack=None if self.slack is None else self.slack.of_microbatch(count),
             microbatches=1,
         )
 
@@ -93,6 +99,7 @@ def _rra(settings: RraSettings, encode_tokens: float, decode_batch: float, decod
         carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
         decode_batch=decode_batch,
         microbatches=settings.microbatches,
+        thresholds=settings.thresholds,
     )
 
 
@@ -182,6 +189,13 @@ class OneLaneRule:
         """Whether a phase's iterations are done, or no request is left for them."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
+    def _may_begin_phase(self, pool: Pool, batch: MicroBatch) -> bool:
+        """Whether a phase is over, and enough requests wait for the next, or one for long enough."""
+        thresholds = self.settings.thresholds
+        if thresholds is None or not batch.num_running:
+            return self.is_phase_over(batch)
+        return self.is_phase_over(batch) and are_met(thresholds, pool.num_waiting, pool.waiting.oldest_wait_ns)
+
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
         """The next step, or None where nothing can run. Admits the requests that the step begins to encode.
 
@@ -200,7 +214,7 @@ class OneLaneRule:
             encode = self._fill(pool, batch)
         elif settings.refill_when_empty:
             encode = self._part(pool, batch)
-        elif batch.encoding or (may_encode and self.is_phase_over(batch)):
+        elif batch.encoding or (may_encode and self._may_begin_phase(pool, batch)):
             self.phase += 1
             encode = self._phase(pool, batch)
 
@@ -214,6 +228,11 @@ class OneLaneRule:
         if not encode and not decode and not preempted:
             return None
         self._iterations = 0 if encode else self._iterations + 1
+        if settings.slack is not None:
+            for id_ in decode:
+                request = batch.decoding[id_]
+                if request.first_ns is None:
+                    request.first_ns = pool.now_ns
         return Step(encode, decode, preempted, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
@@ -223,24 +242,46 @@ class OneLaneRule:
         return tuple(r.id for r in batch.decoding.values() if r.generated < r.max_output and not pool.is_leaving(r.id))
 
     def _fill(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Prompts up to the token budget and the largest batch."""
+        """Prompts as far as the step has room, up to the largest batch."""
+        if self.settings.slack is not None:
+            return self._fill_in_time(self.settings.slack, pool, batch)
         budget = self.settings.token_budget
         decodes = 0 if self.settings.prompts_first else len(self._decodable(pool, batch))
-        left = None if budget is None else budget - decodes
+        return self._fill_room(TokenRoom(None if budget is None else budget - decodes), pool, batch)
+
+    def _fill_in_time(self, slack: Slack, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """Prompts as far as running requests can spare time."""
+        forecast, now_ns = pool.forecast, pool.now_ns
+        running = [batch.decoding[id_] for id_ in self._decodable(pool, batch)]
+        due_ns = [
+            slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming)
+            for each in pool.batches
+            for coming in [each.steps_under_way if each.assumed is None else 0]
+            for r in each.decoding.values()
+        ]
+        first_due_ns = min(due_ns, default=now_ns)
+        spare_s = forecast.seconds_until(first_due_ns, now_ns, pool.num_under_way, slack.num_stages)
+        context = sum([r.input_length + r.generated for r in running])
+        room = TimeRoom(slack, spare_s if due_ns else None, len(running), context)
+        chunks = self._fill_room(room, pool, batch)
+        if chunks or running:
+            forecast.begin(now_ns, room.seconds, slack.num_stages)
+        return chunks
+
+    def _fill_room(self, room: Room, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """Prompts as far as the step has room, up to the largest batch."""
         chunks: list[Chunk] = []
         for request in batch.encoding.values():
-            if left is not None and left <= 0:
+            if not room.is_open:
                 return tuple(chunks)
             if self.settings.ahead and pool.is_leaving(request.id):
                 continue
-            chunks.append(next_chunk(request, left))
-            left = None if left is None else left - chunks[-1].length
-        while (left is None or left > 0) and self._has_slot(batch):
+            chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
+        while room.is_open and self._has_slot(batch):
             admitted = pool.admit(batch)
             if admitted is None:
                 break
-            chunks.append(next_chunk(admitted, left))
-            left = None if left is None else left - chunks[-1].length
+            chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
         return tuple(chunks)
 
     def _has_slot(self, batch: MicroBatch) -> bool:
@@ -271,6 +312,13 @@ class OneLaneRule:
             self._budget.spend(length)
         self._budget.close()
         return tuple(chunks)
+
+
+def are_met(thresholds: Thresholds, num_waiting: int, oldest_wait_ns: int) -> bool:
+    """Whether enough requests wait, or one for long enough."""
+    if num_waiting >= thresholds.waiting_requests:
+        return True
+    return num_waiting > 0 and oldest_wait_ns >= 1_000_000 * thresholds.oldest_wait_ms
 
 
 def next_chunk(request: Request, limit: int | None) -> Chunk:

@@ -39,9 +39,11 @@ from xgpt.schema.policy import (
     PolicySettings,
     RraSettings,
     SingleLaneSettings,
+    SlackBudget,
     StageLane,
     StaticSettings,
     TensorParallel,
+    Thresholds,
     Variable,
     WaaSettings,
 )
@@ -58,6 +60,7 @@ from xgpt.schema.profile import (
 from xgpt.schema.replan import Decision, Observation, ObservedReuse, Outcome, Planner, Proposal
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
+from xgpt.schema.step_times import StepTimes
 from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
@@ -123,13 +126,16 @@ __all__ = [
     "RunDType",
     "SearchCertificate",
     "SingleLaneSettings",
+    "SlackBudget",
     "Stage",
     "StageLane",
     "StaticSettings",
     "StepRecord",
+    "StepTimes",
     "StoredDType",
     "Surface",
     "TensorParallel",
+    "Thresholds",
     "TruncatedNormal",
     "Uniform",
     "UrlReport",

@@ -12,6 +12,7 @@ from xgpt.schema.cluster import ClusterSpec
 from xgpt.schema.engine import EngineSpec
 from xgpt.schema.model import DType, ModelSpec, Precision
 from xgpt.schema.policy import PolicySettings, StageLane
+from xgpt.schema.step_times import StepTimes
 from xgpt.schema.workload import Workload
 
 SLICE_TOKENS = 2048
@@ -23,7 +24,7 @@ SPARED_TAIL = 0.1
 """What a plan leaves unused of the share of requests that may break a bound (sla "request")."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
+AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
 
 ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
 """Orders that look at the prompt tokens of a row together."""
@@ -80,6 +81,8 @@ class Constraint(Frozen):
     """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain; None: as high as possible."""
+    burstiness: PositiveFloat = 1.0
+    """Coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
 
@@ -142,12 +145,14 @@ class Admission(Frozen):
     "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`)
     as fit 99.9% of the time, and preempts some where they do not fit.
 
-    Waiting requests enter in the order of arrival ("fcfs"), shortest prompt first ("sjf"), largest possible output
-    first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by TCB's deadline-aware
-    scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots), or in the order of
-    arrival with each 64 in a row shuffled ("shuffled": neighbours' lengths may be alike, those of a batch are not). A
-    request that has waited for longer than `patience` times the plan's latency is overdue, and every second request to
-    enter is the one that is overdue the longest, so that none starves; None: no request is ever overdue.
+    Waiting requests enter in the order of arrival ("fcfs"), in that order with those last that can no longer keep the
+    plan's bound on the time to first token, by its step times ("in-time"), shortest prompt first ("sjf"), largest
+    possible output first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by
+    TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots),
+    or in the order of arrival with each 64 in a row shuffled ("shuffled": neighbours' lengths may be alike, those of a
+    batch are not). A request that has waited for longer than `patience` times the plan's latency is overdue, and every
+    second request to enter is the one that is overdue the longest, so that none starves; None: no request is ever
+    overdue.
 
     Where a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
     longer output goes on, and is preempted when other requests need the memory that it takes beyond its promise.
@@ -239,7 +244,7 @@ class ReuseEstimate(Frozen):
 
 
 class Capacity(Frozen):
-    """The highest Poisson arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
+    """The highest arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
 
     A request keeps them where its time from arrival to the last token, that from arrival to the first token, and its
     mean gap between tokens are within the bounds, with the headroom left free. The rate is the highest at which the
@@ -249,6 +254,8 @@ class Capacity(Frozen):
 
     rate_per_s: float
     """Requests a second."""
+    error: float | None = None
+    """Relative standard deviation of the rate over further draws of lengths and arrivals; None: one draw alone."""
     rate_under_tighter_per_s: float | None = None
     """The rate under bounds that are 5% tighter; None: simulated for the chosen plan only."""
     rate_under_looser_per_s: float | None = None
@@ -306,6 +313,10 @@ class Estimate(Frozen):
     """None: the workload is not a trace, or its lengths are all equal."""
     reuse: ReuseEstimate | None = None
     """None: the plan counts on no K/V of earlier requests."""
+    simulated: tuple[str, ...] = ()
+    """The figures here that come of a simulation, `capacity` apart; all others are in closed form."""
+    step_times: StepTimes | None = None
+    """What the rule decides by; None: by no times."""
     warnings: tuple[str, ...] = ()
     """What to know before the plan is used."""
 
@@ -424,6 +435,7 @@ class Plan(Frozen):
             raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")
         for lane in lanes:
             self._check_layers(lane)
+        self._check_bounds_of_rule()
         devices = [device for stage in self.stages for device in stage.devices]
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
             raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
@@ -438,6 +450,14 @@ class Plan(Frozen):
             )
         return self
 
+    def _check_bounds_of_rule(self) -> None:
+        """Check that what the rule decides by is there: a bound, and times of steps."""
+        has_times = self.estimate.step_times is not None
+        if getattr(self.policy, "slack", None) is not None and (self.constraint.tpot_s is None or not has_times):
+            raise ValueError("policy.slack: it needs a bound on the time per output token, and estimate.step_times")
+        if self.admission.order == "in-time" and (self.constraint.ttft_s is None or not has_times):
+            raise ValueError("admission.order: in-time needs a bound on the time to first token, and step_times")
+
     def _check_layers(self, lane: str) -> None:
         """Check that a lane's stages follow each other, and hold all decoder layers where requests are decoded."""
         before = 0
@@ -447,6 +467,20 @@ class Plan(Frozen):
             before = last
         if before != self.model.num_layers and (lane != "encode" or before):
             raise ValueError(f"stages: the {lane} lane has {before} of {self.model.num_layers} decoder layers")
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Nanoseconds from its arrival in which a request is to have its first token, headroom and the way outside of
+        the engine left free; None: no bound."""
+        return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
+
+    @property
+    def tpot_ns(self) -> int | None:
+        """Nanoseconds between a request's tokens that its mean is to keep, headroom left free; None: no bound."""
+        return self._in_loop_ns(self.constraint.tpot_s, 0.0)
+
+    def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
+        return None if bound_s is None else round(1e9 * max(bound_s / (1 + self.constraint.headroom) - outside_s, 0.0))
 
     @property
     def seeded_weights(self) -> str | None:

@@ -57,6 +57,19 @@ class SingleLane(Frozen):
     """Whether requests keep their place until the whole batch has finished."""
 
 
+class Thresholds(Frozen):
+    """When a phase of decode iterations ends: once enough requests wait, or one has waited for long enough.
+
+    Source: Threshold-based exclusive batching, arXiv 2606.00516, with the wait bounded. Where requests always wait, the
+    thresholds are always met, and phases are as long as without them.
+    """
+
+    waiting_requests: PositiveInt = 1
+    """Requests that wait."""
+    oldest_wait_ms: NonNegativeInt = 0
+    """Milliseconds that the first to arrive has waited, whatever the number of requests."""
+
+
 class RraSettings(SingleLane):
     """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
 
@@ -71,6 +84,14 @@ class RraSettings(SingleLane):
     """Decode iterations a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
+    thresholds: Thresholds | None = None
+    """What ends a phase once its iterations are done; None: that alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RraSettings:
+        if self.thresholds is not None and self.microbatches > 1:
+            raise ValueError(f"thresholds: they go with one micro-batch, not with microbatches {self.microbatches}")
+        return self
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
@@ -96,17 +117,44 @@ class OrcaSettings(SingleLane):
     )
 
 
+class SlackBudget(Frozen):
+    """A step's prompt tokens by what running requests can spare.
+
+    A running request is due its next token where its mean time per token would meet the plan's bound. A step takes as
+    many prompt tokens as it can and still be over, by the plan's own step times, when the first of them is due.
+    Source: FairBatching, arXiv 2510.14392, with deadlines from the first token on.
+    """
+
+    least_tokens: PositiveInt
+    """Prompt tokens of a step at least, however late running requests are."""
+    most_tokens: PositiveInt
+    """Prompt tokens of a step at most, however much time there is."""
+    share: float = Field(default=0.95, gt=0, le=1)
+    """Share of the bound on time per token by which requests are due: what is left covers steps that take longer than
+    the plan's step times say, and in a pipeline the steps of other micro-batches."""
+    behind_tokens: NonNegativeInt = 0
+    """Tokens that a request may be behind while it runs: it catches up in steps that encode little."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SlackBudget:
+        if self.least_tokens > self.most_tokens:
+            raise ValueError(f"least_tokens: {self.least_tokens} is more than most_tokens, {self.most_tokens}")
+        return self
+
+
 class ChunkedSettings(SingleLane):
     """Every step decodes what runs and fills up to `token_budget` tokens with pieces of prompts."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in a step."""
+    """Largest number of tokens in a step; with `slack`, what steps take at saturation."""
     max_batch: PositiveInt
     """Largest number of requests in a step."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
+    slack: SlackBudget | None = None
+    """How a step's prompt tokens follow from what running requests can spare; None: they fill the budget."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),

@@ -208,7 +208,7 @@ def step_tokens(plan: Plan) -> int:
     """Tokens that vLLM shall take at once: the plan's largest usual step; a larger one is executed in pieces."""
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
-        return policy.token_budget
+        return policy.token_budget if policy.slack is None else policy.max_batch + policy.slack.most_tokens
     usual = 1.1 * estimate.encode_tokens + longest
     return max(2048, round(usual + estimate.decode_batch) if policy.kind == "orca" else round(usual))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Outcome, Plan
+from xgpt.schema import Admission, Outcome, Plan
 from xscheduler.problem import Problem
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation
@@ -213,6 +213,12 @@ def _with_latency(plan: Plan, latency_s: float) -> Plan:
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"latency_s": latency_s})})
 
 
+def _admission(plan: Plan, best: Plan) -> Admission:
+    """The running plan's; the order in time goes by step times, which not every plan has."""
+    order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
+    return plan.admission.model_copy(update={"max_running": best.admission.max_running, "order": order})
+
+
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return the running plan with another put in its place.
 
@@ -223,7 +229,7 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
         update={
             "workload": best.workload,
             "policy": best.policy,
-            "admission": plan.admission.model_copy(update={"max_running": best.admission.max_running}),
+            "admission": _admission(plan, best),
             "stages": plan.stages if in_place else best.stages,
             "estimate": best.estimate,
             "search": best.search,

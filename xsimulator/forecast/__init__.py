@@ -29,6 +29,10 @@ CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compu
 """What can be planned for: policies, and some of a policy's placements alone."""
 
 
+TUNED: dict[str, Any] = {"slack": "chunked", "phases": "rra"}
+"""Choices that add to a policy's settings what no closed form tells apart: simulation finds it (`xgpt.app.tuning`)."""
+
+
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
     """Return the first of some choices that these settings may come of."""
     return next(name for name in among if CHOICES[name].covers(settings))
@@ -42,6 +46,7 @@ def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
 __all__ = [
     "CHOICES",
     "FORECASTS",
+    "TUNED",
     "Forecast",
     "OneLaneModel",
     "Performance",

@@ -13,12 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies.admission import Queue, make_queue
+from xgpt.policies import admission
+from xgpt.policies.admission import Queue
 from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
 from xgpt.policies.request import Request
 from xgpt.schema import Account, AdmissionOrder
 
 ORDERS = get_args(AdmissionOrder)
+
+
+def make_queue(order: AdmissionOrder = "fcfs", row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
+    return admission.make_queue(order, row_tokens, patience_ns, lambda request: request.arrival_ns + 50)
 
 
 def request(id_: int, length: int, deadline_ns: int | None = None, arrival_ns: int = 0) -> Request:
@@ -325,3 +330,14 @@ def test_shuffled_requests_enter_in_windows_of_arrivals_each_in_an_order_of_its_
     # Neighbours are spread: as far from each other as by chance.
     places = np.argsort(windows[0])
     assert np.mean(np.abs(np.diff(places))) == pytest.approx(WINDOW / 3, rel=0.35)
+
+
+def test_in_time_lets_those_last_that_are_too_late() -> None:
+    queue = filled(make_queue("in-time"), [request(0, 10), request(1, 10), request(2, 10)])
+    for id_, arrival_ns in ((3, 60), (4, 70)):
+        queue.push(Request(id_, 10, 10, arrival_ns))
+    queue.expire(80)  # the first three had to begin by 50
+    assert [one.id for one in queue.ahead(5)] == [3, 4, 0, 1, 2]
+    queue.expire(115)  # the fourth by 110
+    assert [one.id for one in queue.ahead(5)] == [4, 0, 1, 2, 3]
+    assert drained(queue) == [4, 0, 1, 2, 3]

@@ -1,0 +1,103 @@
+"""Rules that go by the clock: counts have the times of the engine that runs each request, and logs replay.
+
+Budgets from slack, thresholds of phases and the order in time, over random settings, placements, lengths and bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.test_claims import Case
+from tests.contract.test_counts import NUM_REQUESTS, Arrivals, by_counts, one_by_one, simulated
+from xgpt import policies
+from xgpt.app.simulating import clock_of
+from xgpt.schema import Plan, SlackBudget, Thresholds
+from xsimulator.events import SimulatedEngine, replay
+from xsimulator.step_times import with_step_times
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Arrivals under a rule with times.
+
+    Attributes:
+        tightness: of the bounds, relative to what the plan takes at saturation.
+        is_in_time: the order of admission.
+    """
+
+    arrivals: Arrivals
+    tightness: float
+    is_in_time: bool
+
+    def plan(self) -> Plan | None:
+        plan = self.arrivals.plan()
+        if plan is None or (plan.policy.kind == "rra" and plan.policy.microbatches > 1):
+            return None
+        rng = np.random.default_rng(self.arrivals.case.seed)
+        estimate = plan.estimate
+        bounds = {
+            "ttft_s": max(3 * self.tightness * estimate.ttft_s, 1e-6),
+            "tpot_s": max(self.tightness * estimate.tpot_s, 1e-6),
+        }
+        plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update=bounds)})
+        plan = with_step_times(plan, self.arrivals.case.subject.profile)
+        order, policy = "fcfs", plan.policy
+        if policy.kind == "chunked":
+            least = int(rng.integers(1, 40))
+            slack = SlackBudget(
+                least_tokens=least,
+                most_tokens=least + int(rng.integers(0, 400)),
+                share=float(rng.uniform(0.5, 1)),
+                behind_tokens=int(rng.integers(0, 3)),
+            )
+            policy = policy.model_copy(update={"slack": slack})
+            order = "in-time" if self.is_in_time else order
+        else:
+            wait_ms = int(1000 * bounds["ttft_s"] * rng.random())
+            waiting = int(rng.integers(1, 9))
+            policy = policy.model_copy(
+                update={"thresholds": Thresholds(waiting_requests=waiting, oldest_wait_ms=wait_ms)}
+            )
+        admission = plan.admission.model_copy(update={"order": order, "patience": float(rng.choice([0.2, 8.0]))})
+        return plan.model_copy(update={"policy": policy, "admission": admission})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    st.builds(
+        Timed,
+        arrivals=st.builds(
+            Arrivals,
+            case=st.builds(
+                Case,
+                seed=st.integers(0, 2**32 - 1),
+                num_devices=st.integers(1, 3),
+                policy=st.sampled_from(("chunked", "chunked", "rra")),
+                sla=st.just("length"),
+                monotone=st.booleans(),
+                quantile=st.just(0.99),
+            ),
+            load=st.sampled_from((0.3, 0.9, 1.5)),
+            together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
+            room=st.sampled_from((0, 0, 2, 5)),
+        ),
+        tightness=st.sampled_from((0.8, 1.2, 2.0)),
+        is_in_time=st.booleans(),
+    )
+)
+def test_counts_have_the_times_of_the_engine_and_its_log_replays(timed: Timed) -> None:
+    plan = timed.plan()
+    assume(plan is not None)
+    assert plan is not None
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    requests, profile = timed.arrivals.stream(plan), timed.arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
+    schedule = policies.build(plan)
+    log = SimulatedEngine(schedule, clock_of(plan, profile, schedule), simulated(requests)).run()
+    assert replay(policies.build(plan), log) == log

@@ -1,0 +1,170 @@
+"""How many prompt tokens a step takes: as many as a budget leaves, or as the running requests can spare time for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple, Protocol
+
+from xgpt.schema import SlackBudget, StepTimes
+
+
+class StepClock:
+    """Predicts steps by a plan's own times."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._tokens, self._tokens_s = times.tokens, times.tokens_s
+        self._prompts, self._prompts_s = times.prompts, times.prompts_s
+        self._decode_s, self._context_s = times.decode_s, times.context_s
+
+    def tokens(self, count: int) -> float:
+        """Return the seconds that this many tokens take, without attention."""
+        return _at(self._tokens, self._tokens_s, count)
+
+    def decodes(self, count: int, context: int) -> float:
+        """Return the seconds that decodes take beyond their tokens."""
+        return self._decode_s * count + self._context_s * context
+
+    def piece(self, start: int, end: int) -> float:
+        """Return the seconds of the attention of a piece of a prompt."""
+        return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
+
+    def prompt_ns(self, length: int) -> int:
+        """Return the nanoseconds of a step that encodes one whole prompt and nothing else."""
+        return round(1e9 * (self.tokens(length) + self.piece(0, length)))
+
+
+def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    i = min(bisect_right(points, x), len(points) - 1) - 1
+    return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
+
+
+class Slack(NamedTuple):
+    """A slack budget with what it is decided by.
+
+    Attributes:
+        tpot_ns: time between a request's tokens by which it is due the next.
+        num_stages: of the lane.
+    """
+
+    budget: SlackBudget
+    clock: StepClock
+    tpot_ns: int
+    num_stages: int = 1
+
+    def due_ns(self, first_ns: int, generated: int) -> int:
+        """When the next token is due of a request whose first token came then, and which has this many."""
+        return first_ns + self.tpot_ns * (generated + self.budget.behind_tokens)
+
+    def of_microbatch(self, count: int) -> Slack:
+        """One micro-batch's share."""
+        least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
+        return self._replace(budget=self.budget.model_copy(update={"least_tokens": least, "most_tokens": most}))
+
+
+class LaneForecast:
+    """When the steps under way in a lane will have passed its stages, taken for equal.
+
+    end = max(begin + seconds, end of the step before + seconds / stages)
+    """
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[int, int]] = deque()
+        """When steps were scheduled, and nanoseconds of each on a stage."""
+
+    def seconds_until(self, due_ns: int, now_ns: int, num_under_way: int, num_stages: int) -> float:
+        """Return what a step that is scheduled now may take and be over by then.
+
+        Args:
+            num_under_way: of the steps that have begun, how many have not ended.
+        """
+        while len(self._begun) > num_under_way:
+            self._begun.popleft()
+        free_ns = end_ns = 0
+        for begun_ns, stage_ns in self._begun:
+            start_ns = max(begun_ns, free_ns)
+            free_ns = start_ns + stage_ns
+            end_ns = max(start_ns + num_stages * stage_ns, end_ns + stage_ns)
+        own_ns = due_ns - max(now_ns, free_ns)
+        return (min(own_ns, num_stages * (due_ns - end_ns)) if end_ns > now_ns else own_ns) / 1e9
+
+    def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
+        """Note a step that is scheduled now."""
+        self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
+
+
+class Room(Protocol):
+    """What a step has left for prompts."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is room for a further token."""
+
+    def take(self, start: int, end: int) -> int:
+        """Return how many tokens of a prompt from `start` on, up to `end`, the step takes, at least one: they are taken
+        from the room, which must be open.
+        """
+
+
+class TokenRoom:
+    """So many tokens; None: any number."""
+
+    def __init__(self, left: int | None) -> None:
+        self._left = left
+
+    @property
+    def is_open(self) -> bool:
+        return self._left is None or self._left > 0
+
+    def take(self, start: int, end: int) -> int:
+        if self._left is None:
+            return end - start
+        length = max(0, min(end - start, self._left))
+        self._left -= length
+        return length
+
+
+class TimeRoom:
+    """As many tokens as the step can take and be over in time, within the budget's limits.
+
+    Args:
+        spare_s: until the first running request is due its next token; None: none runs.
+        decodes, context: requests that the step decodes, and tokens that they attend to.
+    """
+
+    def __init__(self, slack: Slack, spare_s: float | None, decodes: int, context: int) -> None:
+        self._clock, self._budget = slack.clock, slack.budget
+        self._decodes, self._used = decodes, 0
+        self._beside_s = self._clock.decodes(decodes, context)
+        self._left_s = inf if spare_s is None else spare_s
+
+    @property
+    def is_open(self) -> bool:
+        used, budget = self._used, self._budget
+        return used < budget.most_tokens and (used < budget.least_tokens or self._is_over_in_time(0, 1))
+
+    def take(self, start: int, end: int) -> int:
+        budget, used = self._budget, self._used
+        length = min(end - start, budget.most_tokens - used)
+        least = min(max(budget.least_tokens - used, 1), length)
+        if length > least and not self._is_over_in_time(start, length):
+            low, high = least, length  # the longest piece with which it is
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._is_over_in_time(start, middle) else (low, middle)
+            length = low
+        self._used += length
+        self._beside_s += self._clock.piece(start, start + length)
+        return length
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes with all that it has taken."""
+        return self._clock.tokens(self._decodes + self._used) + self._beside_s
+
+    def _is_over_in_time(self, start: int, length: int) -> bool:
+        clock = self._clock
+        tokens_s = clock.tokens(self._decodes + self._used + length)
+        return tokens_s + clock.piece(start, start + length) + self._beside_s <= self._left_s
