@@ -102,8 +102,8 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         texts.append("arrivals: with waiting counted, the bounds are kept at no rate worth speaking of (simulated)")
     elif found is not None:
         texts.append(
-            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), {100 * found.share_kept:.1f}% "
-            f"of all requests keep {bounds_in_words(constraint)}, waiting included "
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
+            f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
             f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
             f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
             f"warm up, seed {found.seed}"

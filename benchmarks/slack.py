@@ -1,0 +1,158 @@
+"""Capacity of budgets from slack and of phases with thresholds, beside the best fixed budget, in simulation.
+
+    python -m benchmarks.slack [--quick] [--loads azure-code,azure-conv] [--json FILE]
+
+Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
+token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
+the order of arrival), the same with requests in time, slack, and phases. Each rate is found on one draw of lengths and
+arrivals; the columns "other draws" put slack's plan and the fixed budget's to two draws that no search has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+
+from xgpt.app.arrivals import rate_of
+from xgpt.app.planning import plan_each
+from xgpt.app.problems import resolve
+from xgpt.app.request import PolicyChoice, plan_request
+from xgpt.app.tuning import DRAWS
+from xgpt.errors import InfeasibleError
+from xgpt.schema import AdmissionOrder, Plan, Profile
+from xscheduler.problem import Problem
+from xsimulator.capacity import CapacitySearch
+
+MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
+"""With the number of H100 that each runs on."""
+LOADS: dict[str, tuple[str, float]] = {
+    "azure-code": ("azure-code", 1.0),
+    "azure-conv": ("azure-conv", 1.0),
+    "bursty": ("chat-short", 3.0),
+}
+"""Lengths, and the coefficient of variation of the gaps between arrivals."""
+BOUNDS = {
+    "llama-3.1-8b": ((0.25, 0.03), (0.5, 0.02), (0.5, 0.05)),
+    "llama-3.1-70b": ((0.5, 0.05), (1.0, 0.04), (1.0, 0.1)),
+}
+"""Bounds on TTFT and TPOT, s."""
+PRECISION = 0.005
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. Rates are requests a second; None: no plan keeps the bounds."""
+
+    model: str
+    load: str
+    ttft_s: float
+    tpot_s: float
+    fixed: float | None
+    fixed_in_time: float | None
+    slack: float | None
+    phases: float | None
+    settings: str
+    other_draws: tuple[float, ...]
+    """Of slack's rate over the fixed budget's, on further draws of lengths and arrivals."""
+    seconds: float
+    """That tuning slack took, the fixed budget's search included."""
+
+    @property
+    def gain(self) -> float | None:
+        return None if not self.fixed or not self.slack else self.slack / self.fixed - 1
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.option("--quick", is_flag=True, help="One pair of bounds a load instead of three.")
+@click.option("--loads", default=",".join(LOADS), show_default=True)
+@click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="A trace as a further load.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(quick: bool, loads: str, traces: tuple[str, ...], path: Path | None) -> None:
+    chosen = {name: LOADS[name] for name in loads.split(",") if name}
+    chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
+    rows = []
+    click.echo(
+        "| model | load | TTFT, TPOT | fixed budget | in time | slack | phases | slack's gain | other draws | s |"
+    )
+    click.echo("|---|---|---|---|---|---|---|---|---|---|")
+    for row in cases(chosen, quick=quick):
+        rows.append(row)
+        click.echo(line(row))
+        if path is not None:
+            path.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    gains = [row.gain for row in rows if row.gain is not None]
+    click.echo(f"gain of slack: median {median(gains):+.1%}, least {min(gains):+.1%}, most {max(gains):+.1%}")
+    click.echo(
+        f"planned in {median(row.seconds for row in rows):.1f} s, at most {max(row.seconds for row in rows):.1f}"
+    )
+
+
+def cases(loads: dict[str, tuple[str, float]], *, quick: bool) -> Iterator[Row]:
+    for model, devices in MODELS.items():
+        for load in loads:
+            for ttft_s, tpot_s in BOUNDS[model][: 1 if quick else None]:
+                yield measure(model, devices, load, loads[load], ttft_s, tpot_s)
+
+
+def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: float, tpot_s: float) -> Row:
+    workload, burstiness = of
+    asked = plan_request(
+        model=model,
+        cluster="h100x8",
+        devices=devices,
+        workload=workload,
+        burstiness=burstiness,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        headroom=0.0,
+    )
+    subject = resolve(asked)
+    fixed = best_of(subject, "chunked")
+    in_time = best_of(subject, "chunked", "in-time")
+    started = time.perf_counter()
+    slack = best_of(subject, "slack")
+    seconds = time.perf_counter() - started
+    phases = best_of(subject, "phases")
+    rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack, phases)]
+    text, draws = "-", ()
+    if slack is not None and fixed is not None:
+        budget = slack.policy.slack  # type: ignore[union-attr]
+        text = f"{budget.least_tokens} to {budget.most_tokens}, share {budget.share:g}, behind {budget.behind_tokens}"
+        text += f", {slack.admission.order}"
+        draws = tuple(gain_on(slack, fixed, subject.profile, seed) for seed in DRAWS)
+    return Row(model, load, ttft_s, tpot_s, *rates, text, draws, round(seconds, 1))
+
+
+def best_of(subject: Problem, policy: PolicyChoice, order: AdmissionOrder | None = None) -> Plan | None:
+    try:
+        return next(iter(plan_each(subject, policy, order=order).values()))
+    except InfeasibleError:
+        return None
+
+
+def gain_on(slack: Plan, fixed: Plan, profile: Profile, seed: int) -> float:
+    """Return what slack gains over the fixed budget on other lengths and arrivals."""
+    rates = []
+    for plan in (slack, fixed):
+        search = CapacitySearch(plan, profile, rate_of(plan), seed=seed, most=2 * plan.estimate.throughput_rps)
+        search.precision = PRECISION
+        rates.append(search.rate)
+    return rates[0] / max(rates[1], 1e-9) - 1
+
+
+def line(row: Row) -> str:
+    rates = ["-" if rate is None else f"{rate:.2f}" for rate in (row.fixed, row.fixed_in_time, row.slack, row.phases)]
+    gain = "-" if row.gain is None else f"{row.gain:+.1%}"
+    draws = " ".join(f"{draw:+.0%}" for draw in row.other_draws)
+    bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
+    return f"| {row.model} | {row.load} | {bounds} | {' | '.join(rates)} | {gain} | {draws} | {row.seconds:g} |"
+
+
+if __name__ == "__main__":
+    main()
