@@ -1,11 +1,16 @@
 """Capacity of budgets from slack and of phases with thresholds, beside the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--loads azure-code,azure-conv] [--json FILE]
+    python -m benchmarks.slack --overhead
+    python -m benchmarks.slack --crossover
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
 token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
 the order of arrival), the same with requests in time, slack, and phases. Each rate is found on one draw of lengths and
 arrivals; the columns "other draws" put slack's plan and the fixed budget's to two draws that no search has seen.
+
+--overhead times the rule's decision with 256 requests running. --crossover looks for the cost of mixed steps at which
+exclusive ones (rra) serve as much, while requests always wait: in closed form, and simulated.
 """
 
 from __future__ import annotations
@@ -13,21 +18,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import click
 
+from xgpt import policies
 from xgpt.app.arrivals import rate_of
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.request import PolicyChoice, plan_request
 from xgpt.app.tuning import DRAWS
 from xgpt.errors import InfeasibleError
-from xgpt.schema import AdmissionOrder, Plan, Profile
+from xgpt.resolve import load_engine
+from xgpt.schema import AdmissionOrder, Plan, Profile, SlackBudget
 from xscheduler.problem import Problem
-from xsimulator.capacity import CapacitySearch
+from xscheduler.schedule import Scheduler
+from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.step_times import with_step_times
 
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
 """With the number of H100 that each runs on."""
@@ -73,7 +83,13 @@ class Row:
 @click.option("--loads", default=",".join(LOADS), show_default=True)
 @click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="A trace as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(quick: bool, loads: str, traces: tuple[str, ...], path: Path | None) -> None:
+@click.option("--overhead", is_flag=True)
+@click.option("--crossover", is_flag=True)
+def main(quick: bool, loads: str, traces: tuple[str, ...], path: Path | None, overhead: bool, crossover: bool) -> None:
+    if overhead or crossover:
+        for text in (*(decisions() if overhead else ()), *(crossovers() if crossover else ())):
+            click.echo(text)
+        return
     chosen = {name: LOADS[name] for name in loads.split(",") if name}
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
     rows = []
@@ -152,6 +168,65 @@ def line(row: Row) -> str:
     draws = " ".join(f"{draw:+.0%}" for draw in row.other_draws)
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
     return f"| {row.model} | {row.load} | {bounds} | {' | '.join(rates)} | {gain} | {draws} | {row.seconds:g} |"
+
+
+def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
+    """Time a decision of the rule with that many requests in decode and prompts waiting."""
+    subject = resolve(
+        plan_request(model="llama-3.1-8b", cluster="h200x8", devices=1, workload="chat-short", tpot_s=0.05)
+    )
+    base = with_step_times(next(iter(plan_each(subject, "chunked").values())), subject.profile)
+    for name, slack in (("fixed budget", None), ("slack", SlackBudget(least_tokens=32, most_tokens=8192))):
+        policy = base.policy.model_copy(update={"slack": slack, "max_batch": running + 1, "token_budget": 2048})
+        schedule = policies.build(base.model_copy(update={"policy": policy}))
+        now_ns, seconds = 1, []
+        for id_ in range(running + 4 * steps):
+            schedule.submit(policies.Request(id_, 16 if id_ < running else 2000, 400, now_ns))
+        for _ in range(running + steps):
+            started = time.perf_counter()
+            schedule.expire(now_ns)
+            step = schedule.next_step("both")
+            took = time.perf_counter() - started
+            assert step is not None
+            if len(step.decode) >= running:
+                seconds.append(took)
+            now_ns += 30_000_000
+            schedule.settle(step, ())
+            if len(seconds) == steps:
+                break
+        yield f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode (median of {steps})"
+
+
+MIXING = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+CROSSOVERS = (("llama-3.1-8b", 1, "azure-conv"), ("llama-3.1-8b", 1, "chat-long"), ("llama-3.1-70b", 4, "chat-long"))
+
+
+def crossovers() -> Iterator[str]:
+    """The cost of mixed steps from which on exclusive ones serve more, in closed form and simulated."""
+    yield "| model | load | closed form | simulated | exclusive over mixed at 0%, closed form | simulated |"
+    yield "|---|---|---|---|---|---|"
+    for model, devices, workload in CROSSOVERS:
+        asked = plan_request(model=model, cluster="h100x8", devices=devices, workload=workload, objective="saturated")
+        subject, engine = resolve(asked), load_engine("xgpt")
+        closed, simulated = [], []
+        for mixing in MIXING:
+            of = Scheduler(replace(subject, engine=engine.model_copy(update={"mixing": mixing})))
+            exclusive, mixed = (of.best((kind,)) for kind in ("rra", "chunked"))
+            closed.append(exclusive.estimate.throughput_rps / mixed.estimate.throughput_rps)
+            served = [Trial(plan, subject.profile).saturated() for plan in (exclusive, mixed)]
+            simulated.append(served[0] / served[1])
+        texts = ["never" if (at := _crossing(gains)) is None else f"{100 * at:.0f}%" for gains in (closed, simulated)]
+        yield f"| {model} | {workload} | {' | '.join(texts)} | {closed[0]:.3f} | {simulated[0]:.3f} |"
+
+
+def _crossing(ratios: list[float]) -> float | None:
+    """Where the ratio first comes to one, between two points along a line."""
+    if ratios[0] >= 1:
+        return 0.0
+    for (low, before), (high, after) in pairwise(zip(MIXING, ratios, strict=True)):
+        if after >= 1:
+            return low + (high - low) * (1 - before) / (after - before)
+    return None
 
 
 if __name__ == "__main__":

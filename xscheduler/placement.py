@@ -97,7 +97,7 @@ class Placement:
     def of(cls, plan: Plan) -> Placement:
         """Where a plan stands, its micro-batches included."""
         policy = plan.policy
-        searched = {"kind", *(variable.name for variable in policy.variables)}
+        searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}
         fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}
         layouts = []
         for name in dict.fromkeys(stage.lane for stage in plan.stages):

@@ -66,7 +66,7 @@ class Timed:
         return plan.model_copy(update={"policy": policy, "admission": admission})
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(
     st.builds(
         Timed,

@@ -52,8 +52,8 @@ def judged(
 def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
     """A plan that may take over, with what the running one's rule goes by beyond its policy's variables."""
     policy, order = found.policy, running.admission.order
-    names = ("slack", "thresholds") if policy.kind == running.policy.kind else ()
-    more = {name: value for name in names if (value := getattr(running.policy, name, None)) is not None}
+    names = policy.tuned if policy.kind == running.policy.kind else ()
+    more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
     if len(policy.lanes) > 1 and order == "in-time":
         order = "fcfs"
     changes = {

@@ -9,7 +9,7 @@ def settings_text(plan: Plan) -> str:
     """The control variables of a plan: "encode_batch 4, decode_iterations 9"; with several devices, also where."""
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
-    for of_rule in (getattr(policy, "slack", None), getattr(policy, "thresholds", None)):
+    for of_rule in (getattr(policy, name) for name in policy.tuned):
         if of_rule is not None:
             texts += [f"{name} {value:g}" for name, value in of_rule]
     if plan.admission.order == "in-time":

@@ -11,7 +11,7 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec
 from xgpt.schema.engine import EngineSpec
 from xgpt.schema.model import DType, ModelSpec, Precision
-from xgpt.schema.policy import PolicySettings, StageLane
+from xgpt.schema.policy import ChunkedSettings, PolicySettings, StageLane
 from xgpt.schema.step_times import StepTimes
 from xgpt.schema.workload import Workload
 
@@ -453,7 +453,11 @@ class Plan(Frozen):
     def _check_bounds_of_rule(self) -> None:
         """Check that what the rule decides by is there: a bound, and times of steps."""
         has_times = self.estimate.step_times is not None
-        if getattr(self.policy, "slack", None) is not None and (self.constraint.tpot_s is None or not has_times):
+        if (
+            isinstance(self.policy, ChunkedSettings)
+            and self.policy.slack is not None
+            and (self.constraint.tpot_s is None or not has_times)
+        ):
             raise ValueError("policy.slack: it needs a bound on the time per output token, and estimate.step_times")
         if self.admission.order == "in-time" and (self.constraint.ttft_s is None or not has_times):
             raise ValueError("admission.order: in-time needs a bound on the time to first token, and step_times")

@@ -51,6 +51,8 @@ class SingleLane(Frozen):
 
     counts_tell: ClassVar[bool] = True
     """Whether arrivals may be simulated by counts."""
+    tuned: ClassVar[tuple[str, ...]] = ()
+    """Settings beside the variables that belong to the rule, not to the placement."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """What the stages of a replica are divided into."""
     holds_finished: ClassVar[bool] = False
@@ -84,6 +86,7 @@ class RraSettings(SingleLane):
     """Decode iterations a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
+    tuned: ClassVar[tuple[str, ...]] = ("thresholds",)
     thresholds: Thresholds | None = None
     """What ends a phase once its iterations are done; None: that alone."""
 
@@ -153,6 +156,7 @@ class ChunkedSettings(SingleLane):
     """Largest number of requests in a step."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
+    tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
     """How a step's prompt tokens follow from what running requests can spare; None: they fill the budget."""
 
@@ -216,6 +220,7 @@ class WaaSettings(Frozen):
         """Whether arrivals may be simulated by counts: none of a request's steps waits for others by itself."""
         return not self.buffer_iterations
 
+    tuned: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
     holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (

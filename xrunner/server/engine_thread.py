@@ -379,7 +379,10 @@ class EngineThread:
             stream.unwritten_s = stream.unwritten_s or end_s
             if token.finish is not None:
                 del self._streams[token.id]
-                metrics.e2e_s.observe(end_s - stream.submitted_s)
+                whole_s = end_s - stream.submitted_s
+                metrics.e2e_s.observe(whole_s)
+                gap_s = (end_s - stream.first_token_s) / max(stream.output_tokens - 1, 1)
+                metrics.note_bounds(stream.account, stream.first_token_s - stream.submitted_s, gap_s, whole_s)
                 metrics.requests.labels(token.finish).inc()
                 metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
                 self._note_deadline(stream, end_s)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FIELD = "api_key_file"
 MIN_KEY_LENGTH = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute")
+NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within")
 SETTING = re.compile(rf"admin|({'|'.join(NUMBERS)})=(\S*)")
 
 
@@ -32,12 +32,14 @@ class Key:
         account: its name, its share of the engine under load, and its priority.
         is_admin: may also read what the server tells of all accounts: /plan, /metrics, the page.
         requests_per_minute, tokens_per_minute: None: as many as there is room for.
+        answer_within_s: as of `Limits`, for this key's requests; None: the server's.
     """
 
     account: Account = ANYONE
     is_admin: bool = True
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    answer_within_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -70,8 +72,9 @@ class ApiKeys:
         """Keys from what stands in such a file.
 
         A key a line; before it may stand a name, behind it settings: `share=3`, `priority=1`, `requests_per_minute=60`,
-        `tokens_per_minute=1e5`, `admin`. Empty lines and those that begin with # are left out. A key without a name is
-        the operator's own and may do everything; one with a name is a client's, and `admin` only where that is said.
+        `tokens_per_minute=1e5`, `answer_within=10`, `admin`. Empty lines and those that begin with # are left out. A
+        key without a name is the operator's own and may do everything; one with a name is a client's, and `admin` only
+        where that is said.
 
         Raises:
             InputError: there is none, or a line is not understood. Never shows a key.
@@ -158,7 +161,8 @@ def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
             raise InputError(FIELD, where, f"{match[1]} stands twice")
         numbers[match[1]] = _number(match[1], match[2], where)
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)))
-    return Key(account, is_admin, numbers.get("requests_per_minute"), numbers.get("tokens_per_minute"))
+    limits = (numbers.get(name) for name in ("requests_per_minute", "tokens_per_minute", "answer_within"))
+    return Key(account, is_admin, *limits)
 
 
 def _number(name: str, text: str, where: str) -> float:

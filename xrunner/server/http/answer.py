@@ -203,7 +203,7 @@ class Answer(Response):
             ApiError: 429, too many wait, or so many that these would be answered too late.
         """
         engine_thread, limits = self._engine_thread, self._limits
-        within_s, account = limits.answer_within_s, self._info.key.account
+        account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None
         if not engine_thread.has_room(account, num_outputs, limits.max_waiting):
             reason = f"{engine_thread.num_waiting} requests wait already, {limits.max_waiting} may"

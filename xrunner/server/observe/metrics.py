@@ -39,6 +39,12 @@ class Metrics:
         self._accounts = Counter(
             "xgpt_key_tokens", "Tokens of each API key's ended requests.", ["key", "kind"], registry=registry
         )
+        self._bounds = Counter(
+            "xgpt_key_bounds",
+            "Requests with all their tokens, by API key and by whether they kept the plan's bounds: the goodput.",
+            ["key", "kept"],
+            registry=registry,
+        )
         self.deadlines = Counter(
             "xgpt_deadlines",
             "Requests with a deadline that ended, by whether they met it.",
@@ -139,6 +145,14 @@ class Metrics:
         if account.name:
             self._accounts.labels(account.name, "prompt").inc(prompt_tokens)
             self._accounts.labels(account.name, "output").inc(output_tokens)
+
+    def note_bounds(self, account: Account, ttft_s: float, gap_s: float, whole_s: float) -> None:
+        """Count a request that has all its tokens by whether it kept the bounds of the plan that runs."""
+        if self._watch is None or not (constraint := self._watch.plan.constraint).bounds_latency:
+            return
+        pairs = ((constraint.ttft_s, ttft_s), (constraint.tpot_s, gap_s), (constraint.latency_bound_s, whole_s))
+        kept = all(bound is None or took <= bound for bound, took in pairs)
+        self._bounds.labels(account.name, "yes" if kept else "no").inc()
 
     async def render(self) -> bytes:
         observation = None if self._watch is None else await self._watch.observation()

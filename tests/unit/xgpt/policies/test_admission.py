@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from xgpt.policies import admission
 from xgpt.policies.admission import Queue
-from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
+from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, InTimeOrder, SlottedDasOrder, SortedOrder, utility
 from xgpt.policies.request import Request
 from xgpt.schema import Account, AdmissionOrder
 
@@ -315,8 +315,15 @@ def heaps_of(queue: Queue) -> list[list[object]]:
     for account in queue._accounts.values():
         heaps.append(account._arrived)
         order = account.order
-        heaps += order._heaps.values() if isinstance(order, DasOrder) else [order._heap]
-        assert isinstance(order, DasOrder | SortedOrder)
+        match order:
+            case DasOrder():
+                heaps += order._heaps.values()
+            case InTimeOrder():
+                heaps += [order._in_time._heap, order._late._heap, order._by_latest]
+            case SortedOrder():
+                heaps.append(order._heap)
+            case _:
+                raise AssertionError(order)
     return heaps
 
 

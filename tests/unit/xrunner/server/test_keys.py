@@ -7,22 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
+from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
 from xgpt.errors import InputError
-from xgpt.schema import Account
-from xrunner.server import ApiKeys, log_json
+from xgpt.schema import Account, Constraint
+from xrunner.server import ApiKeys, Watch, log_json
 from xrunner.server.access.keys import Key
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"
 FILE = f"""
 # name  key  settings
 alice {ALICE} share=3 priority=1 requests_per_minute=60 tokens_per_minute=1e5
-bob {BOB}
+bob {BOB} answer_within=2.5
 {OPS}
 """
 
@@ -36,7 +37,7 @@ def test_a_line_names_a_key_and_says_what_it_grants() -> None:
     found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "unknown-unknown-unknown")]
     assert found == [
         Key(Account("alice", 3.0, 1), is_admin=False, requests_per_minute=60, tokens_per_minute=1e5),
-        Key(Account("bob"), is_admin=False),
+        Key(Account("bob"), is_admin=False, answer_within_s=2.5),
         Key(Account("line-5"), is_admin=True),
         None,
     ]
@@ -131,3 +132,31 @@ def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tmp_path: 
     assert len(told) == 3
     assert told[0]["keys"] == ["bob"] and "nonsense" not in told[1]["reason"]
     assert not any(key in log.read_text() for key in (ALICE, BOB))
+
+
+def test_a_key_has_a_promise_of_its_own_and_its_goodput_is_counted() -> None:
+    estimate = fake_plan().estimate.model_copy(update={"encode_tokens": 0.03, "encode_batch": 0.01})
+    plan = fake_plan(estimate=estimate)
+    plan = plan.model_copy(update={"constraint": Constraint(ttft_s=0.5)})
+    keys = ApiKeys.parse(f"alice {ALICE} answer_within=2.5\nbob {BOB}\n{OPS}")
+    executor = FakeExecutor(step_s=0.02)
+
+    def ask(key: str, **fields: object) -> httpx.Response:
+        body = {"model": "fake", "prompt": [1, 2, 3], **fields}
+        return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), trust_env=False, timeout=10)
+
+    def metrics() -> str:
+        return httpx.get(f"{url}/metrics", headers=bearer(OPS), trust_env=False, timeout=10).text
+
+    with (
+        running(fake_app(fake_engine(executor, max_batch=1), Watch(plan), keys=keys)) as url,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        long = pool.submit(ask, BOB, max_tokens=60)
+        assert eventually(lambda: bool(executor.running))
+        late = pool.submit(ask, BOB, max_tokens=1)
+        assert eventually(lambda: "xgpt_requests_waiting 1.0" in metrics())
+        assert ask(ALICE, n=2).status_code == 429
+        assert [answer.result().status_code for answer in (long, late)] == [200, 200]
+        assert 'xgpt_key_bounds_total{key="bob",kept="yes"} 1.0' in metrics()
+        assert 'xgpt_key_bounds_total{key="bob",kept="no"} 1.0' in metrics()
