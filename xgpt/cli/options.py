@@ -266,7 +266,7 @@ policy_option = click.option(
     help="auto: the best of all policies, slack and phases among them where --tpot is given; exegpt: the better of rra "
     "and waa; waa: the better of waa-c, which divides the devices between encoding and decoding by computation, and "
     "waa-m, which does by memory; slack: chunked with as many prompt tokens a step as running requests have time for "
-    "under --tpot; phases: rra that encodes once so many requests wait, or one for so long. These two are tuned by "
+    "under --tpot; phases: rra that encodes once enough requests wait, or one for long enough. These two are tuned by "
     "simulation.",
 )
 

@@ -109,7 +109,7 @@ class Room(Protocol):
 
 
 class TokenRoom:
-    """So many tokens; None: any number."""
+    """A number of tokens; None: any number."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
