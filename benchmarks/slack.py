@@ -1,4 +1,4 @@
-"""Capacity of budgets from slack and of phases with thresholds, beside the best fixed budget, in simulation.
+"""Capacity of budgets from slack and of phases with thresholds, next to that of the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead

@@ -137,7 +137,7 @@ class TimeRoom:
     def __init__(self, slack: Slack, spare_s: float | None, decodes: int, context: int) -> None:
         self._clock, self._budget = slack.clock, slack.budget
         self._decodes, self._used = decodes, 0
-        self._beside_s = self._clock.decodes(decodes, context)
+        self._others_s = self._clock.decodes(decodes, context)
         self._left_s = inf if spare_s is None else spare_s
 
     @property
@@ -156,15 +156,15 @@ class TimeRoom:
                 low, high = (middle, high) if self._is_over_in_time(start, middle) else (low, middle)
             length = low
         self._used += length
-        self._beside_s += self._clock.piece(start, start + length)
+        self._others_s += self._clock.piece(start, start + length)
         return length
 
     @property
     def seconds(self) -> float:
         """What the step takes with all that it has taken."""
-        return self._clock.tokens(self._decodes + self._used) + self._beside_s
+        return self._clock.tokens(self._decodes + self._used) + self._others_s
 
     def _is_over_in_time(self, start: int, length: int) -> bool:
         clock = self._clock
         tokens_s = clock.tokens(self._decodes + self._used + length)
-        return tokens_s + clock.piece(start, start + length) + self._beside_s <= self._left_s
+        return tokens_s + clock.piece(start, start + length) + self._others_s <= self._left_s

@@ -52,7 +52,7 @@ class SingleLane(Frozen):
     counts_tell: ClassVar[bool] = True
     """Whether arrivals may be simulated by counts."""
     tuned: ClassVar[tuple[str, ...]] = ()
-    """Settings beside the variables that belong to the rule, not to the placement."""
+    """Settings other than the variables that belong to the rule, not to the placement."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """What the stages of a replica are divided into."""
     holds_finished: ClassVar[bool] = False
