@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xgpt.api import (
+        autoscale,
         bench,
         compare,
         doctor,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         serve,
         served,
         simulate,
+        simulate_autoscale,
         solve,
         ui,
     )
@@ -38,6 +40,7 @@ __all__ = [
     "InputError",
     "MachineError",
     "XgptError",
+    "autoscale",
     "bench",
     "compare",
     "doctor",
@@ -50,6 +53,7 @@ __all__ = [
     "serve",
     "served",
     "simulate",
+    "simulate_autoscale",
     "solve",
     "ui",
 ]

@@ -27,10 +27,13 @@ from xgpt.errors import InputError
 from xgpt.schema import EngineKind, Plan, Profile
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from xgpt.app.bench import Benched
     from xgpt.app.comparing import Compared, OnStart
     from xgpt.app.doctor import Finding
     from xgpt.app.exporting import Target
+    from xgpt.app.fleet.operating import SimulatedFleet
     from xgpt.app.profiles import Progress
     from xgpt.app.replanning import Replanned
     from xgpt.app.simulating import Simulated
@@ -154,6 +157,49 @@ def fleet(
     of_plan = {name: value for name, value in asked.items() if name not in of_fleet}
     request = fleet_request(trace=trace, among=among, **of_fleet)
     return plan_fleet(request, {**of_plan, "latency_bound_s": latency_bound_s, "quantile": attain}, progress)
+
+
+def autoscale(
+    fleet: FleetPlan | PathLike,
+    *,
+    on_note: Callable[[str], None] = lambda line: None,
+    stop: Event | None = None,
+    **asked: Any,
+) -> None:
+    """Keep a fleet to a live load until told to stop, or until SIGTERM or SIGINT; in the main thread.
+
+        xgpt.autoscale("fleet.json", driver="kubernetes", namespace="llm", dry_run=True, on_note=print)
+
+    Args:
+        on_note: is told what is seen and done.
+        stop: ends it when it is set; None: signals do.
+        asked: the fields of `xgpt.app.fleet.operating.AutoscaleRequest`, by name.
+
+    Raises:
+        InputError: the plan or an argument is not accepted.
+        MachineError: the front does not start, or no API server answers.
+    """
+    from xgpt.app.fleet import operating
+
+    request = operating.autoscale_request(**asked)
+    operating.autoscale(_fleet(fleet), request, on_note, stop)
+
+
+def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
+    """Return what a fleet's controller makes of a day, on the simulated clock.
+
+        xgpt.simulate_autoscale("fleet.json", "tomorrow.csv").figures["share_kept"]
+
+    Args:
+        trace: as of `fleet`.
+        look_s: time between two looks.
+
+    Raises:
+        InputError: the trace is malformed, or a plan's profile is not here.
+    """
+    from xgpt.app.fleet import operating
+
+    return operating.simulate(_fleet(fleet), Path(trace), look_s)
 
 
 def compare(
@@ -522,6 +568,13 @@ def _plan(given: Plan | PathLike) -> Plan:
     from xgpt.io import load_json
 
     return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
+
+
+def _fleet(given: FleetPlan | PathLike) -> FleetPlan:
+    from xgpt.io import load_json
+    from xgpt.schema.fleet import FleetPlan
+
+    return given if isinstance(given, FleetPlan) else load_json(Path(given), FleetPlan, "fleet")
 
 
 def _given(value: PathLike | T | None) -> str | T | None:

@@ -8,9 +8,9 @@ Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
                  sum_{t-stay < s <= t} u[s, k] <= n[t, k]         what has started stays
                  sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
 
-The fleet of the first interval has no start to pay. With one kind the constraints are differences of running sums of
-starts and stops (a shortest path over fleets and intervals), so the linear relaxation is whole already; where kinds mix
-HiGHS branches. One solver serves both.
+The fleet of the first interval has no start to pay, unless it is told what is there before. With one kind the
+constraints are differences of running sums of starts and stops (a shortest path over fleets and intervals), so the
+linear relaxation is whole already; where kinds mix HiGHS branches. One solver serves both.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class FleetProblem:
         least_stay: intervals for which a replica stays that has been started, at least.
         least: replicas at any time, at least.
         limits: of devices.
+        before: replicas of each kind that are there before the first interval; None: those of the first. # [kinds]
     """
 
     needs: Array
@@ -77,6 +78,7 @@ class FleetProblem:
     least_stay: int = 1
     least: int = 0
     limits: tuple[DeviceLimit, ...] = ()
+    before: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,21 @@ class FleetSolution:
     cost: float
     gap: float
 
-    def starts(self) -> Ints:
-        """Return the replicas of each kind that start before each interval but the first. # [intervals, kinds]"""
-        return starts_of(self.replicas)
 
+def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
+    """Return how many more replicas of each kind there are than in the interval before. # [intervals, kinds]
 
-def starts_of(replicas: Ints) -> Ints:
-    """Return how many more replicas of each kind there are than in the interval before; none in the first."""
-    return np.maximum(np.diff(replicas, axis=0, prepend=replicas[:1]), 0)
+    Args:
+        before: those before the first interval; None: as many as in it.
+    """
+    first = replicas[:1] if before is None else before[None, :]
+    return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
 
 
 def cost_of(problem: FleetProblem, replicas: Ints) -> float:
     """Return what replicas in each interval cost, starts included."""
     running = problem.hours * (replicas @ problem.prices).sum()
-    return float(running + (starts_of(replicas) @ problem.start_costs).sum())
+    return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
 
 
 def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
@@ -119,20 +122,23 @@ def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
     count, kinds = problem.rates.shape
     size = count * kinds
     whole = eye_array(size)
-    before = kron(eye_array(count, k=-1) + _first(count), eye_array(kinds))
+    earlier = eye_array(count, k=-1) + (_first(count) if problem.before is None else csr_array((count, count)))
+    present = np.zeros(size)
+    present[:kinds] = 0 if problem.before is None else problem.before
+    before = kron(earlier, eye_array(kinds))
     window = sum(
         (eye_array(count, k=-age) for age in range(min(problem.least_stay, count))), start=csr_array((count, count))
     )
     load = _by_interval(problem.rates)
     constraints = [
         LinearConstraint(hstack([load, csr_array((count, size))]), problem.needs - SLACK, np.inf),
-        LinearConstraint(hstack([whole - before, -whole]), -np.inf, 0),
+        LinearConstraint(hstack([whole - before, -whole]), -np.inf, present),
         LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
         LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
     ]
-    at_least = least_costs(problem) / problem.hours  # no fleet of an interval is cheaper: what closes most of the gap
-    prices = _by_interval(np.tile(problem.prices, (count, 1)))
-    constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), at_least * (1 - SLACK), np.inf))
+    if size > FEW:  # no fleet of an interval is cheaper than its own least: this closes most of the gap
+        prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
+        constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
     for limit in problem.limits:
         devices = np.zeros((count, kinds))
         devices[:, limit.kinds] = limit.devices

@@ -24,6 +24,7 @@ COMMANDS = (
     "simulate",
     "compare",
     "serve",
+    "autoscale",
     "bench",
     "replan",
     "report",

@@ -32,7 +32,7 @@ from xscheduler.fleet import (
     solve_fleet,
     starts_of,
 )
-from xsimulator.fleet import replicas_of, simulate_fleet
+from xsimulator.fleet import Replica, replicas_of, simulate_fleet
 from xsimulator.step_cost import lanes_of
 
 if TYPE_CHECKING:
@@ -84,9 +84,13 @@ class FleetModel:
 
     def simulate(self, counts: Ints, interval_s: float) -> RequestTimes:
         """Return what the day's requests take on a fleet. # counts [intervals, kinds]"""
+        return self.simulate_replicas(replicas_of(counts, interval_s))
+
+    def simulate_replicas(self, replicas: Sequence[Replica]) -> RequestTimes:
+        """Return what the day's requests take on replicas that come and go."""
         kinds = [candidate.kind for candidate in self.candidates]
         lanes = [lanes_of(candidate.kind.plan, candidate.profile) for candidate in self.candidates]
-        return simulate_fleet(self.day.requests, replicas_of(counts, interval_s), kinds, lanes)
+        return simulate_fleet(self.day.requests, replicas, kinds, lanes)
 
 
 def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progress | None = None) -> FleetPlan:
@@ -100,8 +104,18 @@ def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progre
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
         MachineError: this machine cannot be measured.
     """
+    return plan_day(read_day(request.trace, request.seed), request, asked, progress)[0]
+
+
+def plan_day(
+    day: Day, request: FleetRequest, asked: Mapping[str, Any], progress: Progress | None = None
+) -> tuple[FleetPlan, FleetModel]:
+    """Plan the fleet of a day that has been read, whatever trace the request names.
+
+    Raises:
+        XgptError: as `plan_fleet` does.
+    """
     started = time.perf_counter()
-    day = read_day(request.trace, request.seed)
     intervals = cut(day, request.interval_s)
     found, limits = _candidates(request, asked, intervals, progress)
     model = FleetModel(day, intervals, tuple(found))
@@ -114,7 +128,7 @@ def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progre
     constant = solve_constant(problem)
     constant_times = model.simulate(constant.replicas, request.interval_s)
     kinds = tuple(candidate.kind for candidate in found)
-    return FleetPlan(
+    fleet = FleetPlan(
         name=day.name,
         constraint=constraint,
         interval_s=request.interval_s,
@@ -135,6 +149,7 @@ def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progre
         planning_s=round(planning_s, 3),
         verifying_s=round(time.perf_counter() - started - planning_s, 3),
     )
+    return fleet, model
 
 
 def _candidates(

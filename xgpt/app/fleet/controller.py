@@ -1,0 +1,192 @@
+"""Keeps a fleet to a live load: what is observed goes in, the number of replicas of each kind comes out.
+
+The controller reads no clock and starts nothing: a driver looks at the world, asks it, and carries out what it says
+(`xgpt.app.fleet.drivers`), on a simulated clock as on the real one. It remembers nothing of the fleet itself, only of
+the load: replicas are read back from the world at every look, so one that is restarted goes on with what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.app.fleet.forecast import Forecast
+from xgpt.errors import InfeasibleError
+from xgpt.schema.fleet import FleetPlan
+from xgpt.workload import mean
+from xscheduler.fleet import DeviceLimit, FleetProblem, solve_fleet
+
+Ints = npt.NDArray[np.int64]
+
+STEP_S = 300.0
+"""Of the time ahead, at most."""
+NUM_STEPS = 6
+DEVIATIONS = 1.0
+"""Of the forecast's error, held in reserve."""
+BACKLOG_SHARE = 0.5
+"""Share of the latency bound within which the fleet takes up what chance lets wait; what waits beyond is worked off in
+the lead time."""
+HYSTERESIS = 0.03
+"""Share of the need by which replicas must exceed it once others have left."""
+LEAST_LENGTHS = 50
+"""Requests that tell lengths."""
+
+State = Literal["starting", "ready", "draining"]
+
+
+class ReplicaState(NamedTuple):
+    """A replica as the world has it.
+
+    Attributes:
+        kind: its number.
+        since_s: when its state began, on the controller's clock.
+    """
+
+    name: str
+    kind: int
+    state: State
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """The world at a moment.
+
+    Attributes:
+        now_s: seconds since the planned day began.
+        seconds: since the look before.
+        num_requests: that have arrived since.
+        waiting: requests that wait beyond what replicas that keep the bounds hold.
+        input_mean, output_mean: recent lengths; None: too few requests tell.
+    """
+
+    now_s: float
+    seconds: float
+    num_requests: int
+    waiting: float
+    replicas: Sequence[ReplicaState]
+    input_mean: float | None = None
+    output_mean: float | None = None
+
+
+class Orders(NamedTuple):
+    """What a driver is to do.
+
+    Attributes:
+        start: replicas of each kind to start. # [kinds]
+        drain: names of replicas that are to take no further requests, and to end once they have none.
+        need_per_s: requests a second that the fleet is to hold, at most, until an order now would serve.
+        reason: in words.
+    """
+
+    start: tuple[int, ...]
+    drain: tuple[str, ...]
+    need_per_s: float
+    reason: str
+
+
+class Controller:
+    """Decides at every look.
+
+    Args:
+        limits: devices that kinds share.
+        look_s: time between looks.
+    """
+
+    def __init__(self, fleet: FleetPlan, limits: Sequence[DeviceLimit] = (), look_s: float = 15.0) -> None:
+        self._fleet, self._limits, self._look_s = fleet, tuple(limits), look_s
+        self._lead_s = max(kind.start_s for kind in fleet.kinds) + look_s
+        self.forecast = Forecast(fleet, self._lead_s)
+        self._step_s = min(fleet.interval_s, STEP_S)
+        self._means = [(mean(of.input), mean(of.output)) for of in fleet.lengths]
+        self._fewer_since_s: float | None = None
+        self._change_s = max(kind.start_s + kind.drain_s for kind in fleet.kinds)
+
+    def decide(self, look: Look) -> Orders:
+        """Return what to do now."""
+        fleet = self._fleet
+        self.forecast.look(look.now_s, look.seconds, look.num_requests)
+        kept = [replica for replica in look.replicas if replica.state != "draining"]
+        present = np.bincount([replica.kind for replica in kept], minlength=len(fleet.kinds))
+        problem = self._problem(look, present)
+        wanted = self._wanted(problem)
+        start = np.maximum(wanted - present, 0)
+        fewer = np.maximum(present - wanted, 0)
+        needs = f"{problem.needs[0]:.3g} requests/s to hold, {float(problem.rates[0] @ present):.3g} held"
+        drain: tuple[str, ...] = ()
+        if not fewer.any():
+            self._fewer_since_s = None
+        elif self._fewer_since_s is None:
+            self._fewer_since_s = look.now_s
+        elif look.now_s - self._fewer_since_s >= self._change_s:
+            drain = self._leaving(kept, fewer, look.now_s, problem, start)
+        return Orders(tuple(start.tolist()), drain, float(problem.needs[0]), needs)
+
+    def _problem(self, look: Look, present: Ints) -> FleetProblem:
+        """Return the fleet problem of the time ahead: an order now serves after the lead, so each step is what comes
+        that much later, and the first one all that comes until then."""
+        fleet, lead_s = self._fleet, self._lead_s
+        edges = [lead_s + i * self._step_s for i in range(NUM_STEPS + 1)]
+        spans = list(zip([0.0, *edges[1:-1]], edges[1:], strict=True))
+        factor = fleet.load_factor
+        needs = np.asarray([factor * self.forecast.most(*span, DEVIATIONS) for span in spans])
+        rates = np.asarray([self._rates(look, span[0]) for span in spans])
+        bound_s = fleet.constraint.latency_bound_s or fleet.constraint.ttft_s or self._change_s
+        held = float(rates[0] @ present)
+        needs[0] += max(0.0, look.waiting - BACKLOG_SHARE * bound_s * held) / lead_s
+        return FleetProblem(
+            needs=needs,
+            rates=rates,
+            prices=np.asarray([kind.price_per_hour for kind in fleet.kinds]),
+            start_costs=np.asarray([kind.change_cost for kind in fleet.kinds]),
+            hours=self._step_s / 3600,
+            least_stay=max(1, ceil(fleet.least_stay_s / self._step_s)),
+            least=fleet.least_replicas,
+            limits=self._limits,
+            before=present,
+        )
+
+    def _rates(self, look: Look, ahead_s: float) -> tuple[float, ...]:
+        """Return what a replica of each kind holds: under the lengths observed, or else the season's."""
+        if look.input_mean is None or look.output_mean is None:
+            group = self._fleet.interval_at(look.now_s + ahead_s).lengths
+        else:
+            seen = np.log([look.input_mean, look.output_mean])
+            group = int(np.argmin([np.abs(np.log(of) - seen).sum() for of in self._means]))
+        return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
+
+    def _wanted(self, problem: FleetProblem) -> Ints:
+        """Return the replicas of each kind to have now; where devices do not suffice, as many as hold the most."""
+        while True:
+            try:
+                return solve_fleet(problem).replicas[0]
+            except InfeasibleError:
+                problem = replace(problem, needs=0.95 * problem.needs)
+                if problem.needs.max() < 1e-3:
+                    return np.zeros(len(problem.prices), int)
+
+    def _leaving(
+        self, kept: Sequence[ReplicaState], fewer: Ints, now_s: float, problem: FleetProblem, start: Ints
+    ) -> tuple[str, ...]:
+        """Return the replicas that leave: those that have not begun to serve first, then the newest. What other kinds
+        are to take over is ready first."""
+        names = []
+        by_age = sorted(kept, key=lambda replica: (replica.state == "ready", -replica.since_s))
+        left = np.bincount([r.kind for r in kept if r.state == "ready"], minlength=len(fewer))
+        for replica in by_age:
+            stays = replica.state == "ready" and now_s - replica.since_s < self._fleet.least_stay_s
+            if not fewer[replica.kind] or stays:
+                continue
+            without = left.copy()
+            without[replica.kind] -= replica.state == "ready"
+            enough = problem.rates[0] @ without >= (1 + HYSTERESIS) * problem.needs[0]
+            if start.any() or (replica.state == "ready" and not enough):
+                continue
+            left, fewer = without, fewer - (np.arange(len(fewer)) == replica.kind)
+            names.append(replica.name)
+        return tuple(names)

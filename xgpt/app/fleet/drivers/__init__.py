@@ -1,0 +1,1 @@
+"""Worlds that hold replicas: processes on this machine, Deployments on Kubernetes."""

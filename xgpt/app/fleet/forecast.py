@@ -1,0 +1,168 @@
+"""The load to come: the planned day's season at today's level, or today's trend, each with the error it has shown."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+
+import numpy as np
+
+from xgpt.schema.fleet import FleetPlan
+
+MEMORY_S = 600.0
+"""Looks that are kept."""
+SHORTEST_S = 30.0
+"""Looks that tell a level at least."""
+UNLIKE = 3.0
+"""Standard deviations by which times must differ to be no chance."""
+LEAST_REQUESTS = 0.5
+"""Added to counts, which may be zero."""
+SEASON_ERROR, TREND_ERROR = 0.02, 0.1
+"""Relative errors that a forecast by season and one by trend have at least: a trend knows of no step to come."""
+FIRST_ERROR = 0.1
+"""Of one that has not been seen to fail yet."""
+MEMORY_OF_ERRORS = 0.05
+"""Weight of the newest error."""
+
+
+@dataclass
+class _Predictor:
+    """One way to predict, with the mean square of its relative errors.
+
+    Attributes:
+        least: of the square.
+    """
+
+    least: float
+    square: float = FIRST_ERROR**2
+    pending: deque[tuple[float, float]] = field(default_factory=deque)
+    """(when, rate) that it has predicted and that has not come yet."""
+
+    def judge(self, now_s: float, rate: float, noise: float) -> None:
+        """Compare what was predicted for now with what came, chance taken off."""
+        while self.pending and self.pending[0][0] <= now_s:
+            predicted = self.pending.popleft()[1]
+            error = log(max(rate, 1e-9) / max(predicted, 1e-9)) ** 2 - noise**2
+            self.square += MEMORY_OF_ERRORS * (max(error, self.least) - self.square)
+
+
+class Forecast:
+    """Requests a second to come.
+
+    The level is that of as many of the last looks as agree with the newest, relative to the season: a jump is taken
+    for what it is at once, and noise is averaged out otherwise. Season and trend are weighted by their
+    errors at the lead time, so a day unlike the planned one is followed by its trend.
+
+    Args:
+        lead_s: how long before it is needed a replica is ordered.
+    """
+
+    def __init__(self, fleet: FleetPlan, lead_s: float) -> None:
+        self._fleet, self._lead_s = fleet, lead_s
+        self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
+        self._looks: deque[tuple[float, float, int]] = deque()
+        """(end, seconds, requests) of each."""
+        self._season, self._trend = _Predictor(SEASON_ERROR**2), _Predictor(TREND_ERROR**2)
+        self.level = 1.0
+        """Today's load, relative to the season."""
+        self.rate = float(self._rates[0])
+        """Of now."""
+        self._slope = 0.0
+
+    def season(self, time_s: float) -> float:
+        """Return the planned day's rate."""
+        return float(self._rates[int(time_s // self._fleet.interval_s) % len(self._rates)])
+
+    def look(self, now_s: float, seconds: float, num_requests: int) -> None:
+        """Take in how many requests have arrived in the last seconds."""
+        self._looks.append((now_s, seconds, num_requests))
+        while self._looks[0][0] < now_s - MEMORY_S:
+            self._looks.popleft()
+        arrived, expected = self._agreeing()
+        self.level = (arrived + LEAST_REQUESTS) / (expected + LEAST_REQUESTS)
+        self.rate = self.level * self.season(now_s)
+        noise = 1 / sqrt(arrived + 1)
+        for predictor in (self._season, self._trend):
+            predictor.judge(now_s, self.rate, noise)
+        self._slope = self._recent_slope()
+        at_s = now_s + self._lead_s
+        self._season.pending.append((at_s, self.level * self.season(at_s)))
+        self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
+
+    def _agreeing(self) -> tuple[float, float]:
+        """Return requests that have arrived, and that the season expected, in the last looks that agree: their span is
+        doubled as long as the time before it was like it."""
+        ends = np.asarray([look[0] for look in self._looks])
+        counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
+        due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])
+        span_s, last = SHORTEST_S, len(ends)
+        first = int(np.searchsorted(ends, ends[-1] - span_s, side="right"))
+        while first:
+            before = int(np.searchsorted(ends, ends[-1] - 2 * span_s, side="right"))
+            newer, older = (
+                (counts[last] - counts[first], due[last] - due[first]),
+                (
+                    counts[first] - counts[before],
+                    due[first] - due[before],
+                ),
+            )
+            if _are_unlike(newer, older):
+                break
+            first, span_s = before, 2 * span_s
+        return float(counts[last] - counts[first]), float(due[last] - due[first])
+
+    def _recent_slope(self) -> float:
+        """Return how the rate has changed, requests/s², over twice the lead at most; 0 if by chance."""
+        since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
+        looks = [look for look in self._looks if look[0] > since_s]
+        half = len(looks) // 2
+        if not half:
+            return 0.0
+        older, newer = looks[:half], looks[half:]
+        spans, counts = ([sum(look[i] for look in part) for part in (older, newer)] for i in (1, 2))
+        change = counts[1] / spans[1] - counts[0] / spans[0]
+        chance = sqrt((counts[0] + 1) / spans[0] ** 2 + (counts[1] + 1) / spans[1] ** 2)
+        return change / (sum(spans) / 2) if abs(change) > UNLIKE * chance else 0.0
+
+    def _by_trend(self, ahead_s: float) -> float:
+        return max(0.0, self.rate + self._slope * min(ahead_s, 2 * self._lead_s))
+
+    def at(self, ahead_s: float) -> float:
+        """Return the rate that is expected in some seconds."""
+        now_s = self._looks[-1][0] if self._looks else 0.0
+        season, trend = self.level * self.season(now_s + ahead_s), self._by_trend(ahead_s)
+        return self._weight * season + (1 - self._weight) * trend
+
+    @property
+    def _weight(self) -> float:
+        """Of the season."""
+        season, trend = self._season.square**2, self._trend.square**2
+        return trend / (season + trend)
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of a forecast at the lead time."""
+        return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
+
+    def most(self, from_s: float, to_s: float, deviations: float) -> float:
+        """Return the highest rate expected between two times ahead, with its error added.
+
+        Args:
+            deviations: of the error.
+        """
+        points = np.linspace(from_s, to_s, 5)
+        grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))
+        return max(
+            self.at(ahead) * exp(deviations * self.error * grow) for ahead, grow in zip(points, grown, strict=True)
+        )
+
+
+def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
+    """Whether two spans differ, relative to the season, by more than chance; each: (arrived, expected)."""
+    (n, due_n), (m, due_m) = newer, older
+    if due_n <= 0 or due_m <= 0:
+        return (due_n > 0) != (due_m > 0)
+    ratio = (n + m) / (due_n + due_m)
+    deviation = sqrt(max(ratio, 1e-9) * due_m * (1 + due_m / due_n) + LEAST_REQUESTS)
+    return abs(m - n / due_n * due_m) > UNLIKE * deviation

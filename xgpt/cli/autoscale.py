@@ -1,0 +1,98 @@
+"""xgpt autoscale"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from xgpt.cli.options import Decimal, Whole, json_option
+
+
+@click.command("autoscale")
+@click.argument("fleet_path", metavar="FLEET.JSON")
+@click.option(
+    "--driver",
+    type=click.Choice(["local", "kubernetes"]),
+    default="local",
+    show_default=True,
+    help="Where replicas live. local: processes of `xgpt serve` on this machine, behind a front; kubernetes: "
+    "Deployments, scaled through the API server.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option(
+    "--look",
+    "look_s",
+    type=Decimal(1),
+    default=15,
+    show_default=True,
+    metavar="S",
+    help="Time between two looks at the load.",
+)
+@click.option(
+    "--day-begins",
+    metavar="HH:MM",
+    help="Time of day, UTC, at which the planned day begins.  [default: when this starts]",
+)
+@click.option(
+    "--port", type=Whole(1, 65535), default=8000, show_default=True, help="With local: port of the front, on loopback."
+)
+@click.option(
+    "--state",
+    default="fleet-state",
+    show_default=True,
+    metavar="DIR",
+    help="With local: where the fleet's state stands, by which a restarted controller finds it again.",
+)
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="With kubernetes: the fleet's name, as its Deployments' label says. Default: the plan's.",
+)
+@click.option("--namespace", metavar="NAME", help="With kubernetes. Default: that of the pod in which this runs.")
+@click.option(
+    "--api-server",
+    metavar="URL",
+    help="With kubernetes: as of `kubectl proxy`. Default: that of the cluster in which this runs.",
+)
+@click.option(
+    "--simulate",
+    "trace",
+    metavar="FILE",
+    help="Instead: run the controller over a day's trace on the simulated clock, and say what it keeps and costs.",
+)
+@json_option
+def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> None:
+    """Keep a fleet to a live load: start replicas before the bounds are at risk, drain them when that repays.
+
+    Follows fleet.json's day at today's level, or today's trend where that has been nearer; holds what the plan's own
+    queue says. A controller that is restarted goes on with the fleet that it finds. Ctrl-C or SIGTERM ends replicas on
+    this machine, once their requests have ended; on Kubernetes they stay.
+
+    \b
+    Examples:
+      xgpt autoscale fleet.json --port 8000
+      xgpt autoscale fleet.json --driver kubernetes --namespace llm --dry-run
+      xgpt autoscale fleet.json --simulate tomorrow.csv
+    """
+    import json
+
+    from xgpt import api
+    from xgpt.cli import render
+    from xgpt.errors import InputError
+
+    if trace is not None:
+        figures = api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"])
+        if as_json:
+            click.echo(json.dumps(figures.figures, indent=1))
+        else:
+            rows = [[name, f"{value:.4g}"] for name, value in figures.figures.items()]
+            render.show(render.table("the controller on the simulated clock", ["figure", "value"], rows))
+        return
+    if as_json:
+        raise InputError("--json", as_json, "it goes with --simulate")
+
+    def note(line: str) -> None:
+        click.echo(line, err=True)
+
+    api.autoscale(fleet_path, **asked, on_note=note)
