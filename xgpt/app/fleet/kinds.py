@@ -10,7 +10,8 @@ from xgpt.app.arrivals import predicted_rate, with_capacity
 from xgpt.app.planning import kinds_of
 from xgpt.app.problems import scheduler
 from xgpt.errors import InfeasibleError
-from xgpt.schema import Plan, Profile, Workload
+from xgpt.machine import num_cores
+from xgpt.schema import ClusterSpec, Plan, Profile, Workload
 from xgpt.schema.fleet import ReplicaKind
 from xscheduler.replanning.decide import weights_loading_s
 
@@ -33,6 +34,15 @@ class Candidate:
 
     kind: ReplicaKind
     profile: Profile
+
+
+def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
+    """Return the devices of this machine for replicas: a CPU on whose cores several replicas have their threads counts
+    as several."""
+    count = cluster.num_devices
+    if cluster.device.type == "gpu" or num_threads is None:
+        return count
+    return count * max(1, num_cores() // count // num_threads)
 
 
 def candidates(

@@ -18,7 +18,7 @@ from xgpt.app.fleet.controller import Controller
 from xgpt.app.fleet.day import cut, read_day
 from xgpt.app.fleet.drivers.kubernetes import ApiServer, Kubernetes
 from xgpt.app.fleet.drivers.local import LocalWorld
-from xgpt.app.fleet.kinds import Candidate
+from xgpt.app.fleet.kinds import Candidate, devices_here
 from xgpt.app.fleet.planning import FleetModel, share_kept
 from xgpt.app.fleet.simulated import ControlledDay, control_day
 from xgpt.app.profiles import profile_of
@@ -129,7 +129,8 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
     if not local:
         return []
     devices = tuple(fleet.kinds[number].num_devices for number in local)
-    return [DeviceLimit(tuple(local), devices, fleet.kinds[local[0]].plan.cluster.num_devices)]
+    plan = fleet.kinds[local[0]].plan
+    return [DeviceLimit(tuple(local), devices, devices_here(plan.cluster, plan.profile.num_threads))]
 
 
 def fleet_name(fleet: FleetPlan) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from xgpt.app.fleet.day import Day, Intervals, cut, read_day
-from xgpt.app.fleet.kinds import Candidate, candidates
+from xgpt.app.fleet.kinds import Candidate, candidates, devices_here
 from xgpt.app.problems import resolve
 from xgpt.app.request import PlanRequest, plan_request
 from xgpt.errors import InfeasibleError, InputError
@@ -174,10 +174,14 @@ def _candidates(
         problem = resolve(one, progress)
         workload_of(intervals.everything, problem.model)
         if problem.cluster.is_local:
-            most = min(most or problem.cluster.num_devices, problem.cluster.num_devices)
+            here = devices_here(problem.cluster, problem.profile.num_threads)
+            most = min(most or here, here)
         try:
             of_cluster = candidates(
-                replace(problem, max_devices=most), one.policy, intervals.lengths, request.startup_s
+                replace(problem, max_devices=min(most or problem.cluster.num_devices, problem.cluster.num_devices)),
+                one.policy,
+                intervals.lengths,
+                request.startup_s,
             )
         except InfeasibleError as error:
             why = error

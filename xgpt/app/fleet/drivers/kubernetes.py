@@ -1,8 +1,8 @@
 """Replicas on Kubernetes: a Deployment for each kind, scaled through the API server.
 
-A Deployment of a fleet carries the labels `xgpt.dev/fleet` and `xgpt.dev/kind`, by which it and its pods are found; the
-number of replicas that have been ordered is its own `spec.replicas`, so nothing is lost where the controller is
-restarted. Which pods leave is said by their deletion cost. A pod drains by itself once it is told to end.
+A Deployment of a fleet carries the labels `app.kubernetes.io/part-of` and `xgpt-kind`, by which it and its pods
+are found; the number of replicas that have been ordered is its own `spec.replicas`, so nothing is lost where the
+controller is restarted. Which pods leave is said by their deletion cost. A pod drains by itself once it is told to end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xgpt.schema.fleet import FleetPlan
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Token, certificate authority and namespace that a pod is given."""
-FLEET_LABEL, KIND_LABEL = "xgpt.dev/fleet", "xgpt.dev/kind"
+FLEET_LABEL, KIND_LABEL = "app.kubernetes.io/part-of", "xgpt-kind"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVES_FIRST = "-1000"
 TIMEOUT_S = 10.0

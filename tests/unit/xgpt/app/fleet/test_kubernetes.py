@@ -47,7 +47,7 @@ class FakeApiServer:
                 if fake.refuses:
                     self._answer({"message": "no"}, 403)
                 elif path == BASE:
-                    labels = {"xgpt.dev/fleet": "xgpt-test", "xgpt.dev/kind": "0"}
+                    labels = {"app.kubernetes.io/part-of": "xgpt-test", "xgpt-kind": "0"}
                     self._answer(
                         {
                             "items": [
@@ -79,7 +79,10 @@ class FakeApiServer:
 
     def pod(self, name: str, *, ready: bool = True, leaving: bool = False) -> None:
         condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-11-22T10:00:00Z"}
-        metadata: dict[str, Any] = {"name": name, "labels": {"xgpt.dev/fleet": "xgpt-test", "xgpt.dev/kind": "0"}}
+        metadata: dict[str, Any] = {
+            "name": name,
+            "labels": {"app.kubernetes.io/part-of": "xgpt-test", "xgpt-kind": "0"},
+        }
         metadata["creationTimestamp"] = "2026-11-22T09:00:00Z"
         if leaving:
             metadata["deletionTimestamp"] = "2026-11-22T11:00:00Z"
