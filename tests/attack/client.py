@@ -75,7 +75,7 @@ def statuses(address: tuple[str, int], requests: list[bytes], at_once: int = 60)
     """Sends each on a connection of its own; 0: no answer."""
 
     def ask(raw: bytes) -> int:
-        with connect(address) as client:
+        with connect(address, 150) as client:
             try:
                 client.sendall(raw)
                 answer = HTTPResponse(client)

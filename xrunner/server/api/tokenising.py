@@ -1,4 +1,4 @@
-"""Prompts to token ids outside of the event loop, by turns."""
+"""Prompts to token ids, and what else takes as long, outside of the event loop, by turns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Job:
 
 
 class Tokenising:
-    """Encodes and renders in threads of its own. All methods belong to the event loop's thread.
+    """Encodes, renders and compiles grammars in threads of its own. All methods belong to the event loop's thread.
 
     Accounts take turns by the characters that each has had while any waits; within one, short texts go first.
     """
@@ -64,11 +64,7 @@ class Tokenising:
     async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises TooLong."""
         encode = partial(self._encode, text, add_special_tokens)
-        return await self._by_turns(account, len(text), encode)
-
-    async def render(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """Return what `work` makes of a text of this number of characters."""
-        return await self._by_turns(account, characters, work)
+        return await self.by_turns(account, len(text), encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """In a thread. A text that is much too long is noticed by its beginning, however long the rest is."""
@@ -84,7 +80,8 @@ class Tokenising:
             raise TooLong(len(tokens))
         return tokens
 
-    async def _by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
+    async def by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
+        """Return what `work` makes of a text of this number of characters."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         due_s = loop.time() + characters * SECONDS_A_CHARACTER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -75,7 +74,7 @@ class Service:
         info.quota = self._quotas.begin(info.key)
 
     async def _complete(self, http: Request, request: CompletionRequest) -> Response:
-        await self._check(request)
+        await self._check(http, request)
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
@@ -97,7 +96,7 @@ class Service:
         return self._codec.tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _chat(self, http: Request, request: ChatRequest) -> Response:
-        await self._check(request)
+        await self._check(http, request)
         tools = request.tools if request.chosen_tools != "none" else None
         tokens = await self._render(
             http,
@@ -165,12 +164,12 @@ class Service:
         )
         info: RequestInfo = http.scope["xgpt"]
         try:
-            text = await self._tokenising.render(info.key.name, characters, render)
+            text = await self._tokenising.by_turns(info.key.name, characters, render)
         except ValueError as error:
             refuse("messages", f"the chat template refuses them: {error}")
         return await self._encode(http, text, "messages", add_special_tokens=False)
 
-    async def _check(self, request: GenerationRequest) -> None:
+    async def _check(self, http: Request, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
         if request.model != self._model.name:
             raise ApiError(
@@ -186,17 +185,25 @@ class Service:
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
-        if (grammar := request.grammar) is not None:
-            await self._check_grammar(grammar, request)
+        await self._check_grammar(http, request)
 
-    async def _check_grammar(self, grammar: str, request: GenerationRequest) -> None:
+    async def _check_grammar(self, http: Request, request: GenerationRequest) -> None:
         field = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
-        if self._model.grammars is None:
+        try:
+            grammar = request.grammar
+        except RecursionError:
+            refuse(field, "it nests too deeply")
+        if grammar is None:
+            return
+        if self._model.grammars is None or self._tokenising is None:
             refuse(
                 field, "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
             )
+        account = http.scope["xgpt"].key.name
         try:
-            reason = await asyncio.to_thread(self._model.grammars.why_not, grammar)
+            reason = await self._tokenising.by_turns(
+                account, len(grammar), partial(self._model.grammars.why_not, grammar)
+            )
         except MachineError as error:
             reason = str(error)
         if reason is not None:
