@@ -151,8 +151,8 @@ def measure(name: str, directory: Path) -> Iterator[Row]:
     torch.set_num_threads(1)  # as each worker has
     for place, stages in placements(spec.num_layers).items():
         held = weight_bytes(spec, dtype, stages)
-        if sum(held) > MOST_BYTES or (name == "2.7b" and place in ("TP 2", "WAA 1+1")):
-            continue  # what takes too much memory, or minutes for each
+        if sum(held) > MOST_BYTES:
+            continue
         layouts = fastest_layouts(spec, dtype, (1, 2) if len(held) > 1 else (1,))
         rate = loading_rate(spec, dtype, directory, "cpu", layouts)
         from_memory_s = max(held) / rate

@@ -90,10 +90,9 @@ def test_measured_plans_on_one_device_give_the_tokens_of_transformers(checkpoint
     assert served_here(plan) == greedy(checkpoint("t5-gated-untied")[1])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(num_cores() < 2, reason="two devices need a core each")
-@pytest.mark.parametrize("name", ["t5-tied", "t5-few-buckets"])
+@pytest.mark.parametrize("name", ["t5-tied", pytest.param("t5-few-buckets", marks=pytest.mark.long)])
 def test_measured_plans_on_two_devices_give_the_tokens_of_transformers(checkpoint, measured_problem, name):
     problem, expected = measured_problem(name, 2), greedy(checkpoint(name)[1])
     assert problem.profile.kv_transfer is not None and problem.profile.hop is not None
