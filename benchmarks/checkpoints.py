@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 import time
 import traceback
 import urllib.request
@@ -181,14 +182,16 @@ def markdown(rows: Sequence[Row]) -> str:
     numbers = {row.number for row in rows}
     equal, right = (sum(test(row) for row in rows) for test in (lambda row: row.outcome == EQUAL, lambda r: r.is_right))
     answered = sum(row.policy == "auto" for row in rows)
+    text = (
+        f"`python -m benchmarks.checkpoints`: {len(numbers)} checkpoints of {len({row.family for row in rows})} "
+        "families, of shapes drawn at random, planned by `xgpt plan` from measured profiles under every policy on one "
+        f"device and two, and run: {equal} plans gave the tokens of `transformers` for every prompt, {answered} of "
+        f"them behind the endpoint; {right - equal} combinations have no plan, and {len(rows) - right} failed."
+    )
     lines = [
         "# Random checkpoints",
         "",
-        f"`python -m benchmarks.checkpoints`: {len(numbers)} checkpoints of {len({row.family for row in rows})} "
-        "families with shapes drawn at random, planned by `xgpt plan` from measured profiles under every policy on one "
-        f"device and two, and run: {equal} plans gave the tokens of `transformers` for every prompt, "
-        f"{answered} of them behind the endpoint; {right - equal} combinations have no plan, and {len(rows) - right} "
-        "failed.",
+        textwrap.fill(text, 120),
         "",
         "| family | checkpoints | on one device | on two | no plan | failed |",
         "|---|---|---|---|---|---|",
