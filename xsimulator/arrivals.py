@@ -4,21 +4,91 @@ All requests that decode in a micro-batch advance together, so a step needs to k
 attend to in all, and each of them the iteration in which it ends. Requests enter in the order of their arrival, with
 their maximum set aside ("reserve"); other promises and orders are simulated request by request. Both give the same
 times: tests/contract/test_counts.py.
+
+The loops are compiled by numba when they are first run, and kept on disk: see `xsimulator.compiled`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.policies.rule import PromptBudget
-from xsimulator.step_counts import StepCounts
-
 Array = npt.NDArray[np.float64]
+Records = npt.NDArray[np.void]
+Ints = Sequence[int] | npt.NDArray[np.int64]
+
+NONE = -1
+BOTH, ENCODE, DECODE, TRANSFER = range(4)
+"""Lanes of steps."""
+
+
+def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+REQUEST = np.dtype(
+    _fields("input output most cached arrival_ns first_ns end_ns encoded after ends_with")
+    + _fields("admitted_step first_step last_step joined_batch joined_step")
+)
+"""A request.
+
+input, output, most, cached: tokens; `most` are set aside for its output.
+arrival_ns, first_ns, end_ns: when it arrives, and has its first and its last token; NONE: not yet.
+encoded: tokens of its prompt that are.
+after: the next one in its micro-batch whose prompt is not encoded.
+ends_with: the next one that ends in the same iteration.
+admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
+joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
+"""
+
+BATCH = np.dtype(
+    _fields("decoding held ending context inputs iteration steps phase since_encode")
+    + _fields("num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
+    + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
+)
+"""A micro-batch by its counts, and its settings.
+
+decoding: requests in decode; held: that have ended but decode on (static); ending: whose last token is under way, and
+known to be, in schedules that run ahead.
+context, inputs: tokens of prompts and outputs, and of prompts alone, of those in decode and held.
+iteration: decode steps so far; num_decode_steps: that have ended; steps: under way, of any kind.
+phase, since_encode, credit: as the rule keeps them.
+num_encoding, first, last: requests whose prompt is not encoded yet, in the order of their admission.
+num_issued, unissued: those of them that are in a step under way (static's parts), and the first that is not.
+"""
+
+STEP = np.dtype(
+    _fields("start_ns end_ns number lane batch does_decode decodes context sampled num_tokens num_ended joining")
+    + _fields("first_piece last_piece first_moved last_moved")
+    + _fields("mean_input", np.float64)
+)
+"""A step under way, with what its cost depends on (`StepCounts`). Pieces of prompts and what moves are ranges."""
+
+PIECE = np.dtype(_fields("request start length"))
+
+LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
+"""A settled step. left: requests of its micro-batch in decode after it."""
+
+LANE = np.dtype(
+    _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
+    + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
+    + _fields("has_assumed assumed_ends mix refills ahead prompts_first reuse_is_planned encode_parts max_batch")
+    + _fields(
+        "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
+    )
+    + _fields("adjustment credit encode_tokens", np.float64)
+)
+"""A schedule's own counts and settings.
+
+Requests [head, tail) wait. Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
+num_sent, path_ns: a closed loop sends the next request that long after one has ended.
+emits: an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
+encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
+the micro-batches are that lane's. occupies: moving takes the devices' own time.
+"""
 
 
 class Stream(NamedTuple):
@@ -26,16 +96,16 @@ class Stream(NamedTuple):
 
     Attributes:
         inputs, outputs: tokens.
-        max_output: what is set aside for each.
+        max_output: what is set aside for each, or for all.
         arrivals_ns: when each arrives.
         cached: tokens of each prompt whose K/V is there already; empty: none of any.
     """
 
-    inputs: list[int]
-    outputs: list[int]
-    max_output: int
-    arrivals_ns: list[int]
-    cached: Sequence[int] = ()
+    inputs: Ints
+    outputs: Ints
+    max_output: int | Ints
+    arrivals_ns: Ints
+    cached: Ints = ()
 
 
 class GoalNs(NamedTuple):
@@ -71,199 +141,108 @@ class Kv(NamedTuple):
         return -(-tokens // self.block_size)
 
 
-class Batch:
-    """A micro-batch by its counts.
+class State(NamedTuple):
+    """All that a run changes, as compiled code takes it.
 
     Attributes:
-        encoding: requests whose prompt is not encoded yet -> tokens of it that are.
-        decoding: requests in decode.
-        held: requests that have ended but decode on (static).
-        context, inputs: tokens of prompts and outputs, and of prompts alone, of those in decode and held.
-        ending: requests whose last token is under way, and known to be, in schedules that run ahead.
-        iteration: decode steps so far.
-        ends: requests that end in each iteration to come.
-        steps: under way.
-        issued: prompts in a step under way (static's parts).
+        lane: one record.
+        batches: the micro-batches; under WAA, the encode lane's behind the decode lane's.
+        ends: the first request that ends in each iteration, modulo their number. # [batches, iterations]
+        steps, pieces: rings.
+        moved: requests in the order in which their prompts ended (WAA).
+        goals: as of `GoalNs`. # [goals, 4]
+        broken: requests that broke each.
+        log: of the steps that have been settled.
     """
 
-    __slots__ = (
-        "budget",
-        "context",
-        "decoding",
-        "encoding",
-        "ending",
-        "ends",
-        "held",
-        "inputs",
-        "issued",
-        "iteration",
-        "phase",
-        "since_encode",
-        "steps",
-    )
-
-    def __init__(self) -> None:
-        self.encoding: dict[int, int] = {}
-        self.issued: set[int] = set()
-        self.decoding = self.held = self.context = self.inputs = self.iteration = self.steps = self.phase = 0
-        self.ending = 0
-        self.since_encode = 0
-        self.ends: dict[int, list[int]] = {}
-        self.budget: PromptBudget | None = None
-
-    @property
-    def num_running(self) -> int:
-        return len(self.encoding) + self.decoding + self.held + self.ending
+    lane: Records
+    requests: Records
+    batches: Records
+    ends: npt.NDArray[np.int64]
+    steps: Records
+    pieces: Records
+    moved: npt.NDArray[np.int64]
+    goals: Array
+    broken: npt.NDArray[np.int64]
+    log: Records
 
 
-class Step(NamedTuple):
-    encode: list[tuple[int, int, int]]
-    """(request, start, length)"""
-    decodes: bool
-    batch: Batch
-    lane: str = "both"
-    transfer: tuple[int, ...] = ()
-
-
-class Run(ABC):
+class Run:
     """One run of a schedule over a stream.
 
-    Attributes:
-        first_ns, end_ns: when each request has its first and its last token; -1: not yet.
+    Args:
+        num_batches: micro-batches, of all lanes together.
+        most_steps: that are under way at once.
+        clients: of a closed loop, where each sends its next request `path_ns` after its last one has ended; None:
+            requests arrive by themselves.
+        is_logged: keep what each step did.
     """
 
-    def __init__(self, stream: Stream, kv: Kv) -> None:
-        self.inputs, self.outputs, self.max_output, self._arrivals_ns, self._cached = stream
-        self._kv = kv
-        self.head = self.tail = 0
-        """Requests [head, tail) wait."""
-        self.num_inside = self._reserved = 0
-        self.now_ns = 0
-        self.first_ns = [-1] * len(self.inputs)
-        self.end_ns = [-1] * len(self.inputs)
-        self._limits: Limits | None = None
-        self.is_given_up = False
-        """Whether too many requests have broken their bounds."""
-        self._num_broken: list[int] = []
-        self._num_left = len(self.inputs)
+    def __init__(
+        self,
+        stream: Stream,
+        kv: Kv,
+        num_batches: int,
+        most_steps: int,
+        *,
+        clients: int | None = None,
+        path_ns: int = 0,
+        is_logged: bool = False,
+    ) -> None:
+        count = len(stream.inputs)
+        requests = np.zeros(count, REQUEST)
+        requests["input"], requests["output"], requests["most"] = stream.inputs, stream.outputs, stream.max_output
+        requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
+        for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
+            requests[name] = NONE
+        requests["joined_batch"] = NONE
+        batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
+        for name in ("first", "last", "unissued"):
+            batches[name] = NONE
+        lane["blocks"], lane["block_size"], lane["is_logged"] = kv.blocks, kv.block_size, is_logged
+        lane["num_sent"], lane["path_ns"] = count if clients is None else clients, path_ns
+        longest = int(requests["output"].max(initial=1))
+        self.state = State(
+            lane,
+            requests,
+            batches,
+            np.full((num_batches, longest + 2), NONE),
+            np.zeros(most_steps, STEP),
+            np.zeros(2 * count + 2, PIECE),
+            np.zeros(count, np.int64),
+            np.zeros((0, 4)),
+            np.zeros(0, np.int64),
+            np.zeros(1024 if is_logged else 1, LOGGED),
+        )
 
     def run(self, limits: Limits | None = None) -> bool:
         """Run until all requests that count have ended; False: too many of them broke their limits."""
-        self._limits = limits
-        if limits is not None:
-            self._num_left = limits.last - limits.first
-            self._num_broken = [0] * len(limits.goals)
-        arrivals, count = self._arrivals_ns, len(self.inputs)
-        while self._num_left and not self.is_given_up:
-            while self.tail < count and arrivals[self.tail] <= self.now_ns:
-                self.tail += 1
-            if self._decode_on():
-                continue
-            self._issue()
-            next_ns = self._next_end_ns()
-            if next_ns is not None and (
-                self.tail == count or next_ns <= arrivals[self.tail] or self._waits_for_an_end()
-            ):
-                self.now_ns = next_ns
-                self._settle_next()
-            elif self.tail < count:
-                self.now_ns = arrivals[self.tail]
-            else:
-                break
-        return not self.is_given_up
+        goals, first, last = limits or ((), 0, len(self.state.requests))
+        lane = self.state.lane[0]
+        lane["first_counted"], lane["last_counted"], lane["num_left"] = first, last, last - first
+        self.state = self.state._replace(
+            goals=np.asarray(goals, float).reshape(-1, 4), broken=np.zeros(len(goals), np.int64)
+        )
+        while not self._go_on():
+            self.state = self.state._replace(log=np.concatenate([self.state.log, np.zeros_like(self.state.log)]))
+        return not lane["is_given_up"]
 
-    def _decode_on(self) -> bool:
-        """Run the steps at once that do nothing but decode; False: the next step may do something else."""
-        return False
+    def _go_on(self) -> bool:
+        """Run on; False: the log is full."""
+        raise NotImplementedError
 
-    def _waits_for_an_end(self) -> bool:
-        """Whether nothing can be scheduled before a step has ended, whatever arrives."""
-        return False
+    @property
+    def first_ns(self) -> list[int]:
+        """When each request has its first token; -1: not yet."""
+        found: list[int] = self.state.requests["first_ns"].tolist()
+        return found
 
-    @abstractmethod
-    def _issue(self) -> None:
-        """Send every step on its way that can be."""
+    @property
+    def end_ns(self) -> list[int]:
+        """When each request has its last token; -1: not yet."""
+        found: list[int] = self.state.requests["end_ns"].tolist()
+        return found
 
-    @abstractmethod
-    def _next_end_ns(self) -> int | None:
-        """When the next step ends; None: none is under way."""
-
-    @abstractmethod
-    def _settle_next(self) -> None:
-        """Settle that step."""
-
-    def found(self, request: int) -> int:
-        """Return the tokens of a prompt that need not be encoded."""
-        return self._cached[request] if self._cached else 0
-
-    def can_admit(self) -> bool:
-        if self.head == self.tail:
-            return False
-        return self._reserved + self._kv.of(self.inputs[self.head] + self.max_output) <= self._kv.blocks
-
-    def admit(self) -> int | None:
-        if not self.can_admit():
-            return None
-        request = self.head
-        self.head += 1
-        self._reserved += self._kv.of(self.inputs[request] + self.max_output)
-        self.num_inside += 1
-        return request
-
-    def leave(self, request: int) -> None:
-        self._reserved -= self._kv.of(self.inputs[request] + self.max_output)
-        self.num_inside -= 1
-
-    def ended(self, request: int) -> None:
-        """The request has its last token now."""
-        now = self.end_ns[request] = self.now_ns
-        limits = self._limits
-        if limits is None:
-            self._num_left -= 1
-        elif limits.first <= request < limits.last:
-            self._num_left -= 1
-            whole, first = now - self._arrivals_ns[request], self.first_ns[request]
-            waited, gaps = first - self._arrivals_ns[request], self.outputs[request] - 1
-            for i, goal in enumerate(limits.goals):
-                if whole > goal.whole_ns or waited > goal.first_ns or now - first > goal.gap_ns * gaps:
-                    self._num_broken[i] += 1
-                    self.is_given_up |= self._num_broken[i] > goal.most_broken
-
-    def advance(self, batch: Batch) -> list[int]:
-        """Account for a decode step of a micro-batch; the requests that ended in it."""
-        batch.iteration += 1
-        batch.context += batch.decoding + batch.held
-        return self._finish(batch)
-
-    def _finish(self, batch: Batch) -> list[int]:
-        """Take those out that have their last token now."""
-        finished = batch.ends.pop(batch.iteration, [])
-        for request in finished:
-            batch.decoding -= 1
-            batch.context -= self.inputs[request] + self.outputs[request]
-            batch.inputs -= self.inputs[request]
-            self.ended(request)
-        return finished
-
-    def join(self, request: int, batch: Batch, generated: int) -> None:
-        """A request begins to decode; some of its tokens are more than it has already."""
-        batch.decoding += 1
-        batch.context += self.inputs[request] + generated
-        batch.inputs += self.inputs[request]
-        batch.ends.setdefault(batch.iteration + self.outputs[request] - generated, []).append(request)
-
-    def counts(self, step: Step, *, has_encoder: bool, joining: int = 0) -> StepCounts:
-        batch, inputs = step.batch, self.inputs
-        ended = [request for request, start, length in step.encode if start + length == inputs[request]]
-        decodes = batch.decoding + batch.held if step.decodes else 0
-        context = batch.context if step.decodes else 0
-        mean_input = 0.0
-        if has_encoder:
-            context += decodes - batch.inputs if step.decodes else 0
-            passing = decodes + len(ended)
-            total = (batch.inputs if step.decodes else 0) + sum(inputs[request] for request in ended)
-            mean_input = total / max(passing, 1)
-        sampled = decodes if has_encoder and step.lane == "encode" else decodes + len(ended)
-        pieces = [(start, start + length, int(start + length == inputs[r])) for r, start, length in step.encode]
-        prompt_tokens = sum(length for _, _, length in step.encode)
-        return StepCounts(pieces, decodes, context, sampled, prompt_tokens + decodes, mean_input, joining)
+    @property
+    def log(self) -> Any:
+        return self.state.log[: self.state.lane[0]["num_settled"]]

@@ -13,18 +13,16 @@ from math import ceil, floor, inf, log, log2
 import numpy as np
 
 from xgpt import policies
-from xgpt.policies.build import latest_start
-from xgpt.policies.orders import InTimeOrder
 from xgpt.schema import Capacity, Goal, Plan, Profile, StageLane
+from xgpt.schema.step_log import StepRecord
 from xgpt.workload import gamma_arrivals, sample
-from xsimulator.arrivals import Array, GoalNs, Kv, Limits, Run, Stream
+from xsimulator.arrivals import Array, GoalNs, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
+from xsimulator.counted_run import run_by_counts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
-from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import LaneCost, lanes_of
 from xsimulator.timed_arrivals import TimedRun
-from xsimulator.two_lane_arrivals import TwoLaneRun
 
 LEAST_REQUESTS = 2000
 """Requests that count, at least."""
@@ -110,32 +108,16 @@ class Trial:
         first, last = self.num_warm_up, self.num_warm_up + self.num_requests
         return float(self.plan.replicas * self.num_requests / (ends[last] - ends[first]) * 1e9)
 
-    def _run(self, stream: Stream) -> Run:
+    def _run(self, stream: Stream) -> Run | TimedRun | EngineRun:
         return run_of(self.plan, self.lanes, stream, by_request=self._by_request)
 
 
-def run_of(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False) -> Run:
+def run_of(
+    plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
+) -> Run | TimedRun | EngineRun:
     """Return one replica's run over a stream: by counts where these tell, or else by request."""
     run = None if by_request else run_by_counts(plan, lanes, stream)
-    return _EngineRun(lanes, policies.build(plan), stream) if run is None else run
-
-
-def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | None:
-    """Return one replica's run by counts; None: these do not tell."""
-    schedule, order = policies.build(plan), plan.admission.order
-    if plan.admission.kv != "reserve" or not plan.policy.counts_tell:
-        return None
-    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    if isinstance(schedule, policies.TwoLane):
-        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream) if order == "fcfs" else None
-    assert isinstance(schedule, policies.OneLane)
-    settings, latest_ns = schedule.settings, latest_start(plan)
-    if order == "fcfs" and settings.slack is None and settings.thresholds is None:
-        return OneLaneRun(settings, lanes["both"], kv, stream)
-    if settings.ahead or (order != "fcfs" and (latest_ns is None or not settings.mix)):
-        return None
-    in_time = None if latest_ns is None else InTimeOrder(latest_ns)
-    return TimedRun(settings, lanes["both"], kv, stream, in_time, plan.patience_ns)
+    return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
 
 class CapacitySearch:
@@ -288,37 +270,48 @@ def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 
-class _EngineRun(Run):
+class EngineRun:
     """A run request by request, for orders and K/V promises that counts do not tell."""
 
-    def __init__(self, lanes: Mapping[StageLane, LaneCost], schedule: policies.Schedule, stream: Stream) -> None:
-        super().__init__(stream, Kv(schedule.pool.kv_blocks, schedule.pool.block_size))
+    def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (
             LaneClock(lanes["both"], schedule)
             if "both" in lanes
             else TwoLaneClock(lanes["encode"], lanes["decode"], schedule)
         )
-        columns = enumerate(zip(stream.inputs, stream.outputs, stream.arrivals_ns, strict=True))
-        requests = [SimulatedRequest(i, a, stream.max_output, b, at) for i, (a, b, at) in columns]
-        self._engine = SimulatedEngine(schedule, clock, requests)
+        most = np.broadcast_to(stream.max_output, len(stream.inputs)).tolist()
+        columns = enumerate(zip(stream.inputs, most, stream.outputs, stream.arrivals_ns, strict=True))
+        self._requests = [SimulatedRequest(i, *lengths) for i, lengths in columns]
+        self._engine = SimulatedEngine(schedule, clock, self._requests)
         self._emits = schedule.pool.encode_emits
+        self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))
 
-    def _issue(self) -> None:
-        pass
-
-    def _next_end_ns(self) -> int | None:
-        return -1
-
-    def _waits_for_an_end(self) -> bool:
+    def run(self, limits: Limits | None = None) -> bool:
+        """As `Run.run`."""
+        goals, first, last = limits or ((), 0, len(self._requests))
+        broken, left = [0] * len(goals), last - first
+        while left and (record := self._engine.step()) is not None:
+            self._note_first_tokens(record)
+            for id_ in record.finished:
+                self.end_ns[id_] = record.end_ns
+                if not first <= id_ < last:
+                    continue
+                left -= 1
+                for i, goal in enumerate(goals):
+                    broken[i] += self._breaks(id_, goal)
+                    if broken[i] > goal.most_broken:
+                        return False
         return True
 
-    def _settle_next(self) -> None:
-        record = self._engine.step()
-        assert record is not None
-        self.now_ns = record.end_ns
-        ends = [i for i, start, length in record.encode if start + length == self.inputs[i]] if self._emits else []
-        for request in (*ends, *(() if self._emits else record.decode)):
-            if self.first_ns[request] < 0:
-                self.first_ns[request] = self.now_ns
-        for request in record.finished:
-            self.ended(request)
+    def _note_first_tokens(self, record: StepRecord) -> None:
+        requests = self._requests
+        ends = [i for i, start, length in record.encode if start + length == requests[i].input_length]
+        for id_ in ends if self._emits else record.decode:
+            if self.first_ns[id_] < 0:
+                self.first_ns[id_] = record.end_ns
+
+    def _breaks(self, id_: int, goal: GoalNs) -> bool:
+        request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]
+        gaps = goal.gap_ns * (request.output_length - 1)
+        whole_ns, waited_ns = end_ns - request.arrival_ns, first_ns - request.arrival_ns
+        return whole_ns > goal.whole_ns or waited_ns > goal.first_ns or end_ns - first_ns > gaps

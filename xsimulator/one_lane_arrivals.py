@@ -2,263 +2,370 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from xgpt.policies.rule import LaneSettings, PromptBudget
-from xsimulator.arrivals import Batch, Kv, Run, Step, Stream
-from xsimulator.clock import Clock
+from xgpt.policies.rule import ADJUSTMENT, LaneSettings
+from xsimulator.arrivals import BOTH, NONE, Kv, Run, Stream
+from xsimulator.compiled import borrowed, helper, kept, sources
+from xsimulator.counting import (
+    admit,
+    can_admit,
+    count,
+    drop,
+    end,
+    join,
+    leave,
+    log,
+    put_piece,
+    settled,
+    take_ends,
+    take_in,
+)
 from xsimulator.step_cost import LaneCost
+from xsimulator.step_tables import pass_stages, step_ns, step_tables
+
+MANY = np.iinfo(np.int64).max // 2
 
 
 class OneLaneRun(Run):
     """rra, orca, chunked and static, as `xgpt.policies.OneLane`."""
 
-    def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream) -> None:
-        super().__init__(stream, kv)
-        self._settings = settings
-        self._of_batch = [settings.of_microbatch(i) for i in range(settings.microbatches)]
-        self._batches = [Batch() for _ in self._of_batch]
-        for of, batch in zip(self._of_batch, self._batches, strict=True):
-            batch.since_encode = of.encode_every
-            batch.budget = PromptBudget(of.encode_tokens or 0.0, of.decode_batch)
-        self._clock = Clock(cost)
-        self._turn = 0
-        self._under_way: deque[tuple[int, Step]] = deque()
-        self._assumed: tuple[Step, list[int]] | None = None
-        """Running ahead: the step under way whose tokens are taken for made, and the requests that end in it."""
+    def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
+        num_batches = settings.microbatches
+        super().__init__(stream, kv, num_batches, num_batches * (settings.encode_parts + 2) + 2, **how)
+        lane = self.state.lane[0]
+        lane["mix"], lane["refills"], lane["ahead"] = settings.mix, settings.refill_when_empty, settings.ahead
+        lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
+        lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
+        lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
+        for i, batch in enumerate(self.state.batches):
+            of = settings.of_microbatch(i)
+            batch["encode_every"] = batch["since_encode"] = of.encode_every
+            batch["encode_tokens"], batch["carried_batch"] = of.encode_tokens or 0.0, of.carried_batch
+            batch["decode_batch"] = of.decode_batch
+            batch["token_budget"] = MANY if of.token_budget is None else of.token_budget
+            batch["max_batch"] = MANY if of.max_batch is None else of.max_batch
+        self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
 
-    def _decode_on(self) -> bool:
-        batch, settings, cost = self._batches[0], self._of_batch[0], self._clock.cost
-        if not batch.decoding or batch.encoding or self._under_way or len(self._batches) > 1:
+    def _go_on(self) -> bool:
+        return RUN(self.state, self._tables, self._free_ns)
+
+
+def _compiled(code: str) -> Callable[..., bool]:
+    """`go_on` as Python calls it; `code`: see `sources`."""
+
+    @kept
+    def run(s, tables, free_ns):
+        assert code
+        return go_on(borrowed(s), borrowed(tables), free_ns)
+
+    return run
+
+
+RUN = _compiled(sources())
+
+
+@helper
+def go_on(s, tables, free_ns):
+    """Run on; False: the log is full."""
+    lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, 6)), np.zeros(len(tables.kinds), np.int64)
+    while lane.num_left and not lane.is_given_up:
+        if lane.is_logged and lane.num_settled == len(s.log):
             return False
-        if cost.has_encoder or cost.num_stages > 1:
+        take_in(s, lane)
+        while issue(s, lane, tables, free_ns, scratch, costs_ns):
+            pass
+        is_under_way = lane.first_step < lane.end_step
+        next_ns = s.steps[lane.first_step % len(s.steps)].end_ns
+        if is_under_way and (lane.tail == len(s.requests) or next_ns <= s.requests[lane.tail].arrival_ns):
+            lane.now_ns = next_ns
+            settle(s, lane)
+        elif lane.tail < len(s.requests):
+            lane.now_ns = s.requests[lane.tail].arrival_ns
+        else:
+            break
+    return True
+
+
+@helper
+def issue(s, lane, tables, free_ns, scratch, costs_ns):
+    """Send the next step on its way; False: there is none."""
+    if lane.refills and not lane.num_inside:
+        refill(s, lane)
+    num_batches = len(s.batches)
+    for i in range(num_batches):
+        number = (lane.turn + i) % num_batches
+        batch = s.batches[number]
+        if batch.steps > lane.ahead and not (lane.refills and batch.num_encoding > batch.num_issued):
             return False
-        most = settings.encode_every - batch.since_encode
-        if settings.mix or settings.refill_when_empty:
-            if settings.mix and self.head < self.tail:
-                return False
-            most = len(self.inputs) * self.max_output
-        if most <= 0:
-            return False
-        arrivals, tail, decode_s, ends = self._arrivals_ns, self.tail, cost.decode_steps, batch.ends
-        next_ns = arrivals[tail] if settings.mix and tail < len(arrivals) else np.inf
-        now, start = self.now_ns, most
-        while most > 0 and now < next_ns:
-            running = batch.decoding + batch.held
-            now += max(1, round(decode_s(running, batch.context) * 1e9))
-            batch.iteration += 1
-            batch.context += running
-            most -= 1
-            if batch.iteration in ends:
-                break
-        batch.since_encode += start - most
-        self.now_ns = self._clock.free_ns[0] = now
-        if batch.iteration in ends:
-            self._release(self._finish(batch), batch)
-        return True
-
-    def _waits_for_an_end(self) -> bool:
-        return not self._settings.refill_when_empty and self._batches[self._turn].steps > self._settings.ahead
-
-    def _next_end_ns(self) -> int | None:
-        return self._under_way[0][0] if self._under_way else None
-
-    def _issue(self) -> None:
-        has_encoder = self._clock.cost.has_encoder
-        while (step := self._next_step()) is not None:
-            step.batch.steps += 1
-            end_ns = self._clock.end_ns(self.now_ns, self.counts(step, has_encoder=has_encoder))
-            self._under_way.append((end_ns, step))
-
-    def _next_step(self) -> Step | None:
-        settings, batches = self._settings, self._batches
-        refill = settings.refill_when_empty
-        if refill and not self.num_inside:
-            self._refill()
-        count = len(batches)
-        for i in range(count):
-            number = (self._turn + i) % count
-            batch = batches[number]
-            if batch.steps > settings.ahead and not (refill and self._has_more_to_encode(batch)):
-                return None
-            if batch.steps and settings.ahead:
-                self._assume(self._under_way[-1][1])
-            step = self._step_of(number, batch)
-            if step is not None:
-                stays = refill and self._has_more_to_encode(batch)
-                self._turn = number if stays else (number + 1) % count
-                return step
-        return None
-
-    def _step_of(self, number: int, batch: Batch) -> Step | None:
-        settings = self._of_batch[number]
-        may_encode = self._may_encode(number)
-        if not batch.num_running and not (may_encode and self.can_admit()):
-            return None
-        encode: list[tuple[int, int, int]] = []
-        if settings.mix:
-            encode = self._fill(settings, batch)
-        elif settings.refill_when_empty:
-            encode = self._part(settings, batch)
-        elif may_encode and self._is_phase_over(number):
-            batch.phase += 1
-            encode = self._phase(settings, batch)
-        mixes = settings.mix and not (encode and settings.prompts_first)
-        decodes = bool(batch.decoding and (mixes or not (encode or batch.encoding)))
-        if not encode and not decodes:
-            return None
-        batch.since_encode = 0 if encode else batch.since_encode + 1
-        return Step(encode, decodes, batch)
-
-    def _may_encode(self, number: int) -> bool:
-        settings = self._settings
-        if len(self._batches) == 1 or settings.mix or settings.refill_when_empty:
+        if batch.steps and lane.ahead and not lane.has_assumed:
+            assume(s, lane, s.steps[(lane.end_step - 1) % len(s.steps)])
+        step = s.steps[lane.end_step % len(s.steps)]
+        if next_step(s, lane, number, step):
+            stays = lane.refills and batch.num_encoding > batch.num_issued
+            lane.turn = number if stays else (number + 1) % num_batches
+            batch.steps += 1
+            lane.end_step += 1
+            count(s, step, tables.has_encoder)
+            step_ns(tables, step, s.pieces, scratch, costs_ns)
+            step.start_ns = lane.now_ns
+            step.end_ns = pass_stages(tables, free_ns, lane.now_ns, costs_ns, step.num_tokens)
             return True
-        phase = self._batches[number].phase
-        return all(batch.phase > phase or self._is_phase_over(i) for i, batch in enumerate(self._batches))
+    return False
 
-    def _is_phase_over(self, number: int) -> bool:
-        batch = self._batches[number]
-        return not batch.num_running or batch.since_encode >= self._of_batch[number].encode_every
 
-    def _fill(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
-        decodes = 0 if settings.prompts_first else batch.decoding
-        left = np.inf if settings.token_budget is None else settings.token_budget - decodes
-        most = np.inf if settings.max_batch is None else settings.max_batch
-        chunks: list[tuple[int, int, int]] = []
-        for request, encoded in batch.encoding.items():
-            if left <= 0:
-                return chunks
-            length = int(min(self.inputs[request] - encoded, left))
-            chunks.append((request, encoded, length))
-            left -= length
-        while left > 0 and self.head < self.tail and batch.num_running < most:
-            admitted = self.admit()
-            if admitted is None:
-                break
-            start = batch.encoding[admitted] = self.found(admitted)
-            length = int(min(self.inputs[admitted] - start, left))
-            chunks.append((admitted, start, length))
-            left -= length
-        return chunks
+@helper
+def next_step(s, lane, number, step):
+    """Decide a micro-batch's next step; False: it has none."""
+    batch = s.batches[number]
+    may = may_encode(s, lane, number)
+    if not is_running(batch) and not (may and can_admit(s, lane)):
+        return False
+    step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
+    if lane.mix:
+        fill(s, lane, batch)
+    elif lane.refills:
+        next_part(s, lane, batch)
+    elif may and is_phase_over(batch):
+        batch.phase += 1
+        begin_phase(s, lane, batch)
+    step.last_piece = lane.num_pieces
+    encodes = step.last_piece > step.first_piece
+    mixes = lane.mix and not (encodes and lane.prompts_first)
+    step.does_decode = batch.decoding > 0 and (mixes or not (encodes or batch.num_encoding > 0))
+    if not encodes and not step.does_decode:
+        return False
+    batch.since_encode = 0 if encodes else batch.since_encode + 1
+    return True
 
-    def _phase(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
-        budget = batch.budget
-        chunks: list[tuple[int, int, int]] = []
-        assert budget is not None
-        budget.open(batch.decoding - settings.carried_batch)
-        while self.head < self.tail:
-            found = self.found(self.head)
-            length = self.inputs[self.head] - (found if settings.reuse_is_planned else 0)
-            if not (budget.covers(length) or (not chunks and not batch.decoding)):
-                batch.since_encode = 0
-                return chunks
-            admitted = self.admit()
-            if admitted is None:
-                break
-            batch.encoding[admitted] = found
-            chunks.append((admitted, found, self.inputs[admitted] - found))
-            budget.spend(length)
-        budget.close()
-        return chunks
 
-    def _refill(self) -> None:
-        most = np.inf if self._settings.max_batch is None else self._settings.max_batch
-        entered: list[int] = []
-        while len(entered) < most and (request := self.admit()) is not None:
-            entered.append(request)
-        for i, request in enumerate(entered):
-            self._batches[i * len(self._batches) // len(entered)].encoding[request] = self.found(request)
-        self._turn = 0
+@helper
+def num_running(batch):
+    return batch.num_encoding + batch.decoding + batch.held + batch.ending
 
-    def _part(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
-        size = -(-batch.num_running // settings.encode_parts)
-        part = [request for request in batch.encoding if request not in batch.issued][:size]
-        batch.issued.update(part)
-        return [(request, self.found(request), self.inputs[request] - self.found(request)) for request in part]
 
-    def _has_more_to_encode(self, batch: Batch) -> bool:
-        return len(batch.encoding) > len(batch.issued)
+@helper
+def is_running(batch):
+    return num_running(batch) > 0
 
-    def _settle_next(self) -> None:
-        _, step = self._under_way.popleft()
-        encode, decodes, batch, _, _ = step
-        batch.steps -= 1
-        if self._settings.ahead:
-            self._settle_ahead(step)
+
+@helper
+def is_phase_over(batch):
+    return not is_running(batch) or batch.since_encode >= batch.encode_every
+
+
+@helper
+def may_encode(s, lane, number):
+    """Whether a phase may begin: those of all micro-batches begin together."""
+    if len(s.batches) == 1 or lane.mix or lane.refills:
+        return True
+    for i in range(len(s.batches)):
+        if s.batches[i].phase <= s.batches[number].phase and not is_phase_over(s.batches[i]):
+            return False
+    return True
+
+
+@helper
+def fill(s, lane, batch):
+    """Pieces of prompts up to the token budget (orca, chunked)."""
+    left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
+    id_ = batch.first
+    while id_ != NONE:
+        if left <= 0:
             return
-        finished = self.advance(batch) if decodes else []
-        self._join(encode, batch, self.now_ns)
-        if encode:
-            finished += self._finish(batch)  # those of one token have ended with their prompt
-        self._release(finished, batch)
-
-    def _join(self, encode: list[tuple[int, int, int]], batch: Batch, now_ns: int) -> None:
-        """Account for the pieces of prompts that a step has encoded."""
-        for request, start, length in encode:
-            if start + length < self.inputs[request]:
-                batch.encoding[request] = start + length
-                continue
-            del batch.encoding[request]
-            batch.issued.discard(request)
-            self.first_ns[request] = now_ns
-            self.join(request, batch, 1)
-
-    def _assume(self, step: Step) -> None:
-        """Take a step's tokens for made: requests go on, but for those that have reached their maximum with it."""
-        if self._assumed is not None:
+        request = s.requests[id_]
+        length = min(request.input - request.encoded, left)
+        put_piece(s, lane, id_, request.encoded, length)
+        left -= length
+        id_ = request.after
+    while left > 0 and lane.head < lane.tail and num_running(batch) < batch.max_batch:
+        id_ = admit(s, lane)
+        if id_ == NONE:
             return
-        encode, decodes, batch, _, _ = step
-        if decodes:
+        line_up(s, batch, id_)
+        request = s.requests[id_]
+        length = min(request.input - request.encoded, left)
+        put_piece(s, lane, id_, request.encoded, length)
+        left -= length
+
+
+@helper
+def begin_phase(s, lane, batch):
+    """Whole prompts up to what a phase is to encode (rra)."""
+    target, excess = batch.encode_tokens, batch.decoding - batch.carried_batch
+    if abs(excess) > lane.adjustment * batch.decode_batch:
+        target *= 1 - lane.adjustment if excess > 0 else 1 + lane.adjustment
+    batch.credit += target
+    is_first = True
+    while lane.head < lane.tail:
+        request = s.requests[lane.head]
+        length = request.input - (request.cached if lane.reuse_is_planned else 0)
+        if batch.credit < length / 2 and not (is_first and not batch.decoding):
+            batch.since_encode = 0
+            return
+        id_ = admit(s, lane)
+        if id_ == NONE:
+            break
+        line_up(s, batch, id_)
+        put_piece(s, lane, id_, request.cached, request.input - request.cached)
+        batch.credit -= length
+        is_first = False
+    batch.credit = min(batch.credit, 0.0)
+
+
+@helper
+def refill(s, lane):
+    """Divide what enters among the micro-batches (static)."""
+    first, entered = lane.head, 0
+    while entered < lane.max_batch and admit(s, lane) != NONE:
+        entered += 1
+    for i in range(entered):
+        line_up(s, s.batches[i * len(s.batches) // entered], first + i)
+    lane.turn = 0
+
+
+@helper
+def next_part(s, lane, batch):
+    """The next part of the prompts of a whole batch (static)."""
+    size = -(-num_running(batch) // lane.encode_parts)
+    while size and batch.unissued != NONE:
+        request = s.requests[batch.unissued]
+        put_piece(s, lane, batch.unissued, request.cached, request.input - request.cached)
+        batch.unissued = request.after
+        batch.num_issued += 1
+        size -= 1
+
+
+@helper
+def line_up(s, batch, id_):
+    """A request's prompt is the next one of a micro-batch."""
+    request = s.requests[id_]
+    request.encoded, request.after = request.cached, NONE
+    if batch.first == NONE:
+        batch.first = id_
+    else:
+        s.requests[batch.last].after = id_
+    if batch.unissued == NONE:
+        batch.unissued = id_
+    batch.last = id_
+    batch.num_encoding += 1
+
+
+@helper
+def settle(s, lane):
+    """Settle the step that ends first."""
+    step = s.steps[lane.first_step % len(s.steps)]
+    lane.first_step += 1
+    batch = s.batches[step.batch]
+    batch.steps -= 1
+    log(s, lane, step)
+    if lane.ahead:
+        settle_ahead(s, lane, step)
+    else:
+        if step.does_decode:
             batch.iteration += 1
-            batch.context += batch.decoding
-        self._join(encode, batch, -1)
-        ended = batch.ends.pop(batch.iteration, [])
-        for request in ended:
-            if self.outputs[request] == self.max_output:
-                self._drop(request, batch)
-                batch.ending += 1
-        self._assumed = step, ended
+            batch.context += batch.decoding + batch.held
+            finish(s, lane, step.batch)
+        join_encoded(s, lane, step, lane.now_ns)
+        if step.last_piece > step.first_piece:
+            finish(s, lane, step.batch)  # those of one token have ended with their prompt
+        if lane.refills and not is_any_left(s):
+            end_batch(s, lane)
+    settled(s, lane, step)
 
-    def _settle_ahead(self, step: Step) -> None:
-        if self._assumed is None:
-            self._assume(step)
-        assert self._assumed is not None
-        (_, ended), batch, self._assumed = self._assumed, step.batch, None
-        for request, start, length in step.encode:
-            if start + length == self.inputs[request]:
-                self.first_ns[request] = self.now_ns
-        for request in ended:
-            if self.outputs[request] == self.max_output:
-                batch.ending -= 1
-            else:
-                self._drop(request, batch)
-            self.ended(request)
-            self.leave(request)
 
-    def _drop(self, request: int, batch: Batch) -> None:
-        """A request decodes no further."""
-        batch.decoding -= 1
-        batch.context -= self.inputs[request] + self.outputs[request]
-        batch.inputs -= self.inputs[request]
+@helper
+def join_encoded(s, lane, step, now_ns):
+    """Account for the pieces of prompts that a step has encoded."""
+    batch = s.batches[step.batch]
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        request = s.requests[piece.request]
+        request.encoded = piece.start + piece.length
+        if request.encoded < request.input:
+            continue
+        batch.first = request.after
+        if batch.unissued == piece.request:
+            batch.unissued = request.after
+        batch.num_encoding -= 1
+        if lane.refills:
+            batch.num_issued -= 1
+        request.first_ns = now_ns
+        join(s, step.batch, piece.request, 1)
 
-    def _release(self, finished: list[int], batch: Batch) -> None:
-        """Free the places of requests that have ended; those of a static batch once all of it has."""
-        if not self._settings.refill_when_empty:
-            for request in finished:
-                self.leave(request)
-            return
-        for request in finished:
+
+@helper
+def finish(s, lane, number):
+    """Take those out that have their last token now; those of a static batch keep their places."""
+    batch, id_ = s.batches[number], take_ends(s, number)
+    while id_ != NONE:
+        drop(s, batch, id_)
+        end(s, lane, id_)
+        request = s.requests[id_]
+        if lane.refills:
             batch.held += 1
-            batch.context += self.inputs[request] + self.outputs[request]
-            batch.inputs += self.inputs[request]
-        if not any(b.decoding or b.encoding for b in self._batches):
-            self._end_batch()
+            batch.context += request.input + request.output
+            batch.inputs += request.input
+        else:
+            leave(s, lane, id_)
+        id_ = request.ends_with
 
-    def _end_batch(self) -> None:
-        """Remove the requests that were held."""
-        for batch in self._batches:
-            batch.held = batch.context = batch.inputs = 0
-        self._reserved = self.num_inside = 0
+
+@helper
+def is_any_left(s):
+    left = 0
+    for batch in s.batches:
+        left += batch.decoding + batch.num_encoding
+    return left > 0
+
+
+@helper
+def end_batch(s, lane):
+    """Remove the requests that were held."""
+    for i in range(len(s.batches)):
+        batch = s.batches[i]
+        batch.held = batch.context = batch.inputs = 0
+    lane.reserved = lane.num_inside = 0
+
+
+@helper
+def assume(s, lane, step):
+    """Take a step's tokens for made: requests go on, but for those that have reached their maximum with it."""
+    batch = s.batches[step.batch]
+    if step.does_decode:
+        batch.iteration += 1
+        batch.context += batch.decoding
+    join_encoded(s, lane, step, NONE)
+    lane.has_assumed, lane.assumed_ends = 1, take_ends(s, step.batch)
+    id_ = lane.assumed_ends
+    while id_ != NONE:
+        request = s.requests[id_]
+        if request.output == request.most:
+            drop(s, batch, id_)
+            batch.ending += 1
+        id_ = request.ends_with
+
+
+@helper
+def settle_ahead(s, lane, step):
+    """Settle a step whose tokens were taken for made."""
+    if not lane.has_assumed:
+        assume(s, lane, step)
+    lane.has_assumed, batch = 0, s.batches[step.batch]
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        if piece.start + piece.length == s.requests[piece.request].input:
+            s.requests[piece.request].first_ns = lane.now_ns
+    id_ = lane.assumed_ends
+    while id_ != NONE:
+        request = s.requests[id_]
+        if request.output == request.most:
+            batch.ending -= 1
+        else:
+            drop(s, batch, id_)
+        end(s, lane, id_)
+        leave(s, lane, id_)
+        id_ = request.ends_with

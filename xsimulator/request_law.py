@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema.step_log import StepRecord
+from xsimulator.arrivals import Run
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -96,92 +97,137 @@ class RequestLaw:
 
 
 def request_law(
-    log: Sequence[StepRecord], lengths: Lengths, skip_requests: int, num_requests: int, *, encode_emits: bool = True
+    seen: SeenSteps, lengths: Lengths, skip_requests: int, num_requests: int, *, encode_emits: bool = True
 ) -> RequestLaw:
     """The law of the latencies of the requests admitted after the first `skip_requests`, at saturation.
 
     Raises:
         InputError: the log is too short for that.
     """
-    seen = _Seen(log, encode_emits=encode_emits)
-    ids = sorted(seen.first_token)[skip_requests : skip_requests + num_requests]
-    if not ids:
-        raise InputError("requests", len(seen.first_token), f"the log needs over {skip_requests} admitted requests")
+    ids = np.flatnonzero(seen.first_token >= 0)
+    chosen = ids[skip_requests : skip_requests + num_requests]
+    if not len(chosen):
+        raise InputError("requests", len(ids), f"the log needs over {skip_requests} admitted requests")
     decodes = lengths.outputs.astype(int) - encode_emits
-    batch = np.asarray([seen.admitted[id_] for id_ in ids])
-    return RequestLaw(seen.latencies(ids, decodes), lengths.output_probabilities, batch)
+    return RequestLaw(seen.latencies(chosen, decodes), lengths.output_probabilities, seen.admitted[chosen])
 
 
-class _Seen:
-    """What a log shows of each request."""
+@dataclass(frozen=True)
+class SeenSteps:
+    """What a log shows of its steps, in the order of their ends, and of each request.
 
-    def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool) -> None:
-        self._log = log
-        self._start = np.asarray([record.start_ns for record in log], float) / 1e9
-        self._end = np.asarray([record.end_ns for record in log], float) / 1e9
-        self.first_token: dict[int, int] = {}
-        """Step that makes it, by request; of an encoder's lane, that ends the prompt."""
-        self.admitted: dict[int, int] = {}
-        self._joined: dict[int, tuple[tuple[str, int], int]] = {}
-        """Lane and micro-batch in which a request decodes, and its first decode step's number there, by request."""
-        prompts = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
-        waiting = sum(len(record.arrivals) for record in log)
+    Attributes:
+        start_s, end_s: # [steps]
+        decodes: requests that decode. # [steps]
+        mixed: some step encodes and decodes.
+        steps: of each micro-batch, the steps that decode.
+        empty: of each micro-batch, the numbers of its decode steps that find nothing from before in decode.
+        admitted, first_token, last_token: the step that begins a request's prompt, that which makes its first token (of
+            an encoder's lane: ends the prompt), and its last; -1: none does. # [requests]
+        batch: the micro-batch in which it decodes; -1: none. # [requests]
+        joined: its first decode step's number there. # [requests]
+    """
+
+    start_s: Array
+    end_s: Array
+    decodes: Array
+    mixed: bool
+    steps: dict[int, Ints]
+    empty: dict[int, Ints]
+    admitted: Ints
+    first_token: Ints
+    last_token: Ints
+    batch: Ints
+    joined: Ints
+
+    @classmethod
+    def of_run(cls, run: Run) -> SeenSteps:
+        """What a run by counts has logged."""
+        log, requests = run.log, run.state.requests
+        steps, empty = {}, {}
+        for batch in np.unique(log["batch"][log["decodes"] > 0]).tolist():
+            of = np.flatnonzero((log["batch"] == batch) & (log["decodes"] > 0))
+            steps[batch], empty[batch] = of, np.flatnonzero(log["left"][of] == 0) + 1
+        return cls(
+            log["start_ns"] / 1e9,
+            log["end_ns"] / 1e9,
+            log["decodes"].astype(float),
+            bool(((log["encodes"] > 0) & (log["decodes"] > 0)).any()),
+            steps,
+            empty,
+            *(requests[name] for name in ("admitted_step", "first_step", "last_step", "joined_batch", "joined_step")),
+        )
+
+    @classmethod
+    def of_log(cls, log: Sequence[StepRecord]) -> SeenSteps:
+        """What a log of an engine says."""
+        arrivals = [arrival for record in log for arrival in record.arrivals]
+        prompts = {arrival.id: arrival.input_length for arrival in arrivals}
+        admitted, first, last, batch_of, joined = (np.full(max(prompts, default=-1) + 1, -1) for _ in range(5))
         steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         empty: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         inside: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
-        self._last = len(log)
-        """First step after the last admission: from there on batches shrink."""
+        numbers: dict[tuple[str, int], int] = {}
         for i, record in enumerate(log):
             batch = record.lane, record.microbatch
+            number = numbers.setdefault(batch, len(numbers))
             if record.decode:
                 if record.lane == "decode":
                     for id_ in set(record.decode) - inside[batch]:
-                        self._joined.setdefault(id_, (batch, len(steps[batch])))
+                        if batch_of[id_] < 0:
+                            batch_of[id_], joined[id_] = number, len(steps[batch])
                     inside[batch] = set(record.decode)
                 steps[batch].append(i)
             for id_, start, length in record.encode:
-                if id_ not in self.admitted:
-                    self.admitted[id_] = i
-                    waiting -= 1
+                if admitted[id_] < 0:
+                    admitted[id_] = i
                 if start + length == prompts[id_]:
-                    self.first_token.setdefault(id_, i)
+                    first[id_] = i if first[id_] < 0 else first[id_]
                     if record.lane == "both":
-                        self._joined.setdefault(id_, (batch, len(steps[batch])))
+                        if batch_of[id_] < 0:
+                            batch_of[id_], joined[id_] = number, len(steps[batch])
                         inside[batch].add(id_)
             inside[batch].difference_update(record.finished)
+            last[list(record.finished)] = i
             for id_ in record.preempted:
                 for others in inside.values():
                     others.discard(id_)
             if record.decode and not inside[batch]:
                 empty[batch].append(len(steps[batch]))
-            if waiting <= 0 and self._last == len(log):
-                self._last = i
-        self._steps = {batch: np.asarray(of, int) for batch, of in steps.items() if of}
-        self._empty = {batch: np.asarray(empty[batch], int) for batch in self._steps}
-        """Numbers of the decode steps that find nothing from before in decode."""
-        self._mixed = any(record.encode and record.decode for record in log)
+        return cls(
+            np.asarray([record.start_ns for record in log], float) / 1e9,
+            np.asarray([record.end_ns for record in log], float) / 1e9,
+            np.asarray([len(record.decode) for record in log], float),
+            any(record.encode and record.decode for record in log),
+            {numbers[batch]: np.asarray(of, int) for batch, of in steps.items() if of},
+            {numbers[batch]: np.asarray(empty[batch], int) for batch, of in steps.items() if of},
+            *(admitted, first, last, batch_of, joined),
+        )
 
-    def latencies(self, ids: Sequence[int], decodes: Ints) -> Array:
+    @cached_property
+    def _last(self) -> int:
+        """Step of the last admission: from there on batches shrink."""
+        return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
+
+    def latencies(self, ids: Ints, decodes: Ints) -> Array:
         """Seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
-        opens = self.admitted[ids[0]]
+        opens = int(self.admitted[ids[0]])
         """From here on batches are as in the steady state, up to the last admission."""
-        admitted = self._start[[self.admitted[id_] for id_ in ids]]
-        first = self._end[[self.first_token[id_] for id_ in ids]]
-        found = np.repeat((first - admitted)[:, None], len(decodes), axis=1)
-        for batch, steps in self._steps.items():
-            rows = [row for row, id_ in enumerate(ids) if id_ in self._joined and self._joined[id_][0] == batch]
-            if not rows:
+        first = self.end_s[self.first_token[ids]]
+        found = np.repeat((first - self.start_s[self.admitted[ids]])[:, None], len(decodes), axis=1)
+        for batch, steps in self.steps.items():
+            rows = np.flatnonzero(self.batch[ids] == batch)
+            if not len(rows):
                 continue
-            joined = np.asarray([self._joined[ids[row]][1] for row in rows])
-            end = self._end[steps]
+            joined, end = self.joined[ids[rows]], self.end_s[steps]
             # The last decode step that these requests are known to meet.
             ends = [int(np.searchsorted(steps, self._last)), len(steps) + 1]
-            empty = np.sort(np.concatenate([self._empty[batch], ends]))
+            empty = np.sort(np.concatenate([self.empty[batch], ends]))
             until = np.minimum(empty[np.searchsorted(empty, joined + 1)], len(steps))
             known = np.minimum(decodes, np.maximum(until - joined, 0)[:, None])  # [rows, decodes]
             last = np.clip(joined[:, None] + known - 1, 0, len(steps) - 1)
             own = np.where(known > 0, end[last] - first[rows, None], 0.0)
-            if self._mixed:
+            if self.mixed:
                 own *= self._met_over_all(steps, opens)
             behind = self._gaps_by_age(batch, opens)
             reach = np.minimum(np.arange(int(decodes.max()) + 1), len(behind) - 1)
@@ -193,21 +239,20 @@ class _Seen:
     def _met_over_all(self, steps: Ints, opens: int) -> float:
         """The mean gap between tokens over the mean time from one decode step to the next."""
         inside = steps[(steps >= opens) & (steps < self._last)]
-        gaps = np.diff(self._end[inside])
-        weights = np.asarray([len(self._log[i].decode) for i in inside[1:]], float)
-        return float(np.average(gaps, weights=weights) / gaps.mean()) if len(gaps) else 1.0
+        gaps = np.diff(self.end_s[inside])
+        return float(np.average(gaps, weights=self.decodes[inside[1:]]) / gaps.mean()) if len(gaps) else 1.0
 
-    def _gaps_by_age(self, batch: tuple[str, int], opens: int) -> Array:
+    def _gaps_by_age(self, batch: int, opens: int) -> Array:
         """Mean seconds of a request's n-th decode step, from its token before on. # [most decodes]"""
-        steps = self._steps[batch]
-        gaps = np.diff(self._end[steps], prepend=self._start[steps[0]])
+        steps = self.steps[batch]
+        gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)
-        ended = {id_: i for i in range(len(self._log)) for id_ in self._log[i].finished}
-        for id_, (own, joined) in self._joined.items():
-            if own == batch and id_ in ended and self.first_token.get(id_, 0) >= opens:
-                after = max(int(np.searchsorted(steps, min(ended[id_] + 1, self._last))), joined)
-                total[: after - joined] += gaps[joined:after]
-                count[: after - joined] += 1
+        own = np.flatnonzero((self.batch == batch) & (self.last_token >= 0) & (self.first_token >= opens))
+        after = np.searchsorted(steps, np.minimum(self.last_token[own] + 1, self._last))
+        for joined, until in zip(self.joined[own].tolist(), after.tolist(), strict=True):
+            if until > joined:
+                total[: until - joined] += gaps[joined:until]
+                count[: until - joined] += 1
         seen = count > 0
         mean = float(total.sum() / max(count.sum(), 1.0))
         return np.where(seen, total / np.maximum(count, 1.0), mean)[: int(seen.sum()) + 1]

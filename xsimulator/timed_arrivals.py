@@ -8,13 +8,14 @@ from xgpt.policies.orders import InTimeOrder
 from xgpt.policies.request import Request
 from xgpt.policies.rule import LaneSettings, are_met
 from xgpt.policies.slack import LaneForecast, TimeRoom
-from xsimulator.arrivals import Batch, Kv, Step, Stream
-from xsimulator.one_lane_arrivals import OneLaneRun
+from xsimulator.arrivals import Kv, Stream
 from xsimulator.step_cost import LaneCost
+from xsimulator.stepped_arrivals import Batch, Step
+from xsimulator.stepped_lane import SteppedRun
 
 
-class TimedRun(OneLaneRun):
-    """As `OneLaneRun`, where times decide.
+class TimedRun(SteppedRun):
+    """As `SteppedRun`, where times decide.
 
     All requests of a micro-batch have a token more with each step that decodes, so which of them is due first changes
     only as requests come and go.

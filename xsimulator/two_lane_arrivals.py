@@ -2,190 +2,294 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from copy import copy
+from collections.abc import Callable
 
 import numpy as np
 
-from xgpt.policies.rule import PromptBudget
 from xgpt.policies.waa import TwoLaneSettings
-from xsimulator.arrivals import Batch, Kv, Run, Step, Stream
-from xsimulator.clock import Clock
+from xsimulator.arrivals import DECODE, ENCODE, NONE, TRANSFER, Kv, Run, Stream
+from xsimulator.compiled import borrowed, helper, kept, sources
+from xsimulator.counting import (
+    admit,
+    blocks_of,
+    can_admit,
+    count,
+    drop,
+    end,
+    join,
+    leave,
+    log,
+    put_piece,
+    settled,
+    take_ends,
+    take_in,
+)
 from xsimulator.step_cost import LaneCost
+from xsimulator.step_tables import line_value, pass_stages, step_ns, step_tables
 from xsimulator.transfer import TransferCost
 
 
 class TwoLaneRun(Run):
     """waa, as `xgpt.policies.waa.TwoLane`."""
 
-    def __init__(self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream) -> None:
-        super().__init__(stream, kv)
-        self._settings = settings
-        self._clocks = {"encode": Clock(encode), "decode": Clock(decode)}
-        self._transfer = TransferCost(encode, decode)
-        self._encode = [Batch() for _ in range(settings.encode_stages)]
-        self._decode = [Batch() for _ in range(settings.decode_microbatches)]
-        self._moving: list[int] = []
-        self._is_moving = False
-        self._arrived: deque[int] = deque()
-        self._encode_turn = self._decode_turn = self._encode_blocks = 0
-        self._budget = PromptBudget(settings.encode_tokens)
-        self._emits = not settings.encoder_only
-        self._under_way: list[tuple[int, int, Step]] = []
-        self._num_begun = 0
+    def __init__(
+        self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream, **how: bool
+    ) -> None:
+        num_batches = settings.decode_microbatches + settings.encode_stages
+        super().__init__(stream, kv, num_batches, num_batches + 2, **how)
+        self.state.steps["end_ns"] = NONE
+        lane = self.state.lane[0]
+        transfer = TransferCost(encode, decode)
+        lane["num_decode"], lane["max_batch"] = settings.decode_microbatches, settings.max_decode_batch
+        lane["encode_tokens"], lane["most_encode_blocks"] = settings.encode_tokens, settings.encode_blocks
+        lane["emits"], lane["reuse_is_planned"] = not settings.encoder_only, settings.reuse_is_planned
+        lane["occupies"] = transfer.occupies
+        self._transfer = transfer.line.points, transfer.line.values
+        self._encode, self._decode = step_tables(encode), step_tables(decode)
+        self._encode_free_ns, self._decode_free_ns = (np.zeros(of.num_stages, np.int64) for of in (encode, decode))
 
-    def _next_end_ns(self) -> int | None:
-        return self._under_way[0][0] if self._under_way else None
+    def _go_on(self) -> bool:
+        lanes = self._encode, self._decode, self._encode_free_ns, self._decode_free_ns
+        return RUN(self.state, *lanes, *self._transfer)
 
-    def _issue(self) -> None:
-        while (step := self._next_decode()) is not None:
-            self._begin(step)
-        if (step := self._next_transfer()) is not None:
-            self._begin(step)
-        while (step := self._next_encode()) is not None:
-            self._begin(step)
 
-    def _decode_on(self) -> bool:
-        batch, clock = self._decode[0], self._clocks["decode"]
-        if not batch.decoding or batch.steps or self._arrived or len(self._decode) > 1 or self._transfer.occupies:
+def _compiled(code: str) -> Callable[..., bool]:
+    """`go_on` as Python calls it; `code`: see `sources`."""
+
+    @kept
+    def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
+        assert code
+        lanes = borrowed(encode), borrowed(decode), encode_free_ns, decode_free_ns
+        return go_on(borrowed(s), lanes[0], lanes[1], lanes[2], lanes[3], tokens_moved, moved_s)
+
+    return run
+
+
+RUN = _compiled(sources())
+
+
+@helper
+def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
+    """Run on; False: the log is full."""
+    lane = s.lane[0]
+    scratch = np.zeros((max(encode.num_groups, decode.num_groups), 6))
+    costs_ns = np.zeros(max(len(encode.kinds), len(decode.kinds)), np.int64)
+    while lane.num_left and not lane.is_given_up:
+        if lane.is_logged and lane.num_settled == len(s.log):
             return False
-        if clock.cost.has_encoder or clock.cost.num_stages > 1:
-            return False
-        if (step := self._next_transfer()) is not None:
-            self._begin(step)
-        while (step := self._next_encode()) is not None:
-            self._begin(step)
-        # The decode lane goes on by itself until something else ends or arrives.
-        next_ns = self._under_way[0][0] if self._under_way else np.inf
-        if self.tail < len(self._arrivals_ns):
-            next_ns = min(next_ns, self._arrivals_ns[self.tail])
-        decode_s, ends, start = clock.cost.decode_steps, batch.ends, self.now_ns
-        while batch.decoding:
-            then = self.now_ns + max(1, round(decode_s(batch.decoding, batch.context) * 1e9))
-            if then >= next_ns:
+        take_in(s, lane)
+        while True:
+            step = s.steps[free_slot(s)]
+            if not next_decode(s, lane, step):
                 break
-            self.now_ns = clock.free_ns[0] = then
-            batch.iteration += 1
-            batch.context += batch.decoding
-            if batch.iteration in ends:
-                for request in self._finish(batch):
-                    self.leave(request)
+            begin(s, lane, step, decode, decode_free_ns, scratch, costs_ns)
+        if next_transfer(s, lane, step):
+            seconds = line_value(tokens_moved, moved_s, 0, len(moved_s), step.num_tokens)
+            if lane.occupies:
+                occupy(encode_free_ns, lane.now_ns, seconds)
+                occupy(decode_free_ns, lane.now_ns, seconds)
+            step.start_ns, step.number = lane.now_ns, lane.num_begun
+            step.end_ns = lane.now_ns + max(1, np.int64(np.rint(seconds * 1e9)))
+            lane.num_begun += 1
+        while True:
+            step = s.steps[free_slot(s)]
+            if not next_encode(s, lane, step):
                 break
-        return self.now_ns > start
-
-    def _begin(self, step: Step) -> None:
-        if step.lane == "transfer":
-            seconds = self._transfer.at(sum(self.inputs[request] for request in step.transfer))
-            if self._transfer.occupies:
-                for clock in self._clocks.values():
-                    clock.occupy(self.now_ns, seconds)
-            end_ns = self.now_ns + max(1, round(seconds * 1e9))
+            begin(s, lane, step, encode, encode_free_ns, scratch, costs_ns)
+        first = next_end(s)
+        if first != NONE and (
+            lane.tail == len(s.requests) or s.steps[first].end_ns <= s.requests[lane.tail].arrival_ns
+        ):
+            lane.now_ns = s.steps[first].end_ns
+            settle(s, lane, s.steps[first])
+        elif lane.tail < len(s.requests):
+            lane.now_ns = s.requests[lane.tail].arrival_ns
         else:
-            clock = self._clocks[step.lane]
-            joining = 0 if self._emits else sum(self.inputs[request] for request in step.transfer)
-            end_ns = clock.end_ns(self.now_ns, self.counts(step, has_encoder=clock.cost.has_encoder, joining=joining))
-            step.batch.steps += 1
-        heapq.heappush(self._under_way, (end_ns, self._num_begun, step))
-        self._num_begun += 1
+            break
+    return True
 
-    def _next_decode(self) -> Step | None:
-        count = len(self._decode)
-        for i in range(count):
-            number = (self._decode_turn + i) % count
-            batch = self._decode[number]
-            if batch.steps:
-                return None
-            if not (batch.decoding or self._arrived):
-                continue
-            share = -(-self._num_decoding() // count)
-            joined = []
-            while self._arrived and batch.decoding < share:
-                joined.append(self._arrived.popleft())
-                self.join(joined[-1], batch, int(self._emits))
-            if not batch.decoding:
-                continue
-            self._decode_turn = (number + 1) % count
-            return Step([], True, batch, "decode", tuple(joined))
-        return None
 
-    def _num_decoding(self) -> int:
-        return len(self._arrived) + sum(batch.decoding for batch in self._decode)
+@helper
+def free_slot(s):
+    """Where the next step is written: there is one place more than steps can be under way."""
+    i = 0
+    while s.steps[i].end_ns != NONE:
+        i += 1
+    return i
 
-    def _next_transfer(self) -> Step | None:
-        if self._is_moving or not self._moving:
-            return None
-        self._is_moving = True
-        return Step([], False, self._encode[0], "transfer", tuple(self._moving))
 
-    def _next_encode(self) -> Step | None:
-        batch = self._encode[self._encode_turn]
-        if batch.steps or not self.can_admit():
-            return None
-        settings, kv, budget = self._settings, self._kv, self._budget
-        due = self._due()
-        if self.num_inside and self.num_inside + due > settings.max_decode_batch:
-            return None
-        ahead = sum(kv.of(self.inputs[request]) for request in range(self.head, self.head + due))
-        if self._encode_blocks + ahead > settings.encode_blocks:
-            return None
-        budget.open()
-        entered: list[int] = []
-        while len(entered) < due and (request := self.admit()) is not None:
-            budget.spend(self._length(request))
-            self._encode_blocks += kv.of(self.inputs[request])
-            entered.append(request)
-        if self.head == self.tail or budget.covers(self._length(self.head)):
-            budget.close()
-        self._encode_turn = (self._encode_turn + 1) % len(self._encode)
-        pieces = [(request, self.found(request), self.inputs[request] - self.found(request)) for request in entered]
-        return Step(pieces, False, batch, "encode")
+@helper
+def next_end(s):
+    """The step that ends first; of several, the one that began first; NONE: none is under way."""
+    found = NONE
+    for i in range(len(s.steps)):
+        step = s.steps[i]
+        if step.end_ns == NONE:
+            continue
+        if (
+            found == NONE
+            or step.end_ns < s.steps[found].end_ns
+            or (step.end_ns == s.steps[found].end_ns and step.number < s.steps[found].number)
+        ):
+            found = i
+    return found
 
-    def _length(self, request: int) -> int:
-        """Return the tokens of a prompt that count towards an encode batch."""
-        return self.inputs[request] - (self.found(request) if self._settings.reuse_is_planned else 0)
 
-    def _due(self) -> int:
-        settings, budget = self._settings, copy(self._budget)
-        budget.open()
-        count = blocks = 0
-        for request in range(self.head, min(self.tail, self.head + settings.max_decode_batch + 1)):
-            blocks += self._kv.of(self.inputs[request])
-            fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
-            if count and not (fits and budget.covers(self._length(request))):
-                break
-            budget.spend(self._length(request))
-            count += 1
-        return count
+@helper
+def occupy(free_ns, now_ns, seconds):
+    """Occupy every stage with something else for this long."""
+    for i in range(len(free_ns)):
+        free_ns[i] = max(free_ns[i], now_ns) + np.int64(np.rint(seconds * 1e9))
 
-    def _settle_next(self) -> None:
-        _, _, step = heapq.heappop(self._under_way)
-        match step.lane:
-            case "transfer":
-                self._is_moving = False
-                self._arrived.extend(step.transfer)
-                del self._moving[: len(step.transfer)]
-                for request in step.transfer:
-                    self._encode_blocks -= self._kv.of(self.inputs[request] + self._emits)
-            case "encode":
-                step.batch.steps -= 1
-                self._encoded([request for request, _, _ in step.encode])
-            case _:
-                step.batch.steps -= 1
-                for request in step.transfer:
-                    if not self._emits:
-                        self.first_ns[request] = self.now_ns
-                for request in self.advance(step.batch):
-                    self.leave(request)
 
-    def _encoded(self, requests: list[int]) -> None:
-        for request in requests:
-            self._encode_blocks -= self._kv.of(self.inputs[request])
-            if self._emits:
-                self.first_ns[request] = self.now_ns
-                if self.outputs[request] == 1:
-                    self.ended(request)
-                    self.leave(request)
-                    continue
-            self._encode_blocks += self._kv.of(self.inputs[request] + self._emits)
-            self._moving.append(request)
+@helper
+def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
+    """Send a step of a lane on its way."""
+    count(s, step, tables.has_encoder)
+    if tables.has_encoder and step.lane == ENCODE:
+        step.sampled = step.decodes
+    step_ns(tables, step, s.pieces, scratch, costs_ns)
+    step.start_ns, step.number = lane.now_ns, lane.num_begun
+    step.end_ns = pass_stages(tables, free_ns, lane.now_ns, costs_ns, step.num_tokens)
+    s.batches[step.batch].steps += 1
+    lane.num_begun += 1
+
+
+@helper
+def next_decode(s, lane, step):
+    """Decide the decode lane's next step; False: there is none."""
+    num_batches = lane.num_decode
+    for i in range(num_batches):
+        number = (lane.turn + i) % num_batches
+        batch, num_arrived = s.batches[number], lane.num_arrived - lane.num_joined
+        if batch.steps:
+            return False
+        if not batch.decoding and not num_arrived:
+            continue
+        for j in range(num_batches):
+            num_arrived += s.batches[j].decoding
+        share = -(-num_arrived // num_batches)
+        step.first_moved, step.joining = lane.num_joined, 0
+        while lane.num_joined < lane.num_arrived and batch.decoding < share:
+            id_ = s.moved[lane.num_joined]
+            join(s, number, id_, lane.emits)
+            request = s.requests[id_]
+            request.joined_batch, request.joined_step = number, batch.num_decode_steps
+            step.joining += 0 if lane.emits else request.input
+            lane.num_joined += 1
+        if not batch.decoding:
+            continue
+        lane.turn = (number + 1) % num_batches
+        step.lane, step.batch, step.does_decode, step.last_moved = DECODE, number, True, lane.num_joined
+        step.first_piece = step.last_piece = lane.num_pieces
+        return True
+    return False
+
+
+@helper
+def next_transfer(s, lane, step):
+    """Decide what moves next: all that has been encoded meanwhile; False: nothing, or something is on its way."""
+    if lane.num_moving > lane.num_arrived or lane.num_encoded == lane.num_moving:
+        return False
+    step.lane, step.batch, step.does_decode, step.decodes, step.num_tokens = TRANSFER, 0, False, 0, 0
+    step.first_piece = step.last_piece = lane.num_pieces
+    for i in range(lane.num_moving, lane.num_encoded):
+        step.num_tokens += s.requests[s.moved[i]].input
+    lane.num_moving = lane.num_encoded
+    return True
+
+
+@helper
+def next_encode(s, lane, step):
+    """Decide the encode lane's next step; False: there is none."""
+    number = lane.num_decode + lane.encode_turn
+    if s.batches[number].steps or not can_admit(s, lane):
+        return False
+    due, blocks = num_due(s, lane), 0
+    if lane.num_inside and lane.num_inside + due > lane.max_batch:
+        return False
+    for i in range(lane.head, lane.head + due):
+        blocks += blocks_of(lane, s.requests[i].input)
+    if lane.encode_blocks + blocks > lane.most_encode_blocks:
+        return False
+    lane.credit += lane.encode_tokens
+    step.first_piece = lane.num_pieces
+    while lane.num_pieces < step.first_piece + due:
+        id_ = admit(s, lane)
+        if id_ == NONE:
+            break
+        request = s.requests[id_]
+        lane.credit -= planned_length(lane, request)
+        lane.encode_blocks += blocks_of(lane, request.input)
+        put_piece(s, lane, id_, request.cached, request.input - request.cached)
+    if lane.head == lane.tail or lane.credit >= planned_length(lane, s.requests[lane.head]) / 2:
+        lane.credit = min(lane.credit, 0.0)
+    lane.encode_turn = (lane.encode_turn + 1) % (len(s.batches) - lane.num_decode)
+    step.lane, step.batch, step.does_decode, step.joining = ENCODE, number, False, 0
+    step.last_piece = lane.num_pieces
+    return True
+
+
+@helper
+def planned_length(lane, request):
+    """Tokens of a prompt that count towards an encode batch."""
+    return request.input - (request.cached if lane.reuse_is_planned else 0)
+
+
+@helper
+def num_due(s, lane):
+    """Requests that the next encode batch takes."""
+    credit, found, blocks = lane.credit + lane.encode_tokens, 0, 0
+    for id_ in range(lane.head, min(lane.tail, lane.head + lane.max_batch + 1)):
+        request = s.requests[id_]
+        blocks += blocks_of(lane, request.input)
+        fits = found < lane.max_batch and blocks <= lane.most_encode_blocks
+        if found and not (fits and credit >= planned_length(lane, request) / 2):
+            break
+        credit -= planned_length(lane, request)
+        found += 1
+    return found
+
+
+@helper
+def settle(s, lane, step):
+    """Settle a step, the one that ends first."""
+    log(s, lane, step)
+    batch = s.batches[step.batch]
+    if step.lane == TRANSFER:
+        for i in range(lane.num_arrived, lane.num_moving):
+            lane.encode_blocks -= blocks_of(lane, s.requests[s.moved[i]].input)
+        lane.num_arrived = lane.num_moving
+    elif step.lane == ENCODE:
+        batch.steps -= 1
+        for i in range(step.first_piece, step.last_piece):
+            end_prompt(s, lane, s.pieces[i % len(s.pieces)].request)
+    else:
+        batch.steps -= 1
+        for i in range(step.first_moved, step.last_moved if not lane.emits else step.first_moved):
+            s.requests[s.moved[i]].first_ns = lane.now_ns
+        batch.iteration += 1
+        batch.context += batch.decoding
+        id_ = take_ends(s, step.batch)
+        while id_ != NONE:
+            drop(s, batch, id_)
+            end(s, lane, id_)
+            leave(s, lane, id_)
+            id_ = s.requests[id_].ends_with
+    settled(s, lane, step)
+    step.end_ns = NONE
+
+
+@helper
+def end_prompt(s, lane, id_):
+    """The prompt is encoded; those of one token have ended with it."""
+    request = s.requests[id_]
+    if lane.emits:
+        request.first_ns = lane.now_ns
+        if request.output == 1:
+            lane.encode_blocks -= blocks_of(lane, request.input)
+            end(s, lane, id_)
+            leave(s, lane, id_)
+            return
+    s.moved[lane.num_encoded] = id_
+    lane.num_encoded += 1

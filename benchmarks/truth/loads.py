@@ -134,31 +134,15 @@ class Times:
         return (self.whole_s - self.first_s) / np.maximum(self.outputs - 1, 1)
 
 
-class _ClosedLoop(OneLaneRun):
-    """Clients that each send their next request when their last one has ended.
-
-    Args:
-        path_s: that a request takes outside of the engine's loop.
-    """
-
-    def __init__(self, served: Served, stream: Stream, clients: int, path_s: float) -> None:
-        super().__init__(served.lane, served.cost, served.kv, stream)
-        self._num_sent, self._path_ns = clients, round(1e9 * path_s)
-
-    def ended(self, request: int) -> None:
-        super().ended(request)
-        if self._num_sent < len(self.inputs):
-            self._arrivals_ns[self._num_sent] = self.now_ns + self._path_ns
-            self._num_sent += 1
-
-
 def closed_loop(served: Served, clients: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
     """What the requests of a number of clients take, all of which start at once."""
     path_s = served.spec.request_path_s
     arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
-    run = _ClosedLoop(served, Stream(list(inputs), list(outputs), max(outputs), arrivals), clients, path_s)
+    stream = Stream(inputs, outputs, max(outputs), arrivals)
+    path_ns = round(1e9 * path_s)
+    run = OneLaneRun(served.lane, served.cost, served.kv, stream, clients=clients, path_ns=path_ns)
     run.run()
-    return _times(run, arrivals, outputs, path_s)
+    return _times(run, run.state.requests["arrival_ns"].tolist(), outputs, path_s)
 
 
 def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cached: Sequence[int], seed: int) -> Times:

@@ -202,6 +202,9 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 @example(Case(2837500832, 4, "waa", "length", monotone=False, quantile=0.5))
 # All prompts and outputs alike: the steps repeat for ever what the start has made of them.
 @example(Case(2509471469, 1, "chunked", "request", monotone=True, quantile=0.9))
+# Tails that few admissions do not tell: requests that wait in a pipeline of waa's; batches of which a few are slow.
+@example(Case(284712975, 3, "waa", "request", monotone=True, quantile=0.99))
+@example(Case(2055536846, 1, "static", "request", monotone=True, quantile=0.99))
 def test_claims_hold(case: Case) -> None:
     claims_hold(case)
 

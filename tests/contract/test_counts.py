@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.test_claims import Case
@@ -22,9 +22,10 @@ from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import sample
 from xscheduler.space import POLICIES
 from xsimulator.arrivals import Run, Stream
-from xsimulator.capacity import run_by_counts
+from xsimulator.counted_run import run_by_counts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.step_cost import lanes_of
+from xsimulator.timed_arrivals import TimedRun
 
 NUM_REQUESTS = 80
 
@@ -74,7 +75,7 @@ class Arrivals:
         return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
 
 
-def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run:
+def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run | TimedRun:
     run = run_by_counts(plan, lanes_of(plan, profile), requests)
     assert run is not None
     return run
@@ -92,9 +93,9 @@ def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int
     each = simulated(requests)
     first, end = [-1] * len(each), [-1] * len(each)
     for record in SimulatedEngine(schedule, clock_of(plan, profile, schedule), each).run():
-        for id_, start, length in record.encode:
-            if start + length == requests.inputs[id_]:
-                first[id_] = record.end_ns
+        ended = [id_ for id_, start, length in record.encode if start + length == requests.inputs[id_]]
+        for id_ in ended if schedule.pool.encode_emits else record.decode:
+            first[id_] = record.end_ns if first[id_] < 0 else first[id_]
         for id_ in record.finished:
             end[id_] = record.end_ns
     return first, end
@@ -150,6 +151,8 @@ def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals) -> None:
         room=st.sampled_from((0, 0, 1, 2, 5)),
     )
 )
+# The encode lane's memory is full of prompts: it holds no place for the token that each of them makes.
+@example(Arrivals(Case(2818240210, 4, "waa", "length", monotone=False, quantile=0.99), load=0.9, together=80, room=5))
 def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:
     plan = arrivals.plan()
     assume(plan is not None)

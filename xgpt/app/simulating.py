@@ -196,9 +196,12 @@ def request_latencies(
     import numpy as np
 
     from xgpt.workload import TraceLengths, sample
+    from xsimulator.arrivals import Stream
+    from xsimulator.counted_run import counted_run
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
-    from xsimulator.request_law import request_law
+    from xsimulator.request_law import SeenSteps, request_law
+    from xsimulator.step_cost import lanes_of
 
     check_fits(plan, workload)
     skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
@@ -211,8 +214,16 @@ def request_latencies(
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated
         outputs[:first], longest[:first] = left, longest[:first] - generated
-    log = run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest)
-    return request_law(log, lengths, skipped, num_requests, encode_emits=_encode_emits(plan))
+    run = None
+    if plan.estimate.reuse is None:
+        stream = Stream(inputs, outputs, longest, np.zeros(total, int))
+        run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
+    if run is not None:
+        run.run()
+        seen = SeenSteps.of_run(run)
+    else:
+        seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    return request_law(seen, lengths, skipped, num_requests, encode_emits=_encode_emits(plan))
 
 
 def replay_trace(

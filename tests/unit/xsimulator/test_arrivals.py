@@ -20,6 +20,7 @@ SCENARIOS = (
     ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
     ("opt-13b", "a40x4", "summarization", 8.0),
     ("gpt3-39b", "a40x16", "translation", 20.0),
+    ("t5-11b", "a40x8", "summarization", 5.819),
 )
 
 

@@ -1,0 +1,53 @@
+"""What a run by counts logs of its steps says of latencies what the log of the engine says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.test_claims import Case
+from tests.contract.test_counts import Arrivals
+from xgpt.app.simulating import run_requests
+from xgpt.workload import TraceLengths
+from xscheduler.space import POLICIES
+from xsimulator.arrivals import Stream
+from xsimulator.counted_run import counted_run
+from xsimulator.lengths import Lengths
+from xsimulator.request_law import SeenSteps, request_law
+from xsimulator.step_cost import lanes_of
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    st.builds(
+        Arrivals,
+        case=st.builds(
+            Case,
+            seed=st.integers(0, 2**32 - 1),
+            num_devices=st.integers(1, 4),
+            policy=st.sampled_from(tuple(POLICIES)),
+            sla=st.just("request"),
+            monotone=st.booleans(),
+            quantile=st.just(0.99),
+        ),
+        load=st.just(1.0),
+        together=st.just(1),
+        room=st.just(0),
+    )
+)
+def test_both_logs_say_the_same(arrivals: Arrivals) -> None:
+    plan = arrivals.plan()
+    assume(plan is not None)
+    assert plan is not None
+    profile, requests = arrivals.case.subject.profile, arrivals.stream(plan)
+    at_once = Stream(requests.inputs, requests.outputs, requests.max_output, [0] * len(requests.inputs))
+    run = counted_run(plan, lanes_of(plan, profile), at_once, is_logged=True)
+    assert run.run()
+    lengths = TraceLengths(np.asarray(requests.inputs), np.asarray(requests.outputs), None)
+    log = run_requests(plan, profile, lengths, int(np.max(requests.max_output)))
+    by_counts, one_by_one = (
+        request_law(seen, Lengths(plan.workload), 10, 50) for seen in (SeenSteps.of_run(run), SeenSteps.of_log(log))
+    )
+    assert by_counts.seconds == pytest.approx(one_by_one.seconds, rel=1e-9)

@@ -1,0 +1,55 @@
+"""Loops compiled by numba: how, and how they are kept.
+
+A helper is compiled into what calls it. What Python calls is compiled when it is first run, some seconds, and kept on
+disk with the source, or in the user's cache directory where that cannot be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+helper = njit(forceinline=True)
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that Python calls, and keep it on disk; not where no directory can be written."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:
+        return njit(function)
+
+
+def sources() -> str:
+    """A hash of all code of this package. Numba compiles anew where what a function closes over has changed; of the
+    code it looks at the function's own file alone."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _borrowed(typing_context: Any, arrays: Any) -> Any:
+    """The same named tuple with arrays that no references are counted of: its caller holds them.
+
+    Numba counts one atomically whenever an array is read out of a tuple, which took most of the time of these loops.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        [found] = values
+        for i, kind in enumerate(signature.args[0].types):
+            if isinstance(kind, types.Array):
+                array = context.make_array(kind)(context, builder, value=builder.extract_value(found, i))
+                array.meminfo = ir.Constant(array.meminfo.type, None)
+                array.parent = ir.Constant(array.parent.type, None)
+                found = builder.insert_value(found, array._getvalue(), i)
+        return found
+
+    return arrays(arrays), generate
+
+
+borrowed: Callable[[Any], Any] = intrinsic(_borrowed)  # type: ignore[assignment]
