@@ -62,7 +62,7 @@ class Live:
     async def now(self) -> dict[str, Any]:
         watch = self._watch
         plan = watch.plan
-        observation = await watch.observation()
+        observation = await watch.observation(lengths_alone=True)
         observed_input = None if observation is None else observation.workload.input
         observed_output = None if observation is None else observation.workload.output
         return {

@@ -155,7 +155,7 @@ class Metrics:
         self._bounds.labels(account.name, "yes" if kept else "no").inc()
 
     async def render(self) -> bytes:
-        observation = None if self._watch is None else await self._watch.observation()
+        observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)
         if observation is not None:
             workload = observation.workload
             values = (mean(workload.input), mean(workload.output))
