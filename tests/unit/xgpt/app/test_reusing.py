@@ -89,6 +89,14 @@ def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
     assert found.estimate.capacity.rate_per_s > 1.3 * (found.estimate.reuse.alone or 0)
 
 
+def test_replicas_count_on_what_the_router_sends_them(path: Path) -> None:
+    found = xgpt.plan(**PROBLEM | {"devices": 2}, workload=path, objective="saturated")
+    assert found.replicas == 2 and found.estimate.reuse is not None
+    figures = xgpt.simulate(found, workload=str(path), num_requests=400).figures
+    assert found.estimate.throughput_rps == pytest.approx(figures["throughput_rps"], rel=0.1)
+    assert found.estimate.throughput_rps > 1.5 * (found.estimate.reuse.alone or 0)
+
+
 @pytest.mark.parametrize("options", [{}, {"think_s": 5.0}])
 def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
     options: dict[str, float], tmp_path: Path
