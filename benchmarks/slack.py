@@ -3,6 +3,7 @@
     python -m benchmarks.slack [--quick] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead
     python -m benchmarks.slack --crossover
+    python -m benchmarks.slack --classes
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
 token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
@@ -10,7 +11,8 @@ the order of arrival), the same with requests in time, slack, and phases. Each r
 arrivals; the columns "other draws" put slack's plan and the fixed budget's to two draws that no search has seen.
 
 --overhead times the rule's decision with 256 requests running. --crossover looks for the cost of mixed steps at which
-exclusive ones (rra) serve as much, while requests always wait: in closed form, and simulated.
+exclusive ones (rra) serve as much, while requests always wait: in closed form, and simulated. --classes sends half a
+plan's capacity as interactive requests (priority 1, share 8) and a whole one as batch (priority 0, share 1).
 """
 
 from __future__ import annotations
@@ -24,19 +26,24 @@ from pathlib import Path
 from statistics import median
 
 import click
+import numpy as np
 
 from xgpt import policies
 from xgpt.app.arrivals import rate_of
+from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.request import PolicyChoice, plan_request
+from xgpt.app.simulating import clock_of
 from xgpt.app.tuning import DRAWS
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_engine
-from xgpt.schema import AdmissionOrder, Plan, Profile, SlackBudget
+from xgpt.schema import Account, AdmissionOrder, Plan, Profile, SlackBudget
+from xgpt.workload import poisson_arrivals, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.step_times import with_step_times
 
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
@@ -85,10 +92,21 @@ class Row:
 @click.option("--json", "path", type=click.Path(path_type=Path))
 @click.option("--overhead", is_flag=True)
 @click.option("--crossover", is_flag=True)
-def main(quick: bool, loads: str, traces: tuple[str, ...], path: Path | None, overhead: bool, crossover: bool) -> None:
-    if overhead or crossover:
-        for text in (*(decisions() if overhead else ()), *(crossovers() if crossover else ())):
-            click.echo(text)
+@click.option("--classes", is_flag=True)
+def main(
+    quick: bool,
+    loads: str,
+    traces: tuple[str, ...],
+    path: Path | None,
+    overhead: bool,
+    crossover: bool,
+    classes: bool,
+) -> None:
+    for is_wanted, lines in ((overhead, decisions), (crossover, crossovers), (classes, two_classes)):
+        if is_wanted:
+            for text in lines():
+                click.echo(text)
+    if overhead or crossover or classes:
         return
     chosen = {name: LOADS[name] for name in loads.split(",") if name}
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
@@ -138,9 +156,7 @@ def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: 
     rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack, phases)]
     text, draws = "-", ()
     if slack is not None and fixed is not None:
-        budget = slack.policy.slack  # type: ignore[union-attr]
-        text = f"{budget.least_tokens} to {budget.most_tokens}, share {budget.share:g}, behind {budget.behind_tokens}"
-        text += f", {slack.admission.order}"
+        text = settings_text(slack)
         draws = tuple(gain_on(slack, fixed, subject.profile, seed) for seed in DRAWS)
     return Row(model, load, ttft_s, tpot_s, *rates, text, draws, round(seconds, 1))
 
@@ -197,6 +213,61 @@ def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
         yield f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode (median of {steps})"
 
 
+CLASSES = {"interactive": (Account("interactive", 8.0, 1), 0.5), "batch": (Account("batch", 1.0, 0), 1.0)}
+"""With the arrivals of each, in a plan's capacities."""
+
+
+def two_classes(num_requests: int = 2000) -> Iterator[str]:
+    """What two classes get where one and a half times the capacity arrives."""
+    yield "| plan | class | arrivals a second | kept TTFT and TPOT | served a second | longest wait, s |"
+    yield "|---|---|---|---|---|---|"
+    asked = plan_request(
+        model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", ttft_s=1.0, tpot_s=0.05, headroom=0.0
+    )
+    subject = resolve(asked)
+    fixed = best_of(subject, "chunked")
+    assert fixed is not None
+    slack = with_step_times(fixed, subject.profile)
+    budget = SlackBudget(least_tokens=32, most_tokens=8192)
+    slack = slack.model_copy(update={"policy": slack.policy.model_copy(update={"slack": budget})})
+    for name, plan in (("fixed budget", fixed), ("slack", slack)):
+        yield from _of_classes(name, plan, rate_of(fixed), subject.profile, num_requests)
+
+
+def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int) -> Iterator[str]:
+    rng = np.random.default_rng(0)
+    inputs, outputs = sample(plan.workload, count, rng)
+    arrivals_ns = (1e9 * poisson_arrivals(rate * sum(of for _, of in CLASSES.values()), count, rng)).astype(int)
+    shares = np.asarray([of for _, of in CLASSES.values()])
+    kinds = rng.choice(list(CLASSES), count, p=shares / shares.sum())
+    longest = plan.workload.output.lengths[-1]
+    requests = [
+        SimulatedRequest(i, int(inputs[i]), longest, int(outputs[i]), int(arrivals_ns[i]), account=CLASSES[kinds[i]][0])
+        for i in range(count)
+    ]
+    schedule = policies.build(plan)
+    first: dict[int, int] = {}
+    end: dict[int, int] = {}
+    begun: dict[int, int] = {}
+    for step in SimulatedEngine(schedule, clock_of(plan, profile, schedule), requests).run():
+        for id_, start, length in step.encode:
+            begun.setdefault(id_, step.start_ns)
+            if start + length == inputs[id_]:
+                first[id_] = step.end_ns
+        end |= dict.fromkeys(step.finished, step.end_ns)
+    until = int(arrivals_ns[-1])  # what comes after it has no load behind it
+    for kind, (_, of) in CLASSES.items():
+        ids = [i for i in range(count // 8, count) if kinds[i] == kind]
+        kept = sum(
+            first[i] - arrivals_ns[i] <= 1e9 * (plan.constraint.ttft_s or 0)
+            and end[i] - first[i] <= 1e9 * (plan.constraint.tpot_s or 0) * (outputs[i] - 1)
+            for i in ids
+        )
+        served = sum(end[i] <= until for i in ids) / ((until - arrivals_ns[ids[0]]) / 1e9)
+        waited = max(begun[i] - arrivals_ns[i] for i in ids) / 1e9
+        yield f"| {name} | {kind} | {of * rate:.1f} | {kept / len(ids):.1%} | {served:.1f} | {waited:.1f} |"
+
+
 MIXING = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
 CROSSOVERS = (("llama-3.1-8b", 1, "azure-conv"), ("llama-3.1-8b", 1, "chat-long"), ("llama-3.1-70b", 4, "chat-long"))
 
@@ -207,7 +278,7 @@ def crossovers() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for model, devices, workload in CROSSOVERS:
         asked = plan_request(model=model, cluster="h100x8", devices=devices, workload=workload, objective="saturated")
-        subject, engine = resolve(asked), load_engine("xgpt")
+        subject, engine = resolve(asked), load_engine("vllm-0.15")
         closed, simulated = [], []
         for mixing in MIXING:
             of = Scheduler(replace(subject, engine=engine.model_copy(update={"mixing": mixing})))

@@ -115,14 +115,22 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
     """Settings to begin with: the fixed budget, in the order of arrival; then by slack alone."""
     budget = plan.policy.token_budget  # type: ignore[union-attr]
-    fixed = {"least": min(budget, LARGEST_STEP), "beyond": 1.0, "share": 0.95, "behind": 0, "order": "fcfs"}
+    fixed = {
+        "by_slack": False,
+        "least": min(max(budget, 16), LARGEST_STEP),
+        "beyond": 1.0,
+        "share": 0.95,
+        "behind": 0,
+        "order": "fcfs",
+    }
     yield fixed
     yield {**fixed, **_in_time(plan)}
+    fixed["by_slack"] = True
     for share in (0.95, 0.85):
         yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32, "share": share, **_in_time(plan)}
     yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32}
     yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32, "behind": 4, **_in_time(plan)}
-    yield {**fixed, "least": max(budget // 2, 1), "beyond": 4.0, **_in_time(plan)}
+    yield {**fixed, "least": max(budget // 2, 16), "beyond": 4.0, **_in_time(plan)}
 
 
 def _in_time(plan: Plan) -> dict[str, str]:
@@ -130,6 +138,7 @@ def _in_time(plan: Plan) -> dict[str, str]:
 
 
 def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> Plan:
+    by_slack = trial.suggest_categorical("by_slack", [False, True])
     least = trial.suggest_int("least", 16, LARGEST_STEP, log=True)
     most = round(least * trial.suggest_float("beyond", 1.0, LARGEST_STEP / 16, log=True))
     share = round(trial.suggest_float("share", 0.6, 1.0), 3)
@@ -139,7 +148,7 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
     slack = SlackBudget(
         least_tokens=least, most_tokens=max(least, min(most, LARGEST_STEP)), share=share, behind_tokens=behind
     )
-    return _changed(plan, {"slack": slack}, order or chosen)
+    return _changed(plan, {"slack": slack if by_slack else None}, order or chosen)
 
 
 def _phase_settings(plan: Plan) -> Iterator[dict[str, Any]]:
