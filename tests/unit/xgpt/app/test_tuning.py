@@ -28,7 +28,8 @@ ASKED = {
 
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "NUM_TRIALS", 8)
+    monkeypatch.setattr(tuning, "NUM_TRIALS", 4)
+    monkeypatch.setattr(tuning, "DRAWS", (1,))
     monkeypatch.setattr(tuning, "NUM_PROCESSES", 1)
 
 
@@ -42,7 +43,7 @@ def test_a_tuned_plan_keeps_no_lower_rate_and_its_log_replays(choice: str, base:
     found = planned(policy=choice)
     plan = found.best
     assert plan.policy.kind == base
-    assert rate_of(plan) >= 0.985 * rate_of(fixed)
+    assert rate_of(plan) >= (1.1 if choice == "slack" else 0.985) * rate_of(fixed)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert plan.estimate.capacity is not None and plan.estimate.capacity.error is not None
     assert plan.estimate.step_times is not None and plan.estimate.step_times.error < 0.05
@@ -51,11 +52,6 @@ def test_a_tuned_plan_keeps_no_lower_rate_and_its_log_replays(choice: str, base:
         plan, found.problem.profile, found.problem.workload, 200, rng, ArrivalProcess.at(0.8 * rate_of(plan))
     )
     assert replay(policies.build(plan), log) == log
-
-
-def test_slack_gains_where_bounds_are_tight() -> None:
-    gain = rate_of(planned(policy="slack").best) / rate_of(planned(policy="chunked").best)
-    assert gain > 1.1
 
 
 @pytest.mark.parametrize(
