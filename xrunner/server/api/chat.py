@@ -16,6 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xgpt.errors import InputError
+from xrunner.server.api.tools import call_format
 
 Message = dict[str, Any]
 
@@ -50,6 +51,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError, TypeError, SyntaxError) as error:  # of what Jinja makes of it, or Python
             raise InputError("chat_template", "", f"it cannot be compiled: {type(error).__name__}") from None
         self._special_tokens = special_tokens or {}
+        self.call_format = call_format(source)
 
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, variables: dict[str, Any] | None = None

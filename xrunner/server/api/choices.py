@@ -37,7 +37,8 @@ class Choice:
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
         self._calls = None
         if isinstance(request, ChatRequest) and request.chosen_tools != "none":
-            self._calls = Calls(request.chosen_tools, 1 if request.parallel_tool_calls is False else None)
+            most = 1 if request.parallel_tool_calls is False else None
+            self._calls = Calls(request.chosen_tools, most, request.call_format)
         self._prefix = prefix
         self._texts: list[str] = []
         self._num_chars = 0

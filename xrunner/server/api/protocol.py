@@ -32,7 +32,7 @@ from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
 from xrunner.grammar import json_grammar
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
+from xrunner.server.api.tools import HERMES, CallFormat, NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -281,7 +281,7 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forb
     json_schema: JsonSchema
 
 
-class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The body of POST /v1/chat/completions."""
 
     PROMPT_FIELD = "messages"
@@ -330,7 +330,21 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
                 return json_grammar({"type": "object"})
             case JsonSchemaFormat(json_schema):
                 return json_grammar(json_schema.schema)
-        return grammar_of(self.tools or (), self.chosen_tools)
+        return grammar_of(self.tools or (), self.chosen_tools, self.call_format)
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How calls are written: as `write_calls_as` says."""
+        return self.__dict__.get("call_format_of_template", HERMES)
+
+    def write_calls_as(self, format_: CallFormat | None) -> None:
+        """Take the model's own format. Raises ApiError (400): it is none that is read, and the output is free."""
+        if format_ is not None:
+            self.__dict__["call_format_of_template"] = format_
+        elif self.chosen_tools == "auto":
+            refuse(
+                "tool_choice", "calls in this model's format are not read; send required, a function's name, or none"
+            )
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

@@ -1,7 +1,7 @@
 """Functions that a chat may call: how they are told to a model, and how its calls are read.
 
-A model that is free to choose writes a call between <tool_call> and </tool_call>, as the templates of Hermes and Qwen
-teach it; its arguments keep to the function's schema. One that must call writes nothing but the call.
+A model that is free to choose writes a call as its template teaches it (`CallFormat`); its arguments keep to the
+function's schema. One that must call writes nothing but the call.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,9 +17,46 @@ from msgspec import Meta
 
 from xrunner.grammar import any_of_grammar, tagged_grammar
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a free output writes a call: `opening`, a JSON object with the name and the arguments, `closing`.
+
+    Attributes:
+        trigger: how every call begins; what follows is a call.
+        arguments: the object's key for them.
+    """
+
+    opening: str
+    closing: str
+    arguments: str
+    trigger: str
+
+    def begin(self, name: str) -> str:
+        """All that comes before a function's arguments."""
+        return f'{self.opening}{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+    @property
+    def end(self) -> str:
+        return f"}}{self.closing}"
+
+
+HERMES = CallFormat("<tool_call>\n", "\n</tool_call>", "arguments", "<tool_call>")
+"""Hermes and Qwen."""
+LLAMA = CallFormat("", "", "parameters", '{"name": ')
+"""Llama 3.1 and later; behind <|python_tag|> or not, which has no text."""
+
+
+def call_format(template: str) -> CallFormat | None:
+    """The format that a chat template teaches; None: one that is not read (Mistral's)."""
+    if HERMES.trigger in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return None
+    return LLAMA if "<|python_tag|>" in template or '"parameters": dictionary' in template else HERMES
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,18 +125,19 @@ def must_call(choice: ToolChoice) -> bool:
     return choice == "required" or isinstance(choice, NamedTool)
 
 
-def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> str | None:
+def grammar_of(tools: Sequence[Tool], choice: ToolChoice, format_: CallFormat = HERMES) -> str | None:
     """What the output keeps to; None: anything."""
     if choice == "none":
         return None
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
-    opened = {f'{{"name": {json.dumps(name)}, "arguments": ': schema for name, schema in schemas.items()}
+    opened = {format_.begin(name).removeprefix(format_.opening): schema for name, schema in schemas.items()}
     if must_call(choice):
         return any_of_grammar(opened, "}")
-    tagged = {f"{OPENING}\n{opening}": schema for opening, schema in opened.items()}
-    return tagged_grammar(OPENING, tagged, f"}}\n{CLOSING}")
+    return tagged_grammar(
+        format_.trigger, {format_.opening + opening: of for opening, of in opened.items()}, format_.end
+    )
 
 
 class Calls:
@@ -108,9 +147,10 @@ class Calls:
         most: calls of an output; further ones are left out. None: all.
     """
 
-    def __init__(self, choice: ToolChoice, most: int | None = None) -> None:
+    def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
         self._must_call = must_call(choice)
         self._most = most
+        self._format = format_
         self._held = ""
 
     def push(self, piece: str) -> str:
@@ -118,9 +158,9 @@ class Calls:
         self._held += piece
         if self._must_call:
             return ""
-        found = self._held.find(OPENING)
+        found = self._held.find(self._format.trigger)
         if found < 0:
-            found = len(self._held) - _overlap(self._held, OPENING)
+            found = len(self._held) - _overlap(self._held, self._format.trigger)
         text, self._held = self._held[:found], self._held[found:]
         return text
 
@@ -128,21 +168,32 @@ class Calls:
         """What is still held of the text, and the calls; one that was cut off is text."""
         held, self._held = self._held, ""
         if self._must_call:
-            call = _call(held)
+            call = _call(held, self._format.arguments)
             return (held, []) if call is None else ("", [call])
+        trigger, closing = self._format.trigger, self._format.closing.strip()
+        opening = len(trigger) if closing else 0
         rest, calls = [], []
-        head, *pieces = held.split(OPENING)
-        rest.append(head)
-        for piece in pieces:
-            written, closing, behind = piece.partition(CLOSING)
-            call = _call(written) if closing else None
+        while (found := held.find(trigger)) >= 0:
+            rest.append(held[:found])
+            held = held[found:]
+            end = held.find(closing) if closing else _json_end(held)
+            call = _call(held[opening:end], self._format.arguments) if end > 0 else None
+            taken = len(trigger) if call is None else end + len(closing)
             if call is None:
-                rest.append(OPENING + piece)
+                rest.append(held[:taken])
             else:
                 calls.append(call)
-                rest.append(behind)
-        text = "".join(rest)
+            held = held[taken:]
+        text = "".join([*rest, held])
         return text if text.strip() else "", calls[: self._most]
+
+
+def _json_end(text: str) -> int:
+    """Where the JSON value ends that a text begins with; -1: nowhere."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return -1
 
 
 def _overlap(text: str, opening: str) -> int:
@@ -150,9 +201,9 @@ def _overlap(text: str, opening: str) -> int:
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
 
 
-def _call(written: str) -> ToolCall | None:
+def _call(written: str, key: str) -> ToolCall | None:
     try:
         call = json.loads(written)
-        return ToolCall(FunctionCall(call["name"], json.dumps(call["arguments"])), f"call_{uuid.uuid4().hex[:24]}")
+        return ToolCall(FunctionCall(call["name"], json.dumps(call[key])), f"call_{uuid.uuid4().hex[:24]}")
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -92,9 +92,15 @@ def _reload_on_hangup(keys: ApiKeys) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+MAX_PATH_SHOWN = 100
+
+
+async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        says = str(error.detail)
+        if error.status_code in (404, 405):
+            says = f"there is no {http.method} {http.url.path[:MAX_PATH_SHOWN]} here; /openapi.json has what there is"
+        error = ApiError(error.status_code, says, headers=error.headers)
     assert isinstance(error, ApiError)
     return error_response(error)
 

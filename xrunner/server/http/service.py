@@ -96,6 +96,8 @@ class Service:
         return self._codec.tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _chat(self, http: Request, request: ChatRequest) -> Response:
+        if self._codec is not None and self._codec.chat_template is not None:
+            request.write_calls_as(self._codec.chat_template.call_format)
         await self._check(http, request)
         tools = request.tools if request.chosen_tools != "none" else None
         tokens = await self._render(

@@ -18,8 +18,20 @@ from xrunner.generation import NO_TOKEN, SamplingParams, Token
 from xrunner.grammar import Grammars, json_grammar
 from xrunner.sampling import Sampler
 from xrunner.server.api.choices import Choice
+from xrunner.server.api.errors import ApiError
 from xrunner.server.api.protocol import parse_chat
-from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
+from xrunner.server.api.tools import (
+    HERMES,
+    LLAMA,
+    CallFormat,
+    Calls,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    call_format,
+    grammar_of,
+)
 from xrunner.server.api.writers import ChatWriter
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
@@ -45,6 +57,66 @@ def test_the_cut_into_pieces_does_not_matter(cuts: list[int], text: str) -> None
     assert cut_text == whole and [call.function for call in cut_calls] == [call.function for call in calls]
     assert len(calls) == text.count("</tool_call>")
     assert whole == (text if not calls else text.replace(CALL, "") if text.startswith("I") else "")
+
+
+LLAMA_CALL = '{"name": "weather", "parameters": {"place":"Rome"}}'
+
+
+@given(
+    st.lists(st.integers(0, 200)), st.sampled_from([LLAMA_CALL, f"Well: {LLAMA_CALL}; {LLAMA_CALL}", LLAMA_CALL[:30]])
+)
+def test_llamas_calls_are_read(cuts: list[int], text: str) -> None:
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    calls = Calls("auto", format_=LLAMA)
+    out = "".join(calls.push(text[start:end]) for start, end in itertools.pairwise(edges))
+    rest, found = calls.end()
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
+        ("weather", {"place": "Rome"})
+    ] * text.count("Rome")
+    assert out + rest == {0: text, 1: "", 2: "Well: ; "}[len(found)]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<tool_call>' }}", HERMES),
+        ("{{ '<|python_tag|>' }}", LLAMA),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument name and value}.', LLAMA),
+        ("{{ '[TOOL_CALLS]' }}", None),
+        ("{{ messages }}", HERMES),
+    ],
+)
+def test_a_template_says_how_calls_are_written(template: str, expected: CallFormat | None) -> None:
+    assert call_format(template) == expected
+
+
+def test_calls_that_are_not_read_are_refused_where_the_model_is_free() -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools}
+    with pytest.raises(ApiError, match="not read"):
+        parse_chat(json.dumps(body).encode()).write_calls_as(None)
+    request = parse_chat(json.dumps(body | {"tool_choice": "required"}).encode())
+    request.write_calls_as(None)
+    assert request.grammar is not None and "arguments" in request.grammar
+    request.write_calls_as(LLAMA)
+    assert "parameters" in request.grammar
+
+
+def test_a_free_output_writes_text_or_right_calls_of_llamas(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "small")
+    grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
+    grammar = grammar_of(TOOLS, "auto", LLAMA)
+    assert grammar is not None and grammars.why_not(grammar) is None
+    of = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def allowed(text: str, token: str) -> bool:
+        taken = [of[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text]
+        mask = grammars.state(grammar, taken).allowed()
+        return mask is not None and bool(mask[2 if token == "end" else of[token]])
+
+    opened = LLAMA_CALL.partition("Rome")[0]
+    assert allowed("any text", "x") and allowed("any text", "end") and allowed(LLAMA_CALL, "end")
+    assert allowed(opened, "R") and not allowed(opened, "P") and not allowed(opened, "end")
 
 
 def test_text_before_a_call_goes_out_at_once() -> None:
