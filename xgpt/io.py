@@ -41,6 +41,10 @@ def config_names(kind: ConfigKind) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
+FILES = (".yaml", ".yml", ".csv", ".json", ".jsonl")
+"""How names end that can be files alone."""
+
+
 def find_config(kind: ConfigKind, name: str) -> Path:
     """The file behind a name on the command line: a shipped config, or a path.
 
@@ -53,6 +57,8 @@ def find_config(kind: ConfigKind, name: str) -> Path:
     path = Path(name)
     if path.exists():
         return path
+    if path.suffix in FILES:
+        raise InputError(kind.removesuffix("s"), name, "there is no such file")
     names = config_names(kind)
     raise InputError(kind.removesuffix("s"), name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
 

@@ -480,3 +480,8 @@ def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
 def test_what_is_bounded_has_its_column(xgpt: Xgpt) -> None:
     bounded = xgpt("plan", "--latency-bound", "8", *PROBLEM, "--objective", "saturated", "--tpot", "0.1").out
     assert "tpot ms" in bounded and "tpot ms" not in xgpt("plan", "--latency-bound", "8", *PROBLEM).out
+
+
+def test_a_file_that_is_not_there_is_said_to_be_none(xgpt: Xgpt) -> None:
+    line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM[:4], "--workload", "lengths.csv")
+    assert "there is no such file" in line and "azure-conv" not in line
