@@ -164,6 +164,6 @@ def _check_context(workload: Workload, spec: ModelSpec) -> None:
             "workload",
             workload.name,
             f"its inputs reach {longest_input} tokens and its outputs {longest_output}, over the context of "
-            f"{spec.max_context} of {spec.name}; give a CSV of your requests' lengths (header input,output), or another "
-            "model",
+            f"{spec.max_context} of {spec.name}; give a CSV of your requests' lengths (header input,output), or "
+            "another model",
         )
