@@ -1,0 +1,83 @@
+"""The property test of what plans claim, on as many random problems as one likes.
+
+    python -m benchmarks.claims [--first 0] [--count 5000] [--part 0/2] [--seconds 300] [--markdown FILE] LINES
+
+Case n is drawn from n alone. Each case adds a line to LINES (JSON): its number, CPU seconds, and what failed. Cases
+that stand there are not run again, so that the run goes on where it was left; --seconds ends it early.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tests.contract.test_claims import Case, claims_hold
+from xgpt.io import write_atomic
+from xscheduler.space import POLICIES
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.argument("lines", type=click.Path(path_type=Path))
+@click.option("--first", type=int, default=0, show_default=True)
+@click.option("--count", type=int, default=5000, show_default=True)
+@click.option("--part", default="0/1", show_default=True, help="Of as many processes, the cases of this one.")
+@click.option("--seconds", type=float, help="Begin no case after this time.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write what stands in LINES there.")
+def main(lines: Path, first: int, count: int, part: str, seconds: float | None, page: Path | None) -> None:
+    number, parts = map(int, part.split("/"))
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    done, ends = {row["case"] for row in rows}, time.monotonic() + (seconds or 1e9)
+    for i in range(first + number, first + count, parts):
+        if i in done or time.monotonic() > ends:
+            continue
+        rows.append(tried(i))
+        with lines.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    click.echo(summary(rows))
+    if page is not None:
+        write_atomic(page, summary(rows) + "\n")
+    sys.exit(any(row["failed"] for row in rows))
+
+
+def case(number: int) -> Case:
+    """The case of a number."""
+    rng = random.Random(1_000_003 + number)
+    return Case(
+        rng.randrange(2**32),
+        rng.randint(1, 4),
+        rng.choice(("auto", *POLICIES)),
+        "length" if rng.randrange(24) else "request",
+        rng.random() < 0.5,
+        rng.choice((0.5, 0.9, 0.99)),
+    )
+
+
+def tried(number: int) -> dict[str, Any]:
+    """Try a case."""
+    started, failed = time.process_time(), None
+    try:
+        claims_hold(case(number))
+    except Exception as error:  # whatever it is, the other cases are run
+        places = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "test_claims" in frame.filename]
+        failed = f"{case(number)}: {type(error).__name__} in {places[-1]}: {str(error)[:200]}"
+    return {"case": number, "cpu s": round(time.process_time() - started, 2), "failed": failed}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    seconds = sorted(row["cpu s"] for row in rows)
+    failures = [row["failed"] for row in rows if row["failed"]]
+    text = (
+        f"{len(rows)} cases, {len(failures)} failed; CPU seconds: {sum(seconds):.0f} in all, {seconds[-1]:.1f} at most."
+    )
+    return "\n".join([text, *failures])
+
+
+if __name__ == "__main__":
+    main()
