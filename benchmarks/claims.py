@@ -18,9 +18,15 @@ from typing import Any
 
 import click
 
+from benchmarks.lib import made
 from tests.contract.test_claims import Case, claims_hold
 from xgpt.io import write_atomic
 from xscheduler.space import POLICIES
+
+TEXT = """`python -m benchmarks.claims`: random problems (one to four devices, any lengths, tables that rise and that do
+not), each planned without a bound and under two, by one policy or all. Throughput never falls as the bound loosens, no
+policy and no setting drawn at random beats what the certificate allows, plans read back equal, bounds are kept, and
+other requests than those that settled a plan show its figures in simulation."""
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
@@ -42,7 +48,7 @@ def main(lines: Path, first: int, count: int, part: str, seconds: float | None, 
             file.write(json.dumps(rows[-1]) + "\n")
     click.echo(summary(rows))
     if page is not None:
-        write_atomic(page, summary(rows) + "\n")
+        write_atomic(page, made.page("What plans claim", TEXT, summary(rows)))
     sys.exit(any(row["failed"] for row in rows))
 
 

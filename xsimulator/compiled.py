@@ -26,6 +26,12 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(function)
 
 
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether what `kept` has compiled lies on disk; else it is compiled when it is first run."""
+    directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
+    return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
+
+
 def sources() -> str:
     """A hash of all code of this package. Numba compiles anew where what a function closes over has changed; of the
     code it looks at the function's own file alone."""

@@ -8,11 +8,18 @@ from xgpt import policies
 from xgpt.policies.build import latest_start
 from xgpt.policies.orders import InTimeOrder
 from xgpt.schema import Plan, StageLane
+from xsimulator import one_lane_arrivals, two_lane_arrivals
 from xsimulator.arrivals import Kv, Run, Stream
+from xsimulator.compiled import is_kept
 from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.step_cost import LaneCost
 from xsimulator.timed_arrivals import TimedRun
 from xsimulator.two_lane_arrivals import TwoLaneRun
+
+
+def is_compiled() -> bool:
+    """Whether runs begin at once: the first ones on a machine are compiled."""
+    return is_kept(one_lane_arrivals.RUN) and is_kept(two_lane_arrivals.RUN)
 
 
 def counted_run(

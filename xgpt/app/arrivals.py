@@ -11,6 +11,7 @@ from xgpt.schema import Capacity, Plan, Profile
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from xgpt.app.profiles import Progress
     from xscheduler.schedule import Scheduler
     from xsimulator.capacity import CapacitySearch
 
@@ -84,10 +85,12 @@ def best_by_arrivals(
     *,
     finish: Callable[[Plan], Plan] = lambda plan: plan,
     only_best: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Plan]:
     """Each policy's plan of the highest arrival rate, with that rate, the highest first.
 
     Args:
+        progress: told of each policy that is simulated.
         finish: what is made of a plan before it is simulated: its order of admission.
         only_best: of all policies together, the one plan.
 
@@ -102,8 +105,10 @@ def best_by_arrivals(
     seconds = {kind: (time.perf_counter() - started) / len(ranked) for kind in ranked}
     found: dict[str, CapacitySearch] = {}
     best: CapacitySearch | None = None
-    for kind in ranked:
+    for i, kind in enumerate(ranked):
         started = time.perf_counter()
+        if progress is not None:
+            progress(i, len(ranked), simulating(kind))
         # A policy that is far behind gets a figure, and no contest within it.
         hopeless = best is not None and candidates[kind][0][1] < BEHIND * best.rate
         plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
@@ -116,6 +121,8 @@ def best_by_arrivals(
         seconds[kind] += time.perf_counter() - started
     if best is None:
         raise _never_kept(of, tuple(candidates))
+    if progress is not None:
+        progress(len(ranked), len(ranked), simulating("its neighbours"))
     started = time.perf_counter()
     near = [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
     best = _best_rival(of, _best_neighbour(of, best, finish), near, finish)
@@ -132,6 +139,14 @@ def best_by_arrivals(
         if (asked is None or capacity.rate_per_s >= asked) and (name == kind or not only_best)
     }
     return plans_found
+
+
+def simulating(what: str) -> str:
+    """What a progress bar says of a simulation."""
+    from xsimulator.counted_run import is_compiled
+
+    once = "" if is_compiled() else " (the first simulations on a machine are compiled: some 15 s)"
+    return f"simulating {what}{once}"
 
 
 def _best_of(

@@ -53,7 +53,7 @@ def plan_each(
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
-        plans = best_by_arrivals(of, kinds, finish=finish)
+        plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
         return _with_tuned(_distinct(plans), tuned, problem, order, alone=policy in TUNED)
     plans = best_of_each(of, kinds, progress)
     _check_stable(problem.constraint, plans)

@@ -16,6 +16,7 @@ from functools import cache
 from math import ceil, floor, log
 from typing import TYPE_CHECKING
 
+from xgpt.app.arrivals import simulating
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan, Profile, Workload
 from xgpt.workload import mean
@@ -182,7 +183,7 @@ class Ladder:
         key = f"{plan.policy!r} {plan.stages!r}"
         if key not in self._simulated:
             if self._progress is not None:
-                self._progress(len(self._simulated), len(self._simulated) + 1, f"simulating {self._kind}")
+                self._progress(len(self._simulated), len(self._simulated) + 1, simulating(self._kind))
             law = request_law(plan, self._of.problem.profile)
             guarded_s = self._slack * law.quantile(plan.constraint.planned_quantile)
             self._simulated[key] = _Simulated(law, guarded_s)

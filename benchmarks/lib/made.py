@@ -1,0 +1,20 @@
+"""What a page of results says of its making."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+
+from xgpt.machine import detect
+
+PACKAGES = ("numpy", "numba", "scipy")
+
+
+def page(title: str, text: str, body: str) -> str:
+    """A page: its title, what it shows, the table, and where, when and with what it was made."""
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    made = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
+    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit {commit.stdout.strip()}, {date.today()}.\n"
