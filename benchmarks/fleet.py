@@ -7,7 +7,8 @@ Every case has two days of one shape, drawn apart: the first is planned (`xgpt f
 simulated clock, request by request. The clairvoyant optimum is the fleet planned for the second day itself, all changes
 paid, at the least load factor that keeps the share. The autoscaler by utilisation is Kubernetes' rule: replicas times
 utilisation over its target, within a tolerance of a tenth, with five minutes of stabilisation before it scales down.
-Traces are those that docs/results/fleet.md names; a case whose trace is not given is left out.
+The Azure traces of 2023 are those of AzurePublicDataset, Mooncake's is its conversation trace; a case whose trace is
+not given is left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ LOOK_S = 15.0
 ATTAIN = 0.99
 TARGET, TOLERANCE, STABLE_S = 0.7, 0.1, 300.0
 """Of the autoscaler by utilisation."""
+MOST_TOKENS = 40_000
+"""Longer requests are left out: they exceed the model's context."""
 WINDOW = 0.02
 """Share of a trace that tells the rate and the lengths of a moment of the day."""
 
@@ -109,8 +112,9 @@ def stretched(path: Path, name: str, mean_rate: float) -> Callable[[int], Day]:
         trace = read_lengths(path)
         assert trace.timestamp_s is not None
         half = slice(seed % 2, None, 2)
-        at = trace.timestamp_s[half] / trace.timestamp_s[-1] * DAY_S
-        inputs, outputs = trace.input[half], trace.output[half]
+        fits = trace.input[half] + trace.output.max() <= MOST_TOKENS
+        at = trace.timestamp_s[half][fits] / trace.timestamp_s[-1] * DAY_S
+        inputs, outputs = trace.input[half][fits], trace.output[half][fits]
         rng = np.random.default_rng(seed)
         times = np.arange(0, DAY_S, 60.0)
         low, high = (np.searchsorted(at, times + sign * WINDOW * DAY_S / 2) for sign in (-1, 1))

@@ -446,8 +446,8 @@ def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
     return export(_plan(plan), to)
 
 
-def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, seed: int = 0) -> str:
-    """Return a plan as one self-contained page of HTML.
+def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | None = None, seed: int = 0) -> str:
+    """Return a plan, or a day's fleet, as one self-contained page of HTML.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -464,9 +464,15 @@ def report(plan: Plan | PathLike, *, profile: PathLike | Profile | None = None, 
     """
     import numpy as np
 
+    from xgpt.app.fleet.reporting import fleet_report
     from xgpt.app.profiles import profile_of
     from xgpt.app.reporting import report
+    from xgpt.schema.fleet import FleetPlan
 
+    if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
+        if profile is not None:
+            raise InputError("profile", str(profile), "a fleet's page simulates nothing: leave it out")
+        return fleet_report(_fleet(plan))
     plan = _plan(plan)
     return report(plan, profile_of(plan, _given(profile)), np.random.default_rng(seed))
 
@@ -568,6 +574,17 @@ def _plan(given: Plan | PathLike) -> Plan:
     from xgpt.io import load_json
 
     return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
+
+
+def _is_fleet(path: PathLike) -> bool:
+    """Whether a file is a fleet's rather than a plan's, as its fields say; what cannot be read is neither."""
+    import json
+
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "kinds" in found and "intervals" in found
 
 
 def _fleet(given: FleetPlan | PathLike) -> FleetPlan:

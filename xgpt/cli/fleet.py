@@ -110,7 +110,7 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
     if as_json:
         click.echo(text, nl=False)
     else:
-        render.show(*summary(found), f"wrote {output}")
+        render.show(*summary(found), f"wrote {output}; next: xgpt report {output}")
 
 
 def _counts(devices: str | None) -> int | dict[str, int] | None:

@@ -17,11 +17,12 @@ from xgpt.cli.options import Whole
 @click.option("--profile", metavar="FILE", help="The profile that the plan was made from.")
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of the simulated requests.")
 def command(plan_path: str, output: str, **asked: Any) -> None:
-    """Draw a plan as one self-contained page, for a screen and for paper.
+    """Draw a plan, or a day's fleet, as one self-contained page, for a screen and for paper.
 
     \b
-    Example:
+    Examples:
       xgpt report plan.json -o report.html
+      xgpt report fleet.json -o day.html
     """
     from pathlib import Path
 
