@@ -211,6 +211,8 @@ def test_keys_change_while_the_server_runs(checkpoint: Path, tmp_path: Path) -> 
             assert sum("API keys" in line for line in target.served.lines[count:]) == 1
 
         assert [ask(ALICE), ask(ALICE), ask(BOB)] == [200, 429, 401]
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [3]})):
+            assert target.ask("POST", path, body, headers(ALICE))[0] == 429  # these are requests, too
         assert target.ask("GET", "/metrics", headers=headers(ALICE))[0] == 403
         reload(f"bob {BOB} admin\n", "reloaded")
         assert [ask(ALICE), ask(BOB), target.ask("GET", "/metrics", headers=headers(BOB))[0]] == [401, 200, 200]

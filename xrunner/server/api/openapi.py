@@ -27,7 +27,7 @@ _REFUSALS = {
     "504": "The answer was not complete at the request's deadline, or in the time that the server gives.",
 }
 _READING = ("401", "403", "421")
-_WITH_BODY = ("400", "408", "413", "503")
+_WITH_BODY = ("400", "408", "413", "429", "503")
 
 _SAMPLING = (
     "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "

@@ -111,6 +111,7 @@ class Service:
 
     async def tokenize(self, http: Request) -> Response:
         """Token ids of a text or a chat."""
+        self._begin(http)
         async with self._bodies.read(http) as body:
             request = parse_tokenize(body)
             if request.messages is not None:
@@ -128,6 +129,7 @@ class Service:
 
     async def detokenize(self, http: Request) -> Response:
         """The text of token ids."""
+        self._begin(http)
         async with self._bodies.read(http) as body:
             tokens = parse_detokenize(body).tokens
         if self._codec is None:
