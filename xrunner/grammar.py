@@ -100,7 +100,7 @@ class Grammars:
         matcher = self._matcher(grammar)
         if matcher.is_error():
             return matcher.get_error()
-        if State(matcher, self._vocab_size).allowed() is None:
+        if State(matcher, self._vocab_size, self._eos).allowed() is None:
             return "no output keeps to it, or what does is too much to follow"
         return None
 
@@ -110,7 +110,7 @@ class Grammars:
         Raises:
             MachineError: the tokenizer cannot be used.
         """
-        state = State(self._matcher(grammar), self._vocab_size)
+        state = State(self._matcher(grammar), self._vocab_size, self._eos)
         for token in output:
             state.take(token)
         return state
@@ -133,11 +133,16 @@ class Grammars:
 
 
 class State:
-    """Where an output stands in its grammar."""
+    """Where an output stands in its grammar.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    Args:
+        eos_token_ids: allowed where the output is complete alone, though a tokenizer may have text for them.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
         """Which tokens may come next; None: the output cannot be followed any more, the grammar is too large perhaps.
@@ -147,7 +152,10 @@ class State:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             return None
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+        found = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+        if not self._matcher.is_accepting():
+            found[self._eos] = False
+        return found
 
     def take(self, token: int) -> None:
         """Go on by a token; behind one that is not allowed, nothing is."""

@@ -23,5 +23,5 @@ assert chat.invoke("hello").usage_metadata["output_tokens"] > 0
 assert "".join(chunk.text for chunk in chat.stream("hello")) is not None
 assert isinstance(chat.with_structured_output(Number, method="json_schema").invoke("hello").n, bool)
 called = chat.bind_tools([weather], tool_choice="required").invoke("hello", max_tokens=400)
-assert called.response_metadata["finish_reason"] in ("tool_calls", "length")
+assert called.tool_calls or called.response_metadata["finish_reason"] == "length"
 print("done")

@@ -197,6 +197,20 @@ def test_what_a_schema_refers_to_lies_in_it(tmp_path: Path, choice: str) -> None
     assert not ends('{"to":"Rome","then":{"name":"go"}}')
 
 
+def test_a_token_that_ends_an_output_ends_none_in_the_middle(tmp_path: Path) -> None:
+    """Though the tokenizer has text for it, as here for token 2: the output would be taken for complete."""
+    checkpoint = save_checkpoint(tmp_path / "small")
+    grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
+    of = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    assert 2 in of.values()
+    for text, may_end in (('{"a":"x', False), ('{"a":"x"}', True)):
+        grammar = json_grammar(
+            {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+        )
+        allowed = grammars.state(grammar, [of[character] for character in text]).allowed()
+        assert allowed is not None and allowed[2] == may_end
+
+
 def test_a_schema_that_no_output_keeps_is_refused(tmp_path: Path) -> None:
     grammars = Grammars(save_checkpoint(tmp_path / "small") / "tokenizer.json", 2048, {2})
     assert "no output" in (grammars.why_not(json_grammar({"$ref": "#"})) or "")
