@@ -1,4 +1,4 @@
-"""Loops compiled by numba: how, and how they are kept.
+"""xsimulator.compiled: loops compiled by numba, and how they are kept.
 
 A helper is compiled into what calls it. What Python calls is compiled when it is first run, some seconds, and kept on
 disk with the source, or in the user's cache directory where that cannot be written.
@@ -33,10 +33,10 @@ def is_kept(function: Callable[..., Any]) -> bool:
 
 
 def sources() -> str:
-    """A hash of all code of this package. Numba compiles anew where what a function closes over has changed; of the
-    code it looks at the function's own file alone."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    """A hash of the files that hold or name what is compiled. Numba compiles anew where what a function closes over has
+    changed; of the code it looks at the function's own file alone."""
+    files = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return sha256(b"".join(text for text in files if b"xsimulator.compiled" in text)).hexdigest()
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
