@@ -63,6 +63,25 @@ class _Keys(NamedTuple):
     table: np.ndarray
     earliest: int
     context: int
+    both_ways: bool
+
+
+class _Tile(NamedTuple):
+    """Rows from `first` of a sequence's, each (token, head of the group), and where their results go.
+
+    # queries and results [n, group, head_dim]
+    """
+
+    queries: np.ndarray
+    results: np.ndarray
+    first: int
+
+
+class _Space(NamedTuple):
+    """Of one thread: queries, sums, scores and the state of the softmax; how many keys each row sees, int32 [lanes]."""
+
+    floats: np.ndarray
+    limits: np.ndarray
 
 
 class _Scored(NamedTuple):
@@ -126,7 +145,8 @@ class NumbaAttention(AttentionBackend):
         # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
         q, k, v = (x.contiguous() for x in (q, k, v))
         kept = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache
-        _write_and_attend(q.numpy(), k.numpy(), v.numpy(), kept.numpy(), places, scored, num_threads, out.numpy())
+        arrays = q.numpy(), k.numpy(), v.numpy()
+        _write_and_attend(arrays, kept.numpy(), places, scored, num_threads, out.numpy())
         return out.flatten(1)
 
 
@@ -204,7 +224,8 @@ def _limit(scores, count, cap):
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _write_and_attend(q, k, v, cache, places, scored, num_threads, out):
+def _write_and_attend(arrays, cache, places, scored, num_threads, out):
+    q, k, v = arrays
     slots, query_start, context_len, first_key, tables, num_decodes, both_ways = places
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
@@ -224,8 +245,8 @@ def _write_and_attend(q, k, v, cache, places, scored, num_threads, out):
     num_tiles = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        space = _aligned((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim)
-        limits = np.empty(WIDE, dtype=np.int32)
+        floats = _aligned((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim)
+        space = _Space(floats, np.empty(WIDE, dtype=np.int32))
         task = take_next(counter)
         while task < num_tiles * num_kv_heads:
             # Head by head: a sequence's tiles find its keys and values in the processor's cache.
@@ -236,15 +257,15 @@ def _write_and_attend(q, k, v, cache, places, scored, num_threads, out):
             if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
                 if scored.window:
                     earliest = max(earliest, context - scored.window)
-                keys = _Keys(cache, h, tables[i], earliest, context)
-                _decode(q[begin, heads], keys, scored, out[begin, heads], space)
+                keys = _Keys(cache, h, tables[i], earliest, context, both_ways)
+                _decode(q[begin, heads], keys, scored, out[begin, heads], floats)
             else:
-                keys = _Keys(cache, h, tables[i], earliest, context)
-                queries, results = q[begin:end, heads], out[begin:end, heads]
+                keys = _Keys(cache, h, tables[i], earliest, context, both_ways)
+                tile = _Tile(q[begin:end, heads], out[begin:end, heads], first)
                 if (end - begin) * group - first > NARROW:
-                    _attend(queries, first, keys, both_ways, scored, results, space, limits, WIDE, 8)
+                    _attend(tile, keys, scored, space, WIDE, 8)
                 else:
-                    _attend(queries, first, keys, both_ways, scored, results, space, limits, NARROW, 16)
+                    _attend(tile, keys, scored, space, NARROW, 16)
             task = take_next(counter)
 
 
@@ -271,27 +292,24 @@ def _aligned(size):
 
 
 @njit(nogil=True, error_model="numpy")
-def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_sums):
-    """One tile: rows from `first` of a sequence's, each (token, head of the group), over the keys of their head.
+def _attend(tile, keys, scored, space, lanes, num_sums):
+    """One tile over the keys of its head.
 
     Args:
-        q, out: the sequence's in this step, heads of the group. # [n, group, head_dim]
-        space: for queries, sums, scores and the state of the softmax.
-        limits: for how many keys each row sees. # int32 [lanes]
         num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
     """
     literally(lanes)
     literally(num_sums)
-    cache, h, table, earliest, context = keys
-    window = scored.window
+    cache, h, table, earliest, context, both_ways = keys
+    q, first, floats, limits, window = tile.queries, tile.first, space.floats, space.limits, scored.window
     num_tokens, group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     num_rows = min(lanes, num_tokens * group - first)
     scale = scored.scale * LOG2_E  # scores are powers of two
-    rows = space[: (2 * head_dim + block_size + 3) * lanes]
+    rows = floats[: (2 * head_dim + block_size + 3) * lanes]
     queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
     scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
-    scratch = space[len(rows) :]
+    scratch = floats[len(rows) :]
     wide = _wide(cache, scratch)
     highest, total, shrink = state[:lanes], state[lanes : 2 * lanes], state[2 * lanes :]
     for r in range(lanes):
@@ -328,17 +346,8 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
             for t in range(n):
                 for r in range(num_rows):
                     scores[t * lanes + r] += scored.bias[h, place - t + r] * LOG2_E
-        if before + n > limits[0]:
-            for t in range(n):
-                for r in range(lanes):
-                    if before + t >= limits[r]:
-                        scores[t * lanes + r] = NEVER
-        if window and before < limits[lanes - 1] - window:
-            # A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
-            for t in range(n):
-                for r in range(lanes):
-                    if before + t < limits[r] - window:
-                        scores[t * lanes + r] = NEVER
+        if before + n > limits[0] or (window and before < visible - window):
+            _hide(scores, limits, before, n, window, lanes)
         soften(scores, highest, total, shrink, n, lanes)
         at = _widen(cache, start + value_start, here * head_dim, scratch)
         d = 0
@@ -349,16 +358,33 @@ def _attend(q, first, keys, both_ways, scored, out, space, limits, lanes, num_su
             add_values(scores, shrink, wide, sums, at + d, d * lanes, n, head_dim, 1, lanes)
             d += 1
 
-    for r in range(num_rows):
-        result = out[(first + r) // group, (first + r) % group]
-        share = np.float32(1.0) / total[r]
-        if len(scored.sinks):
+    if len(scored.sinks):
+        for r in range(num_rows):
             further = scored.sinks[h * group + (first + r) % group] * LOG2_E
-            top = max(highest[r], further)
-            kept = np.float32(2.0) ** (highest[r] - top)
-            share = kept / (total[r] * kept + np.float32(2.0) ** (further - top))
+            total[r] += np.float32(2.0) ** (further - highest[r])  # infinite where it takes all
+    for r in range(num_rows):
+        result = tile.results[(first + r) // group, (first + r) % group]
+        share = np.float32(1.0) / total[r]
         for d in range(head_dim):
             result[d] = sums[d * lanes + r] * share
+
+
+@njit(nogil=True, error_model="numpy")
+def _hide(scores, limits, before, count, window, lanes):
+    """Rule out keys that rows do not see: from their limits on, and before the last `window` of them (0: none).
+
+    A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
+    """
+    literally(lanes)
+    for t in range(count):
+        for r in range(lanes):
+            if before + t >= limits[r]:
+                scores[t * lanes + r] = NEVER
+    if window:
+        for t in range(count):
+            for r in range(lanes):
+                if before + t < limits[r] - window:
+                    scores[t * lanes + r] = NEVER
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
@@ -369,7 +395,7 @@ def _decode(q, keys, scored, acc, scores):
         q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
         scores: for those of a block. # [block_size or more]
     """
-    cache, h, table, earliest, context = keys
+    cache, h, table, earliest, context, _ = keys
     group, head_dim = q.shape
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
     highest = np.full(group, NEVER, dtype=np.float32)
