@@ -429,7 +429,7 @@ def bench(
     )
 
 
-def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
+def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     """Return the files, by name, from which another engine or scheduler starts the plan.
 
         for name, text in xgpt.export("plan.json", "k8s").items(): ...
@@ -442,7 +442,13 @@ def export(plan: Plan | PathLike, to: Target) -> dict[str, str]:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
     """
     from xgpt.app.exporting import export
+    from xgpt.app.fleet.exporting import fleet_files
+    from xgpt.schema.fleet import FleetPlan
 
+    if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
+        if to != "k8s":
+            raise InputError("to", to, "a fleet goes to k8s")
+        return fleet_files(_fleet(plan))
     return export(_plan(plan), to)
 
 

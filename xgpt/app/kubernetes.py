@@ -41,7 +41,11 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
         InputError: pods could not run the plan.
     """
     check_deployable(plan, "k8s")
-    names = Names.of(plan)
+    return replica_files(plan, Names.of(plan))
+
+
+def replica_files(plan: Plan, names: Names) -> dict[str, str]:
+    """The same under other names."""
     return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
 
 

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 )
 @click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:
-    """Write the files from which another engine or scheduler starts the plan.
+    """Write the files from which another engine or scheduler starts a plan, or a day's fleet.
 
     \b
-    Example:
+    Examples:
       xgpt export plan.json --to k8s -o deploy
+      xgpt export fleet.json --to k8s -o deploy
     """
     from pathlib import Path
 

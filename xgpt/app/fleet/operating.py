@@ -135,10 +135,9 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 def fleet_name(fleet: FleetPlan) -> str:
     """Return a fleet's name as Kubernetes takes it: of letters, digits and dashes."""
-    import re
+    from xgpt.app.pods import Names
 
-    slug = re.sub(r"[^a-z0-9]+", "-", fleet.kinds[0].plan.model.name.lower()).strip("-")
-    return f"xgpt-{slug or 'model'}"[:40].rstrip("-")
+    return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
 
 
 @dataclass(frozen=True)
