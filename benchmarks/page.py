@@ -16,8 +16,8 @@ CASES = {
     "one device": "model=llama-3.1-8b&cluster=h200x1&workload=orca&bound=8",
     "32 devices": "model=gpt3-175b&cluster=a40x32&workload=translation&bound=40",
 }
-SLIDES = range(100, 1000, 75)
-"""Positions of the slider, of 0 to 1000."""
+SLIDES = range(300, 1000, 50)
+"""Positions of the slider, of 0 to 1000: bounds that some schedule keeps."""
 
 
 def drag(page: Page, position: int) -> float:
