@@ -23,9 +23,10 @@ import click
 import numpy as np
 
 from tools.structured import BLOCK, shared_prompts, write
+from xgpt.io import load_json
 from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
 from xgpt.reuse import ReuseCurve
-from xgpt.schema import ANYONE, Plan
+from xgpt.schema import ANYONE, Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import TraceLengths, read_lengths
 from xrunner.engine import Engine
@@ -37,14 +38,16 @@ from xsimulator.reuse import exact_share
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9
 """Of the machine, so that memory has to be divided."""
-ROWS = """| plan | reuse | closed form, req/s | simulated | measured | error | TTFT simulated | measured | error | found simulated | measured |
-|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+ROWS = """| plan | reuse | closed form, req/s | simulated | measured | error | at the pace \
+| TTFT simulated | measured | error | at the pace | found simulated | measured |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 PAGE = """# Reuse of prompts
 
 Written by `{command}` on {date}: {machine}, xgpt {version}, OPT-125M (random weights), chunked, of whose memory
 {memory} GiB are taken for the machine's, so that it has to be divided. {count} requests of an agent's tools: twelve
 prompts of 400 tokens in the mean, drawn with probabilities in proportion to n^-0.8, a question of 60 and an answer of
-40 behind them; all at hand. TTFT counts from admission.
+40 behind them; all at hand. TTFT counts from admission. At the pace: with every step as much longer than its
+prediction as the run's steps were.
 
 {rows}
 
@@ -184,7 +187,8 @@ def served(quick: bool, requests: int, profile: Path | None, output: Path | None
         pairs = zip(trace.input.tolist(), trace.output.tolist(), strict=True)
         lengths.write_text("input,output\n" + "".join(f"{i},{o}\n" for i, o in pairs))
         asked = {"model": "opt-125m", "cluster": small, "objective": "saturated", "policy": "chunked"}
-        asked |= {"latency_bound_s": 60.0, "profile": profile or xgpt.profile(model="opt-125m")}
+        steps = xgpt.profile(model="opt-125m") if profile is None else load_json(profile, Profile, "profile")
+        asked |= {"latency_bound_s": 60.0, "profile": steps}
         aware = xgpt.plan(**asked, workload=path)
         unaware = xgpt.plan(**asked, workload=lengths)
         rows, rates = [ROWS], []
@@ -195,18 +199,15 @@ def served(quick: bool, requests: int, profile: Path | None, output: Path | None
         ):
             num = (count - 60) // 2
             figures = xgpt.simulate(plan, workload=str(path if reuse else lengths), num_requests=num).figures
-            rate, share, first_s = _measured(plan, trace, count, reuse=reuse)
+            rate, share, first_s, pace = _measured(plan, steps, trace, count, reuse=reuse)
             rates.append(rate)
             cells = [name, "on" if reuse else "off", f"{plan.estimate.throughput_rps:.2f}"]
-            for predicted, measured, unit in (
-                (figures["throughput_rps"], rate, ""),
-                (figures["ttft_s"], first_s, " s"),
+            for predicted, measured, unit, factor in (
+                (figures["throughput_rps"], rate, "", 1 / pace),
+                (figures["ttft_s"], first_s, " s", pace),
             ):
-                cells += [
-                    f"{predicted:.2f}{unit}",
-                    f"{measured:.2f}{unit}",
-                    f"{100 * (predicted / measured - 1):+.1f}%",
-                ]
+                error, at_pace = (100 * (of * predicted / measured - 1) for of in (1.0, factor))
+                cells += [f"{predicted:.2f}{unit}", f"{measured:.2f}{unit}", f"{error:+.1f}%", f"{at_pace:+.1f}%"]
             cells += [f"{figures.get('reused_share', 0.0):.1%}", f"{share:.1%}"]
             rows.append(f"| {' | '.join(cells)} |")
             click.echo(rows[-1])
@@ -234,10 +235,14 @@ def _within(trace: TraceLengths, most: int) -> TraceLengths:
     return TraceLengths(trace.input[fits], trace.output[fits], trace.timestamp_s[fits], trace.prefixes.take(fits))
 
 
-def _measured(plan: Plan, trace: TraceLengths, count: int, *, reuse: bool) -> tuple[float, float, float]:
-    """Return requests a second at saturation, the share found, and the mean time to first token from admission, s."""
+def _measured(
+    plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool
+) -> tuple[float, float, float, float]:
+    """Return requests a second at saturation, the share found, the mean time to first token from admission, s, and the
+    measured over the predicted time of the same steps."""
     from xgpt.app.engines import build_engine
     from xgpt.app.simulating import read_log, reused_share
+    from xsimulator.executed import paces
 
     log: list[StepRecord] = []
     engine = build_engine(plan, log.append, reuse=reuse)
@@ -251,7 +256,9 @@ def _measured(plan: Plan, trace: TraceLengths, count: int, *, reuse: bool) -> tu
     finally:
         engine.close()
     found = read_log(plan, plan.workload, log, (count - 60) // 2, saturated=True)
-    return found.throughput_rps, reused_share(log), found.ttft_s
+    pace = paces(plan, profile, log)
+    assert pace is not None
+    return found.throughput_rps, reused_share(log), found.ttft_s, pace.ratio
 
 
 def _prompt(trace: TraceLengths, number: int) -> tuple[int, ...]:
