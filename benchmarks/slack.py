@@ -29,7 +29,7 @@ import click
 import numpy as np
 
 from xgpt import policies
-from xgpt.app.arrivals import rate_of
+from xgpt.app.arrivals import rate_of, with_capacity
 from xgpt.app.plan_text import settings_text
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
@@ -147,7 +147,7 @@ def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: 
         headroom=0.0,
     )
     subject = resolve(asked)
-    fixed = best_of(subject, "chunked")
+    fixed = best_fixed(subject)
     in_time = best_of(subject, "chunked", "in-time")
     started = time.perf_counter()
     slack = best_of(subject, "slack")
@@ -166,6 +166,20 @@ def best_of(subject: Problem, policy: PolicyChoice, order: AdmissionOrder | None
         return next(iter(plan_each(subject, policy, order=order).values()))
     except InfeasibleError:
         return None
+
+
+def best_fixed(subject: Problem) -> Plan | None:
+    """Return the best fixed budget, of the planner's own and of those that it takes under a tighter TPOT."""
+    constraint = subject.constraint
+    assert constraint.tpot_s is not None
+    found = []
+    for share in (1.0, 0.7, 0.4):
+        tighter = constraint.model_copy(update={"tpot_s": share * constraint.tpot_s})
+        plan = best_of(subject.under(tighter), "chunked")
+        if plan is not None:
+            plan = plan.model_copy(update={"constraint": constraint})
+            found.append(plan if share == 1 else with_capacity(plan, subject.profile, rate_of(plan), edges=False))
+    return max(found, key=rate_of, default=None)
 
 
 def gain_on(slack: Plan, fixed: Plan, profile: Profile, seed: int) -> float:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from xgpt.app.profiles import Progress
     from xscheduler.problem import Problem
+    from xscheduler.schedule import Scheduler
     from xscheduler.search import Method
 
+TIGHTER = 0.4
+"""Of the bound on the time per token: under it tuning finds another budget to begin with."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """What other planners offer, on replicas of equal stages."""
 
@@ -54,7 +57,8 @@ def plan_each(
     of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
         plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
-        return _with_tuned(_distinct(plans), tuned, problem, order, alone=policy in TUNED)
+        others = {kind: [finish(plan) for plan in _others(of, TUNED[kind])] for kind in tuned}
+        return _with_tuned(_distinct(plans), others, problem, order, alone=policy in TUNED)
     plans = best_of_each(of, kinds, progress)
     _check_stable(problem.constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
@@ -83,19 +87,38 @@ def _tuned(problem: Problem, policy: str) -> tuple[str, ...]:
     return tuple(TUNED) if policy == "auto" and by_rate and alone and constraint.tpot_s is not None else ()
 
 
+def _others(of: Scheduler, kind: str) -> list[Plan]:
+    """Plans to begin tuning with, other than a policy's best: of other placements, and for a tighter time per token,
+    under which the closed form takes smaller budgets."""
+    constraint = of.problem.constraint
+    assert constraint.tpot_s is not None
+    tighter = of.under(constraint.model_copy(update={"tpot_s": TIGHTER * constraint.tpot_s}))
+    found = [plan for plan, _ in (*of.by_arrivals(kind, 2), *tighter.by_arrivals(kind, 1))]
+    return [plan.model_copy(update={"constraint": constraint}) for plan in found]
+
+
 def _with_tuned(
-    plans: dict[str, Plan], tuned: tuple[str, ...], problem: Problem, order: AdmissionOrder | None, *, alone: bool
+    plans: dict[str, Plan],
+    others: Mapping[str, list[Plan]],
+    problem: Problem,
+    order: AdmissionOrder | None,
+    *,
+    alone: bool,
 ) -> dict[str, Plan]:
-    """Each policy's plan, and what tuning makes of some of them where that is better; the best first."""
+    """Each policy's plan, and what tuning makes of some of them where that is better; the best first.
+
+    Args:
+        others: of each choice that is tuned, the plans to begin with other than the best.
+    """
     highest = max(map(rate_of, plans.values()))
     found = {} if alone else dict(plans)
-    for kind in tuned:
+    for kind in others:
         base = plans.get(TUNED[kind])
         if base is None or (order not in (None, "fcfs", "in-time") and not alone):
             continue
         if not alone and rate_of(base) < BEHIND * highest:
             continue  # tuning does not make up for that
-        best = tune(base, kind, problem.profile, order=order)
+        best = tune(base, kind, problem.profile, others=others[kind], order=order)
         if alone or rate_of(best) > rate_of(base):
             found[kind] = best
     return dict(sorted(found.items(), key=lambda item: -rate_of(item[1])))

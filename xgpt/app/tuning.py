@@ -8,9 +8,10 @@ too many requests have broken their bounds. What is found is therefore never wor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from xgpt.schema import AdmissionOrder, Plan, Profile, SlackBudget, Thresholds
 if TYPE_CHECKING:
     import optuna
 
-NUM_TRIALS = 48
+NUM_TRIALS = 56
 ROUND = 4
 """Settings that are proposed together: the same whatever the number of processes, so that plans do not depend on it."""
 NUM_PROCESSES = 2
@@ -40,12 +41,15 @@ class Score(NamedTuple):
     rate: float
 
 
-def tune(plan: Plan, kind: str, profile: Profile, *, order: AdmissionOrder | None = None) -> Plan:
+def tune(
+    plan: Plan, kind: str, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None
+) -> Plan:
     """Return a plan with the best settings found beyond its own, with its simulated capacity.
 
     Args:
         plan: of fixed settings, with its simulated capacity.
         kind: which settings are to be found: a key of `xsimulator.forecast.TUNED`.
+        others: further plans of fixed settings to begin with, on other placements or with other budgets.
         order: of admission; None: as tuning finds it.
     """
     import optuna
@@ -54,7 +58,8 @@ def tune(plan: Plan, kind: str, profile: Profile, *, order: AdmissionOrder | Non
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     proposed, make = _SPACES[kind]
-    plan = with_step_times(plan, profile)
+    plans = [with_step_times(one, profile) for one in (plan, *others)]
+    plan = plans[0]
     found = plan.estimate.capacity
     assert found is not None
     best, best_settings = found.rate_per_s, None
@@ -62,11 +67,15 @@ def tune(plan: Plan, kind: str, profile: Profile, *, order: AdmissionOrder | Non
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, multivariate=True, n_startup_trials=12)
     )
     for settings in proposed(plan):
-        study.enqueue_trial(settings)
+        study.enqueue_trial({"plan": 0, **settings})
+    for i, other in enumerate(plans[1:], 1):
+        for settings in islice(proposed(other), 3):
+            study.enqueue_trial({"plan": i, **settings})
     with _workers(plan, profile) as score_all:
         for _ in range(NUM_TRIALS // ROUND):
             trials = [study.ask() for _ in range(ROUND)]
-            made = [make(plan, trial, order) for trial in trials]
+            of = [plans[trial.suggest_categorical("plan", range(len(plans)))] for trial in trials]
+            made = [make(one, trial, order) for one, trial in zip(of, trials, strict=True)]
             scores = score_all(made, best)
             for trial, one, score in zip(trials, made, scores, strict=True):
                 study.tell(trial, score.rate)
