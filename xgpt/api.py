@@ -81,7 +81,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         burstiness: coefficient of variation of the gaps between arrivals, by default 1: a Poisson process.
         order: which of the waiting requests enters next, by default fcfs; slack also tries in-time.
         fix: values that control variables are held at, by name (token_budget, max_batch, ...), and those of placements:
-            tp, pp, replicas.
+            tp, ep, pp, replicas.
         devices: take at most this number; "auto": the fewest that sustain the arrival rate.
         among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate.
 

@@ -110,13 +110,13 @@ _GEMMA_UNREAD = _names("cache_implementation hidden_act sliding_window_size")
 _DEEPSEEK = Fields(
     (_ROTARY - {"head_dim", "layer_types", "num_key_value_heads", "partial_rotary_factor"})
     | _names("""
-        first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq n_routed_experts n_shared_experts
-        norm_topk_prob num_experts_per_tok q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq n_group n_routed_experts
+        n_shared_experts norm_topk_prob num_experts_per_tok q_lora_rank qk_nope_head_dim qk_rope_head_dim
+        routed_scaling_factor topk_group v_head_dim
         """),
     _DECODER | {"mlp_bias": (False,)},
     _ROUTED | _names("ep_size head_dim num_key_value_heads num_mtp_layers num_nextn_predict_layers qk_head_dim"),
     {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    _names("n_group routed_scaling_factor scoring_func topk_group topk_method"),
 )
 
 FAMILIES: Mapping[str, Fields] = {
@@ -194,8 +194,17 @@ FAMILIES: Mapping[str, Fields] = {
         {"num_experts": "num_local_experts"},
         _names("qk_norm_type scoring_func use_qk_norm use_routing_bias"),
     ),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": replace(_DEEPSEEK, untimed=_DEEPSEEK.untimed | {"rope_interleave"}),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        read=_DEEPSEEK.read | {"topk_method"},
+        # transformers normalises no weights of this family, whatever its config says.
+        only=_DEEPSEEK.only | {"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
+    ),
+    "deepseek_v3": replace(
+        _DEEPSEEK,
+        read=_DEEPSEEK.read | {"rope_interleave"},
+        only=_DEEPSEEK.only | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    ),
     "t5": _T5,
     "mt5": replace(_T5, read=_T5.read - {"scale_decoder_outputs"}),
 }

@@ -28,6 +28,7 @@ from xrunner.attention import Batch, Sequences, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
+from xrunner.latent import LatentAttention
 from xrunner.layers import Attention
 from xrunner.models import DecoderModel, EncoderDecoderModel
 from xrunner.worker import Worker
@@ -220,7 +221,9 @@ class Bench:
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
         assert isinstance(model, DecoderModel)
-        layers = [attention.scoring for attention in model.modules() if isinstance(attention, Attention)]
+        layers = [
+            attention.scoring for attention in model.modules() if isinstance(attention, Attention | LatentAttention)
+        ]
 
         def run() -> None:
             for cache, scoring in zip(caches, layers, strict=True):
@@ -273,6 +276,8 @@ class Bench:
     def queries_keys_values(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of one layer. # each [tokens, heads, head_dim]"""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        if self.spec.latent is not None:
+            kv_heads, size = 1, self.spec.latent.kept_per_token
         q, k, v = (self.random(num_tokens, n, size) for n in (heads, kv_heads, kv_heads))
         return q, k, v
 

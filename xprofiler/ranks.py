@@ -205,7 +205,7 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
     if spec.is_encoder_decoder:
         num_tokens = round(num_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim / spec.hidden_size)
         worker.readings[0] = torch.zeros(num_tokens, spec.hidden_size, dtype=worker.dtype)
-    piece = Piece(0, 1, (0, spec.num_layers), (0, spec.num_kv_heads))
+    piece = Piece(0, 1, (0, spec.num_layers), (0, spec.num_kv_heads if spec.latent is None else 1))
     prompt = [Moving(0, list(range(-(-num_tokens // BLOCK_SIZE))), num_tokens)]
     received = cargo.empty(piece, prompt)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xgpt.schema import ModelSpec
-from xrunner.layers import Empty, parameter
+from xrunner.layers import Empty, GatedMlp, parameter
 
 
 def of_one_expert(spec: ModelSpec) -> ModelSpec:
@@ -28,22 +28,41 @@ class Router(nn.Module):
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
         assert spec.experts is not None
-        self.num_chosen, self.normalised = spec.experts.active, spec.experts.normalised
+        self.of = spec.experts
         self.weight = parameter(empty(spec.experts.number, spec.hidden_size))
         self.bias = parameter(empty(spec.experts.number)) if bias else None
+        # As checkpoints call it. It counts in choosing, not in weighing.
+        is_sigmoid = spec.experts.scoring == "sigmoid"
+        self.e_score_correction_bias = parameter(empty(spec.experts.number)) if is_sigmoid else None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights. # [tokens, hidden] -> int64, float32 [tokens, chosen]"""
-        scores = F.linear(hidden, self.weight, self.bias).float()
-        if self.normalised:
-            highest, chosen = scores.topk(self.num_chosen, dim=-1)
-            return chosen, highest.softmax(dim=-1)
-        weights, chosen = scores.softmax(dim=-1).topk(self.num_chosen, dim=-1)
-        return chosen, weights
+        of, scores = self.of, F.linear(hidden, self.weight, self.bias).float()
+        if of.normalised and of.scoring == "softmax" and of.num_groups == 1:
+            highest, chosen = scores.topk(of.active, dim=-1)
+            return chosen, highest.softmax(dim=-1) * of.weight_scale
+        rated = weights = scores.softmax(dim=-1) if self.e_score_correction_bias is None else scores.sigmoid()
+        if self.e_score_correction_bias is not None:
+            rated = weights + self.e_score_correction_bias
+        if of.num_groups > 1:
+            rated = self._within_best_groups(rated)
+        chosen = rated.topk(of.active, dim=-1).indices
+        weights = weights.gather(1, chosen)
+        if of.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen, weights * of.weight_scale
+
+    def _within_best_groups(self, rated: Tensor) -> Tensor:
+        """Leave out the experts of all groups but a token's best. # [tokens, experts] -> same"""
+        groups = rated.unflatten(-1, (self.of.num_groups, -1))
+        looked_at = 1 if self.e_score_correction_bias is None else 2
+        best = groups.topk(looked_at, dim=-1).values.sum(dim=-1).topk(self.of.active_groups, dim=-1).indices
+        left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=rated.device).scatter_(1, best, False)
+        return groups.masked_fill(left_out[..., None], float("-inf")).flatten(1)
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the blocks that the router chooses.
+    """The weighted sum of the blocks that the router chooses, and the shared experts, which every token passes.
 
     Args:
         block: makes one expert.
@@ -54,6 +73,8 @@ class MixtureOfExperts(nn.Module):
         assert spec.experts is not None
         self.router = Router(empty, spec, bias=router_bias)
         self.experts = nn.ModuleDict({str(number): block() for number in range(spec.experts.number)})
+        shared = spec.model_copy(update={"ffn_size": spec.experts.shared_ffn_size})
+        self.shared = GatedMlp(empty, shared) if spec.experts.shared_ffn_size else None
         self._first, self._last = 0, spec.experts.number
 
     def keep(self, first: int, last: int) -> None:
@@ -78,4 +99,5 @@ class MixtureOfExperts(nn.Module):
         by_token = torch.empty_like(found)
         by_token[order] = found
         by_token = by_token.unflatten(0, chosen.shape)  # [tokens, chosen, hidden]
-        return torch.einsum("tch,tc->th", by_token, weights.to(hidden.dtype))
+        out = torch.einsum("tch,tc->th", by_token, weights.to(hidden.dtype))
+        return out if self.shared is None else out + self.shared(hidden)

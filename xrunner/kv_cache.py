@@ -23,6 +23,7 @@ class KvCache:
     Attributes:
         device: where they are; known, too, where a stage has no decoder layer.
         layers: one tensor a layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
+            Of latent attention one vector a token, which is key and value in one: [1, num_blocks, 1, block_size, kept].
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class KvCache:
         self.block_size = block_size
         self.device = device
         shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        if spec.latent is not None:
+            shape = (1, num_blocks, 1, block_size, spec.latent.kept_per_token)
         self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
 
 
@@ -54,10 +57,11 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
 
     Args:
         keys, values: of the step's tokens. # [tokens, num_kv_heads, head_dim]
-        cache: the layer's. # [2, num_blocks, num_kv_heads, block_size, head_dim]
+        cache: the layer's. # [2 or 1, num_blocks, num_kv_heads, block_size, head_dim]
         slots: block * block_size + offset of each token. # int64 [tokens]
     """
     block_size = cache.shape[3]
     block, offset = slots // block_size, slots % block_size
     cache[0][block, :, offset] = keys.to(cache.dtype)
-    cache[1][block, :, offset] = values.to(cache.dtype)
+    if len(cache) == 2:
+        cache[1][block, :, offset] = values.to(cache.dtype)

@@ -18,6 +18,7 @@ from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
 from xrunner.experts import MixtureOfExperts
 from xrunner.generation import NO_TOKEN
+from xrunner.latent import LatentAttention
 from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
 from xrunner.models import EncoderDecoderModel, Model, family_of
 
@@ -113,6 +114,11 @@ class Part:
         return Share(head, head + 1, total)
 
     @property
+    def cached_heads(self) -> Share:
+        """Heads that this rank's cache is laid out by: one, the same on all ranks, where heads are made of it."""
+        return self.kv_heads if self.spec.latent is None else Share(0, 1, 1)
+
+    @property
     def heads(self) -> Share:
         """Heads of queries: those that read this rank's keys and values."""
         spec, kv = self.spec, self.kv_heads
@@ -138,6 +144,11 @@ class Part:
         return share(size, self.rank % slices, slices)
 
     @property
+    def shared_ffn(self) -> Share:
+        """Columns that it holds of the shared experts."""
+        return share(self.spec.experts.shared_ffn_size if self.spec.experts else 0, self.rank, self.degree)
+
+    @property
     def vocabulary(self) -> Share:
         return share(self.spec.vocab_size, self.rank, self.degree)
 
@@ -148,7 +159,8 @@ class Part:
         experts = self.spec.experts
         if experts is not None:
             dense = tuple(layer - first for layer in experts.dense_layers if first <= layer < last)
-            experts = experts.model_copy(update={"ffn_size": self.expert_ffn.size, "dense_layers": dense})
+            sizes = {"ffn_size": self.expert_ffn.size, "shared_ffn_size": self.shared_ffn.size}
+            experts = experts.model_copy(update={"dense_layers": dense, **sizes})
         full = tuple(layer - first for layer in self.spec.full_attention_layers if first <= layer < last)
         return self.spec.model_copy(
             update={
@@ -250,9 +262,9 @@ def _reduced(model: Model) -> list[nn.Module]:
     modules: list[nn.Module] = []
     for name, module in model.named_modules():
         match module:
-            case Attention() | CrossAttention() if hasattr(module, "out"):
+            case Attention() | CrossAttention() | LatentAttention() if hasattr(module, "out"):
                 modules.append(module.out)
-            case Mlp() | GatedMlp() if ".experts." not in name:
+            case Mlp() | GatedMlp() if ".experts." not in name and not name.endswith(".shared"):
                 modules.append(module.down)
             case MixtureOfExperts():
                 modules.append(module)
@@ -281,6 +293,11 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
                 rows(f"{name}.qkv", q, kv, kv)
                 columns(f"{name}.out", q)
                 found[f"{name}.sinks"] = (Cut(0, part.heads.start, part.heads.full),)
+            case LatentAttention():
+                rows(f"{name}.q", q)
+                rows(f"{name}.q_b", q)
+                rows(f"{name}.kv_b", part.heads.times(module.head_dim - module.turning + module.value_dim))
+                columns(f"{name}.out", part.heads.times(module.value_dim))
             case CrossAttention():
                 rows(f"{name}.q", q)
                 rows(f"{name}.kv", kv, kv)
@@ -289,7 +306,8 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
                 rows(f"{name}.up", part.ffn)
                 columns(f"{name}.down", part.ffn)
             case GatedMlp():
-                held = part.expert_ffn if ".experts." in name else part.ffn
+                is_shared = name.endswith(".shared")
+                held = part.expert_ffn if ".experts." in name else part.shared_ffn if is_shared else part.ffn
                 rows(f"{name}.gate_up", *((held.times(2),) if module.takes_turns else (held, held)))
                 columns(f"{name}.down", held)
             case RelativeBias():

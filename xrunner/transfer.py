@@ -61,8 +61,8 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
                 by_layers.setdefault(layers, []).append(sender)
         for layers, holders in by_layers.items():
             run: Piece | None = None
-            for head in range(there.kv_heads.start, there.kv_heads.stop):
-                having = [s for s in holders if senders[s].kv_heads.start <= head < senders[s].kv_heads.stop]
+            for head in range(there.cached_heads.start, there.cached_heads.stop):
+                having = [s for s in holders if senders[s].cached_heads.start <= head < senders[s].cached_heads.stop]
                 sender = having[there.rank % len(having)]
                 if run is not None and run.sender == sender:
                     run = run._replace(heads=(run.heads[0], head + 1))
@@ -107,7 +107,7 @@ class CachePart:
         self._part = part
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """# [layers, 2, blocks, heads, block_size, head_dim]"""
+        """# [layers, 2 or 1, blocks, heads, block_size, head_dim]"""
         heads = self._heads(piece)
         index = self._index(requests)
         layers = [layer[:, index, heads] for layer in self._layers(piece)]
@@ -121,9 +121,9 @@ class CachePart:
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         num_blocks = sum(len(request.blocks) for request in requests)
-        _, _, _, block_size, head_dim = self._cache.layers[0].shape
+        halves, _, _, block_size, head_dim = self._cache.layers[0].shape
         num_layers, num_heads = piece.layers[1] - piece.layers[0], piece.heads[1] - piece.heads[0]
-        shape = (num_layers, 2, num_blocks, num_heads, block_size, head_dim)
+        shape = (num_layers, halves, num_blocks, num_heads, block_size, head_dim)
         return torch.empty(shape, dtype=self._cache.layers[0].dtype)
 
     def _layers(self, piece: Piece) -> list[Tensor]:
@@ -131,7 +131,7 @@ class CachePart:
         return self._cache.layers[piece.layers[0] - first : piece.layers[1] - first]
 
     def _heads(self, piece: Piece) -> slice:
-        first = self._part.kv_heads.start
+        first = self._part.cached_heads.start
         return slice(piece.heads[0] - first, piece.heads[1] - first)
 
     def _index(self, requests: Sequence[Moving]) -> Tensor:

@@ -19,7 +19,7 @@ from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
-PLACED = ("tp", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
+PLACED = ("tp", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
 """Variables that belong to a placement: tensor-parallel degree of every stage, stages of the lane that decodes, and
 so on."""
 MAX_SPLITS = 6
@@ -90,7 +90,8 @@ class Placement:
     def has(self, fixed: Mapping[str, int]) -> bool:
         """Whether it has these values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
-        values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}, "tp": {shape.tp for shape in shapes}}
+        values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
+        values |= {"tp": {shape.tp for shape in shapes}, "ep": {shape.ep for shape in shapes}}
         return all(values.get(name, {self.fixed.get(name, 1)}) == {fixed[name]} for name in PLACED if name in fixed)
 
     @classmethod

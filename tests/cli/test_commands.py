@@ -424,6 +424,11 @@ def test_placements_are_held(xgpt: Xgpt) -> None:
     document = json.loads(xgpt("plan", "--latency-bound", "60", *of, "--fix", "tp=2", "--fix", "pp=2", "--json").out)
     assert document["replicas"] == 1
     assert [stage["tp"] for stage in document["stages"]] == [2, 2]
+    experts = ("--model", "mixtral-8x7b", "--cluster", "h200x8", "--policy", "orca", "--objective", "saturated")
+    for ep in (1, 2):
+        held = ("--fix", "tp=2", "--fix", f"ep={ep}", "--fix", "replicas=1")
+        document = json.loads(xgpt("plan", "--latency-bound", "60", *experts, *held, "--json").out)
+        assert {(stage["tp"], stage["ep"]) for stage in document["stages"]} == {(2, ep)}
     waa = json.loads(
         xgpt("plan", "--latency-bound", "60", *of, "--policy", "waa", "--fix", "encode_batch=3", "--json").out
     )

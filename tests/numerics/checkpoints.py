@@ -131,6 +131,34 @@ GEMMA3_SHAPES = {
     | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "tied": TIED | {"sliding_window": 40, "num_hidden_layers": 7},
 }
+# Latent attention: queries made of a vector or of the hidden state, experts in groups or not, layers without experts.
+DEEPSEEK_HEADS = {"kv_lora_rank": 22, "qk_nope_head_dim": 14, "qk_rope_head_dim": 10, "v_head_dim": 11}
+DEEPSEEK_V2_SHAPES = {
+    "grouped": {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
+    | DEEPSEEK_HEADS
+    | {"q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+    "one-head": DEEPSEEK_HEADS
+    | {"hidden_size": 30, "num_attention_heads": 1, "intermediate_size": 101, "num_hidden_layers": 3}
+    | {"q_lora_rank": None, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 27}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+DEEPSEEK_V3_SHAPES = {
+    "grouped": {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
+    | DEEPSEEK_HEADS
+    | {"q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3},
+    "three-heads": DEEPSEEK_HEADS
+    | {"qk_nope_head_dim": 13, "kv_lora_rank": 19}
+    | {"hidden_size": 42, "num_attention_heads": 3, "intermediate_size": 77, "num_hidden_layers": 2}
+    | {"q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 21}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rope_interleave": False, "tie_word_embeddings": True}
+    | {"norm_topk_prob": False}
+    | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 1.0}
+        | {"mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
+    },
+}
 # Heads narrower and wider together than the hidden size, odd numbers of them, as many decoder layers or not.
 T5_SHAPES = {
     "tied": {"d_model": 64, "num_heads": 4, "d_kv": 12, "d_ff": 256, "num_layers": 2},
@@ -159,6 +187,8 @@ T5_START = 5
 
 FAMILIES = {
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, GPT_OSS_SHAPES),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM, DEEPSEEK_V2_SHAPES),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, DEEPSEEK_V3_SHAPES),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2_SHAPES),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3_SHAPES),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2_SHAPES),
@@ -175,7 +205,7 @@ FAMILIES = {
 CHECKPOINTS = [f"{family}-{shape}" for family, (_, _, shapes) in FAMILIES.items() for shape in shapes]
 
 
-WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
 
 
 def random_shape(rng, family):
@@ -199,6 +229,18 @@ def random_shape(rng, family):
         stacks = {"num_layers": layers, "num_decoder_layers": int(rng.integers(1, 5))}
         buckets = {"relative_attention_num_buckets": one_of(8, 32), "relative_attention_max_distance": one_of(20, 128)}
         return tied | sizes | stacks | buckets | {"feed_forward_proj": one_of("relu", "gated-gelu", "gated-silu")}
+    if family.startswith("deepseek"):
+        groups = one_of(1, 2, 3)
+        experts = 2 * groups * int(rng.integers(1, 4))
+        sizes = {"hidden_size": 14 * heads, "num_attention_heads": heads, "intermediate_size": ffn}
+        sizes |= {"num_hidden_layers": layers, "first_k_dense_replace": int(rng.integers(0, layers + 1))}
+        sizes |= {"kv_lora_rank": head_dim, "q_lora_rank": one_of(None, 30), "qk_nope_head_dim": head_dim}
+        sizes |= {"qk_rope_head_dim": 2 * int(rng.integers(1, 8)), "v_head_dim": int(rng.integers(5, 30))}
+        sizes |= {"n_routed_experts": experts, "n_group": groups, "topk_group": int(rng.integers(1, groups + 1))}
+        sizes |= {"num_experts_per_tok": int(rng.integers(1, 1 + sizes["topk_group"] * experts // groups))}
+        sizes |= {"n_shared_experts": int(rng.integers(1, 3)), "moe_intermediate_size": int(rng.integers(20, 80))}
+        routing = {"topk_method": "group_limited_greedy"} if family == "deepseek_v2" else {}
+        return tied | sizes | routing | {"routed_scaling_factor": 1.5}
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"hidden_size": heads * one_of(head_dim, 14), "intermediate_size": ffn, "num_hidden_layers": layers}
     plain, scaled = {"rope_type": "default", "rope_theta": 1000.0}, SCALED | {"original_max_position_embeddings": 32}
@@ -242,6 +284,10 @@ def save(directory, family, shape, dtype=torch.float32):
         # transformers ties whatever the config says, unless a checkpoint holds another head.
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+                buffer.copy_(buffer.to(dtype))
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 in_layer = any(part in name for part in (".layers.", ".h.", ".block."))

@@ -59,6 +59,7 @@ NAMES = {
     "deep": "opt-untied-odd",
     "windows": "gemma2-grouped",
     "fused": "phi3-grouped",
+    "latent": "deepseek_v3-grouped",
 }
 SHALLOW = ("opt", "llama", "t5")
 
@@ -256,7 +257,13 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(fleet, checkpoint, a
 
 @pytest.mark.parametrize(
     ("family", "placement", "kind"),
-    [("windows", "tp2", "orca"), ("windows", "pp2", "chunked"), ("fused", "tp2", "rra")],
+    [
+        ("windows", "tp2", "orca"),
+        ("windows", "pp2", "chunked"),
+        ("fused", "tp2", "rra"),
+        ("latent", "tp2", "orca"),
+        ("latent", "pp2", "rra"),
+    ],
 )
 def test_families_that_cut_in_other_ways(fleet, checkpoint, alone, family, placement, kind):
     microbatches = len(PLACEMENTS[placement])
@@ -294,7 +301,8 @@ def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatche
         )
         for family in SHALLOW
         for lanes in LANES
-    ],
+    ]
+    + [("latent", "1+tp2")],
 )
 def test_two_lanes(fleet, checkpoint, alone, family, lanes):
     check(fleet, two_lanes(checkpoint(NAMES[family])[0], lanes), alone(family))

@@ -46,6 +46,8 @@ SHORT = {
     ("gpt2", "hidden_size"),
     ("opt", "activation_function"),
     ("gpt_oss", "layer_types"),
+    ("deepseek_v2", "topk_method"),
+    ("deepseek_v3", "topk_group"),
     ("gemma2", "query_pre_attn_scalar"),
     ("gemma3_text", "rope_parameters"),
     ("phi3", "partial_rotary_factor"),

@@ -168,7 +168,7 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
 def _variables(kind: str) -> set[str]:
     """The variables of a policy that can be held."""
     settings = CHOICES[kind].settings
-    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "pp", "replicas"})
+    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
     return placed | {variable.name for variable in settings.variables}
 
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME=N",
     help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128, or one of the "
-    "placement: tp, pp, replicas. Policies without that variable are left out.",
+    "placement: tp, ep, pp, replicas. Policies without that variable are left out.",
 )
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option

@@ -55,8 +55,10 @@ def gated(config: dict[str, Any]) -> dict[str, Any]:
     """Return what families of Llama's shape share: all but rotary embeddings and windows."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    if head_dim % 2:
-        raise InputError("config.json: head_dim", head_dim, "rotary embeddings take an even one")
+    name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # of latent attention a part turns
+    turning = config.get("qk_rope_head_dim", head_dim)
+    if type(turning) is not int or turning % 2:
+        raise InputError(f"config.json: {name}", turning, "rotary embeddings take an even one")
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,

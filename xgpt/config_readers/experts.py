@@ -92,12 +92,14 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
         "shared_ffn_size": size * (config.get("n_shared_experts") or 0),
         "dense_layers": tuple(range(min(dense, fields["num_layers"]))),
         "normalised": bool(config.get("norm_topk_prob")),
+        "weight_scale": config.get("routed_scaling_factor", 1.0),
     }
     latent = {
         "kv_rank": count(config, "kv_lora_rank"),
         "q_rank": None if config["q_lora_rank"] is None else count(config, "q_lora_rank"),
         "rope_head_dim": config["qk_rope_head_dim"],
         "value_head_dim": count(config, "v_head_dim"),
+        "rope_interleaved": bool(config.get("rope_interleave", True)),
     }
     turned = rope(config, ANY)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -108,12 +110,32 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek_v2(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {"first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2}
-    return _deepseek(defaults | {"moe_intermediate_size": 1407} | config)
+    fields = _deepseek(defaults | {"moe_intermediate_size": 1407} | config)
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise InputError("config.json: topk_method", method, "known: greedy, group_limited_greedy")
+    return _grouped(fields, config) if method == "group_limited_greedy" else fields
 
 
 def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True}
-    return _deepseek(defaults | {"moe_intermediate_size": 2048, "num_experts_per_tok": 8} | config)
+    of_routing = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
+    config = defaults | of_routing | {"moe_intermediate_size": 2048} | config
+    fields = _grouped(_deepseek(config), config)
+    return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
+
+
+def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with the groups that a token chooses experts from.
+
+    Raises:
+        InputError: a group has one expert: the two best of each are looked at.
+    """
+    groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
+    experts = fields["experts"] | groups
+    if experts["number"] < 2 * experts["num_groups"]:
+        raise InputError("config.json: n_group", experts["num_groups"], "a group must have two experts at least")
+    return fields | {"experts": experts}
 
 
 WITH_EXPERTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -32,11 +32,24 @@ class Experts(Frozen):
     """Exponent of the power law that the experts' shares of tokens are drawn from; 0: all experts are equally busy."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of a router's scores. With sigmoid, each expert has a bias that counts in choosing alone."""
+    num_groups: PositiveInt = 1
+    """Groups that the experts are in."""
+    active_groups: PositiveInt = 1
+    """Groups that a token chooses experts from: those of its highest score, with sigmoid of its two highest."""
+    weight_scale: PositiveFloat = 1.0
+    """Factor on the weights of a token's experts."""
 
     @model_validator(mode="after")
     def _check(self) -> Experts:
         if self.active > self.number:
             raise ValueError(f"active: {self.active} exceeds the number of experts, {self.number}")
+        if self.number % self.num_groups or self.active_groups > self.num_groups:
+            chosen = f"{self.active_groups} of {self.num_groups} groups"
+            raise ValueError(f"num_groups: {chosen} cannot be chosen of {self.number} experts")
+        if self.active > self.active_groups * self.number // self.num_groups:
+            raise ValueError(f"active: {self.active} exceeds the experts of {self.active_groups} groups")
         return self
 
 
@@ -55,6 +68,8 @@ class LatentAttention(Frozen):
     """Width of the part of a head's query and key that turns with the position."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
+    rope_interleaved: bool = True
+    """Whether dimensions 2 i and 2 i + 1 turn together, not i and i + half."""
 
     @property
     def kept_per_token(self) -> int:

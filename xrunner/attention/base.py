@@ -209,7 +209,7 @@ class AttentionBackend(ABC):
             k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
                 cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
             cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it. May be of fewer bits
-                than the queries.
+                than the queries. Where keys are the values, `v` is not read.
             scoring: the layer's.
 
         Returns:

@@ -229,17 +229,17 @@ def _write_and_attend(arrays, cache, places, scored, num_threads, out):
     slots, query_start, context_len, first_key, tables, num_decodes, both_ways = places
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = cache.shape[2], cache.shape[3]
-    group = num_heads // num_kv_heads
+    group, last = num_heads // num_kv_heads, cache.shape[0] - 1  # one half where keys are the values
 
     for i in prange(k.shape[0]):
         block, offset = slots[i] // block_size, slots[i] % block_size
         for h in range(num_kv_heads):
             for d in range(head_dim):
+                cache[last, block, h, offset, d] = _stored(cache, v[i, h, d])
                 cache[0, block, h, offset, d] = _stored(cache, k[i, h, d])
-                cache[1, block, h, offset, d] = _stored(cache, v[i, h, d])
             for d in range(head_dim):  # softmax would lose what is not finite, a sum of values does not
                 if not np.isfinite(k[i, h, d]):
-                    cache[1, block, h, offset] = _stored(cache, np.float32(np.nan))
+                    cache[last, block, h, offset] = _stored(cache, np.float32(np.nan))
 
     sequence, first_row = _tiles(query_start, group)
     num_tiles = len(sequence)
@@ -322,7 +322,7 @@ def _attend(tile, keys, scored, space, lanes, num_sums):
     highest[:] = NEVER
     total[:] = np.float32(0.0)
 
-    value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
+    value_start = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * block_size * head_dim
     visible = limits[lanes - 1]
     if window:
         earliest = max(earliest, limits[0] - window)
@@ -401,7 +401,7 @@ def _decode(q, keys, scored, acc, scores):
     highest = np.full(group, NEVER, dtype=np.float32)
     total = np.zeros(group, dtype=np.float32)
     acc[:] = np.float32(0.0)
-    value_start = cache.shape[1] * num_kv_heads * block_size * head_dim
+    value_start = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * block_size * head_dim
     num_blocks = (context + block_size - 1) // block_size
     for b in range(earliest // block_size, num_blocks):
         begin = max(earliest - b * block_size, 0)

@@ -31,7 +31,8 @@ class ReferenceAttention(AttentionBackend):
         firsts = [0] * len(contexts) if batch.first_key is None else batch.first_key.tolist()
         for i, (first, context) in enumerate(zip(firsts, contexts, strict=True)):
             rows = slice(starts[i], starts[i + 1])
-            keys, values = gather_kv(cache, batch.block_tables[i], context)[:, first:]
+            kept = gather_kv(cache, batch.block_tables[i], context)[:, first:]
+            keys, values = kept[0], kept[-1]
             n, seen = len(q[rows]), len(keys)
             hidden = None if batch.both_ways else causal_mask(n, seen, q.device, scoring.window)
             out[rows] = attend(q[rows], keys, values, hidden, scoring)
@@ -39,7 +40,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """A sequence's keys and values out of its blocks. # [2, context, kv_heads, head_dim]"""
+    """A sequence's keys and values out of its blocks. # [2 or 1, context, kv_heads, head_dim]"""
     block_size = cache.shape[3]
     blocks = table[: -(-context // block_size)].long()
     return cache[:, blocks].transpose(2, 3).flatten(1, 2)[:, :context]

@@ -1,7 +1,8 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
 Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. Position biases, looking both ways, windows, sinks and soft caps run in plain torch.
+be captured in a CUDA graph. Position biases, looking both ways, windows, sinks, soft caps and latent
+keys run in plain torch.
 Triton is imported where the backend is made, so that no other code needs it.
 """
 
@@ -59,7 +60,8 @@ class TritonAttention(AttentionBackend):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        if batch.both_ways or batch.first_key is not None or scoring._replace(scale=None) != PLAIN:
+        is_plain = len(cache) == 2 and scoring._replace(scale=None) == PLAIN
+        if batch.both_ways or batch.first_key is not None or not is_plain:
             return self._reference.forward(q, k, v, cache, batch, scoring)
         if scoring.scale is not None:  # the kernels divide by sqrt(head_dim)
             q = q * (scoring.scale * q.shape[2] ** 0.5)

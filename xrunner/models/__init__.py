@@ -5,6 +5,7 @@ from __future__ import annotations
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
 from xrunner.models.base import DecoderModel, Model
+from xrunner.models.deepseek import DeepseekModel
 from xrunner.models.encoder_decoder import EncoderDecoderModel
 from xrunner.models.gemma import Gemma2Model, Gemma3Model
 from xrunner.models.gpt2 import Gpt2Model
@@ -19,6 +20,8 @@ from xrunner.models.qwen3_moe import Qwen3MoeModel
 from xrunner.models.t5 import T5Model
 
 FAMILIES: dict[str, type[Model]] = {
+    "deepseek_v2": DeepseekModel,
+    "deepseek_v3": DeepseekModel,
     "gemma2": Gemma2Model,
     "gemma3": Gemma3Model,
     "gpt2": Gpt2Model,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Attend, Attention, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
+from xrunner.layers import Attend, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
@@ -26,7 +26,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, *, norms_results: bool = False
+        self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, *, norms_results: bool = False
     ) -> None:
         super().__init__()
         self.attention_norm = norm()
@@ -106,7 +106,7 @@ class Model(nn.Module):
         return Rotary(empty, spec)
 
     @abstractmethod
-    def attention(self, empty: Empty, layer: int) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> nn.Module:
         """The attention block of one layer, counted from the first that this part holds."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from xgpt.schema import ModelSpec
 from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Attend, Attention, CrossAttention, Empty, RelativeBias
+from xrunner.layers import Attend, CrossAttention, Empty, RelativeBias
 from xrunner.models.base import Model
 
 READING_BLOCK = 16
@@ -33,7 +33,7 @@ class CrossLayer(nn.Module):
     def __init__(
         self,
         attention_norm: nn.Module,
-        attention: Attention,
+        attention: nn.Module,
         cross_norm: nn.Module,
         cross: CrossAttention,
         mlp_norm: nn.Module,

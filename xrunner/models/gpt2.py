@@ -34,7 +34,7 @@ class Gpt2Model(DecoderModel):
         super().__init__(spec, empty)
         self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size)
 
-    def attention(self, empty: Empty, layer: int) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> nn.Module:
         return Attention(empty, self.spec, qkv_bias=True, out_bias=True)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:

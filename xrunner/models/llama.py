@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from xrunner.experts import MixtureOfExperts, of_one_expert
 from xrunner.layers import Attention, Empty, GatedMlp, RmsNorm
 from xrunner.models.base import DecoderModel
 
@@ -39,7 +40,7 @@ class LlamaModel(DecoderModel):
         "final_norm": ("model.norm",),
     }
 
-    def attention(self, empty: Empty, layer: int) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> nn.Module:
         bias = self.spec.attention_bias
         return Attention(
             empty,
@@ -52,4 +53,8 @@ class LlamaModel(DecoderModel):
         )
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
-        return GatedMlp(empty, self.spec)
+        experts = self.spec.experts
+        if experts is None or layer in experts.dense_layers:
+            return GatedMlp(empty, self.spec)
+        each = of_one_expert(self.spec)
+        return MixtureOfExperts(empty, self.spec, lambda: GatedMlp(empty, each), router_bias=False)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
-
-from xrunner.experts import MixtureOfExperts, of_one_expert
-from xrunner.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 
 
@@ -17,7 +13,3 @@ class MixtralModel(LlamaModel):
         "layers.*.mlp.experts.*.gate_up": ("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3"),
         "layers.*.mlp.experts.*.down": ("block_sparse_moe.experts.*.w2",),
     }
-
-    def mlp(self, empty: Empty, layer: int) -> nn.Module:
-        each = of_one_expert(self.spec)
-        return MixtureOfExperts(empty, self.spec, lambda: GatedMlp(empty, each), router_bias=False)

@@ -36,7 +36,7 @@ class OptModel(DecoderModel):
         super().__init__(spec, empty)
         self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size, POSITION_OFFSET)
 
-    def attention(self, empty: Empty, layer: int) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> nn.Module:
         return Attention(empty, self.spec, qkv_bias=True, out_bias=True)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:

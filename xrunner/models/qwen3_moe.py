@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
-
-from xrunner.experts import MixtureOfExperts, of_one_expert
-from xrunner.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 from xrunner.models.qwen3 import Qwen3Model
 
@@ -18,10 +14,3 @@ class Qwen3MoeModel(Qwen3Model):
         "layers.*.mlp.experts.*.gate_up": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
         "layers.*.mlp.experts.*.down": ("mlp.experts.*.down_proj",),
     }
-
-    def mlp(self, empty: Empty, layer: int) -> nn.Module:
-        experts = self.spec.experts
-        if experts is None or layer in experts.dense_layers:
-            return GatedMlp(empty, self.spec)
-        each = of_one_expert(self.spec)
-        return MixtureOfExperts(empty, self.spec, lambda: GatedMlp(empty, each), router_bias=False)

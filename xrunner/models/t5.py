@@ -46,7 +46,7 @@ class T5Model(EncoderDecoderModel):
         "shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     }
 
-    def attention(self, empty: Empty, layer: int) -> Attention:
+    def attention(self, empty: Empty, layer: int) -> nn.Module:
         return Attention(empty, self.spec, qkv_bias=False, out_bias=False, scoring=UNSCALED)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
