@@ -24,7 +24,7 @@ from xgpt.app.fleet.simulated import ControlledDay, control_day
 from xgpt.app.profiles import profile_of
 from xgpt.errors import InputError
 from xgpt.io import parse_arguments
-from xgpt.schema import Frozen
+from xgpt.schema import ClusterSpec, Frozen
 from xgpt.schema.fleet import FleetPlan
 from xscheduler.fleet import DeviceLimit
 
@@ -92,8 +92,8 @@ def autoscale(
         with _until_signal(ending):
             keeper.run(ending)
         return
-    if not all(kind.plan.cluster.is_local for kind in fleet.kinds):
-        foreign = next(kind.name for kind in fleet.kinds if not kind.plan.cluster.is_local)
+    foreign = next((kind.name for kind in fleet.kinds if not _runs_here(kind.plan.cluster)), None)
+    if foreign is not None:
         raise InputError(
             "fleet.kinds", foreign, "replicas on this machine take a fleet of `cluster=local` or `local:N`"
         )
@@ -107,6 +107,11 @@ def autoscale(
     if not request.dry_run:
         on_note("ending: the front first, then the replicas, each once its requests have ended")
         world.close()
+
+
+def _runs_here(cluster: ClusterSpec) -> bool:
+    """Whether replicas of a cluster may run on this machine: its own, or a CPU that a file describes."""
+    return cluster.is_local or cluster.device.type == "cpu"
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class LocalWorld:
             raise MachineError(f"cannot write {self._directory}: {error.strerror}") from None
         for number, kind in enumerate(fleet.kinds):
             write_atomic(self._directory / f"kind{number}.json", dump_json(kind.plan))
-        self._client = httpx.Client(timeout=TIMEOUT_S, trust_env=False)
         self._known: list[_Process] = []
         self._children: list[subprocess.Popen[bytes]] = []
 
@@ -88,7 +87,7 @@ class LocalWorld:
         deadline_s = time.monotonic() + FRONT_STARTS_S
         while time.monotonic() < deadline_s:
             with suppress(httpx.HTTPError):
-                self._client.get(f"{self.url}/health")
+                _get(f"{self.url}/health")
                 return
             time.sleep(0.1)
         raise MachineError(f"the front does not listen on port {self._port} after {FRONT_STARTS_S:g} s")
@@ -116,7 +115,7 @@ class LocalWorld:
         found = {}
         for process in self._known:
             with suppress(httpx.HTTPError):
-                answer = self._client.get(f"http://127.0.0.1:{process.port}/metrics")
+                answer = _get(f"http://127.0.0.1:{process.port}/metrics")
                 counts = read_counts(answer.text) if answer.is_success else None
                 if counts is not None:
                     found[process.name] = counts
@@ -150,6 +149,7 @@ class LocalWorld:
             deadline_s = time.monotonic() + ENDS_S
             while time.monotonic() < deadline_s and any(_is_there(process.pid) for process in ending):
                 time.sleep(0.1)
+        self._children = [child for child in self._children if child.poll() is None]
 
     def _spawn(self, name: str, kind: int, port: int, words: Sequence[str]) -> None:
         """Start a process in a session of its own, so that it outlives the controller."""
@@ -193,7 +193,7 @@ class LocalWorld:
             if not msgspec.json.decode(path.read_bytes())["takes"]:
                 return "draining"
         with suppress(httpx.HTTPError):
-            if self._client.get(f"http://127.0.0.1:{process.port}/ready").is_success:
+            if _get(f"http://127.0.0.1:{process.port}/ready").is_success:
                 return "ready"
         return "starting"
 
@@ -209,7 +209,7 @@ class LocalWorld:
     def _outstanding(self) -> dict[str, int] | None:
         """Return what the front says is outstanding at each replica; None: it does not answer."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
-            found: dict[str, int] = self._client.get(f"{self.url}/fleet").json()["outstanding"]
+            found: dict[str, int] = _get(f"{self.url}/fleet").json()["outstanding"]
             return found
         return None
 
@@ -231,3 +231,12 @@ def _is_there(pid: int) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _get(url: str) -> httpx.Response:
+    """Ask a server of this machine.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+    """
+    return httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
