@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from xgpt.app.arrivals import rate_of as rate
 from xgpt.schema import Plan
 
+rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file
 OUT = Path(__file__).parents[1] / "docs/gallery"
 COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#6b7785")
 PLAN = "xgpt plan --latency-bound"
