@@ -7,7 +7,8 @@ machine is measured for it once as `local` and once as `local:2`; from these pro
 policy, wherever it is best, and on two devices also in each tensor-parallel and pipelined placement that there is. The
 engine of every plan runs the same prompts, the plan of `--policy auto` also behind the endpoint of `xgpt serve`; tokens
 must be those that `transformers` chooses. Rows are kept in results/checkpoints, so a run that was broken off goes on
-where it was; the exit code is 1 where a token differs, or a plan is refused that there must be.
+where it was, whatever families there are since; the exit code is 1 where a token differs, or a plan is refused that
+there must be.
 """
 
 from __future__ import annotations
@@ -169,12 +170,9 @@ def _answered(plan: Plan, directory: Path) -> list[list[int]]:
 
 
 def kept(number: int) -> list[Row] | None:
-    """The rows of a checkpoint that are there; None: it was not run, or as another family."""
+    """The rows of a checkpoint that are there; None: it was not run."""
     path = RESULTS / f"{number}.json"
-    if not path.is_file():
-        return None
-    rows = [Row(**row) for row in json.loads(path.read_text())]
-    return rows if rows and rows[0].family == family_of(number) else None
+    return [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else None
 
 
 def markdown(rows: Sequence[Row]) -> str:
