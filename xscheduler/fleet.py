@@ -129,9 +129,10 @@ def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
     window = sum(
         (eye_array(count, k=-age) for age in range(min(problem.least_stay, count))), start=csr_array((count, count))
     )
-    load = _by_interval(problem.rates)
+    shares, needed = _shares(problem)
+    load = _by_interval(shares)
     constraints = [
-        LinearConstraint(hstack([load, csr_array((count, size))]), problem.needs - SLACK, np.inf),
+        LinearConstraint(hstack([load, csr_array((count, size))]), needed, np.inf),
         LinearConstraint(hstack([whole - before, -whole]), -np.inf, present),
         LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
         LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
@@ -170,7 +171,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
     _check(problem)
     count, kinds = problem.rates.shape
     constraints = [
-        LinearConstraint(problem.rates, problem.needs - SLACK, np.inf),
+        LinearConstraint(*_shares(problem), np.inf),
         LinearConstraint(np.ones((1, kinds)), problem.least),
     ]
     for limit in problem.limits:
@@ -211,6 +212,17 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
         nearest_bound_s=None,
         binding="devices",
     )
+
+
+def _shares(problem: FleetProblem) -> tuple[Array, Array]:
+    """Return which share of each interval's need a replica holds, at most 1, and what the shares must come to: 1 or 0.
+
+    Shares have no needs that a solver takes for zero, and cutting them off changes no whole number of replicas.
+    # [intervals, kinds], [intervals]
+    """
+    needs = problem.needs[:, None]
+    shares = np.divide(np.minimum(problem.rates, needs), needs, out=np.zeros_like(problem.rates), where=needs > 0)
+    return shares, np.where(problem.needs > 0, 1 - SLACK, 0.0)
 
 
 def _by_interval(values: Array) -> csr_array:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import BEHIND, best_by_arrivals, rate_of
+from xgpt.app.arrivals import best_by_arrivals
 from xgpt.app.problems import scheduler
 from xgpt.app.request import POLICY_GROUPS, PolicyChoice
 from xgpt.app.tuning import tune
@@ -50,41 +50,33 @@ def plan_each(
         InputError: the model cannot be run under the policy that is asked for.
         InfeasibleError: no policy has one.
     """
-    tuned = _tuned(problem, policy)
+    if policy in TUNED:
+        _check_tunable(problem, policy)
     kinds = kinds_of(problem, policy)
     if problem.constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
         plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
-        others = {kind: [finish(plan) for plan in _others(of, TUNED[kind])] for kind in tuned}
-        return _with_tuned(_distinct(plans), others, problem, order, alone=policy in TUNED)
+        if policy in TUNED:  # never without a word in `auto`: it takes its time
+            (base,) = plans.values()
+            others = [finish(plan) for plan in _others(of, TUNED[policy])]
+            return {policy: tune(base, policy, problem.profile, others=others, order=order)}
+        return _distinct(plans)
     plans = best_of_each(of, kinds, progress)
     _check_stable(problem.constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return _distinct({kind: finish(plan) for kind, plan in ordered})
 
 
-def _tuned(problem: Problem, policy: str) -> tuple[str, ...]:
-    """The choices among a policy's that are tuned by simulation.
-
-    Raises:
-        InputError: it is asked for without what its rule goes by.
-    """
+def _check_tunable(problem: Problem, policy: str) -> None:
+    """Refuse a choice that simulation tunes without what its rule goes by."""
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
-    alone = not problem.model.is_encoder_decoder and problem.wish is None and problem.reused is None
-    if policy in TUNED:
-        if not by_rate or constraint.tpot_s is None:
-            raise InputError(
-                "policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)"
-            )
-        if not alone:
-            raise InputError(
-                "policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra"
-            )
-        return (policy,)
-    return tuple(TUNED) if policy == "auto" and by_rate and alone and constraint.tpot_s is not None else ()
+    if not by_rate or constraint.tpot_s is None:
+        raise InputError("policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)")
+    if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
+        raise InputError("policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra")
 
 
 def _others(of: Scheduler, kind: str) -> list[Plan]:
@@ -95,33 +87,6 @@ def _others(of: Scheduler, kind: str) -> list[Plan]:
     tighter = of.under(constraint.model_copy(update={"tpot_s": TIGHTER * constraint.tpot_s}))
     found = [plan for plan, _ in (*of.by_arrivals(kind, 2), *tighter.by_arrivals(kind, 1))]
     return [plan.model_copy(update={"constraint": constraint}) for plan in found]
-
-
-def _with_tuned(
-    plans: dict[str, Plan],
-    others: Mapping[str, list[Plan]],
-    problem: Problem,
-    order: AdmissionOrder | None,
-    *,
-    alone: bool,
-) -> dict[str, Plan]:
-    """Each policy's plan, and what tuning makes of some of them where that is better; the best first.
-
-    Args:
-        others: of each choice that is tuned, the plans to begin with other than the best.
-    """
-    highest = max(map(rate_of, plans.values()))
-    found = {} if alone else dict(plans)
-    for kind in others:
-        base = plans.get(TUNED[kind])
-        if base is None or (order not in (None, "fcfs", "in-time") and not alone):
-            continue
-        if not alone and rate_of(base) < BEHIND * highest:
-            continue  # tuning does not make up for that
-        best = tune(base, kind, problem.profile, others=others[kind], order=order)
-        if alone or rate_of(best) > rate_of(base):
-            found[kind] = best
-    return dict(sorted(found.items(), key=lambda item: -rate_of(item[1])))
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:

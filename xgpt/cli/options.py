@@ -263,11 +263,10 @@ policy_option = click.option(
     type=click.Choice(POLICIES),
     default="auto",
     show_default=True,
-    help="auto: the best of all policies, slack and phases among them where --tpot is given; exegpt: the better of rra "
-    "and waa; waa: the better of waa-c, which divides the devices between encoding and decoding by computation, and "
-    "waa-m, which does by memory; slack: chunked with as many prompt tokens a step as running requests have time for "
-    "under --tpot; phases: rra that encodes once enough requests wait, or one for long enough. These two are tuned by "
-    "simulation.",
+    help="auto: the best of all policies but slack and phases; exegpt: the better of rra and waa; waa: the better of "
+    "waa-c, which divides the devices between encoding and decoding by computation, and waa-m, which does by memory; "
+    "slack: chunked with as many prompt tokens a step as running requests have time for under --tpot; phases: rra that "
+    "encodes once enough requests wait, or one for long enough. These two are tuned by simulation.",
 )
 
 

@@ -39,7 +39,7 @@ def _holds(problem: FleetProblem, t: int, state: np.ndarray) -> bool:
     for limit in problem.limits:
         if sum(state[k] * devices for k, devices in zip(limit.kinds, limit.devices, strict=True)) > limit.most:
             return False
-    return bool(problem.rates[t] @ state >= problem.needs[t] - 1e-9 and state.sum() >= problem.least)
+    return bool(problem.rates[t] @ state >= problem.needs[t] * (1 - 1e-9) and state.sum() >= problem.least)
 
 
 def _stays(problem: FleetProblem, replicas: np.ndarray) -> bool:
@@ -137,6 +137,12 @@ def test_a_start_that_costs_more_than_staying_is_not_made() -> None:
     dear = FleetProblem(day.needs, day.rates, day.prices, np.asarray([1.5]), 1.0)
     assert solve_fleet(dear).replicas[:, 0].tolist() == [2, 2, 2]
     assert least_costs(dear).sum() == 5.0
+
+
+def test_a_load_of_hardly_anything_needs_a_replica() -> None:
+    """The solver itself takes 1e-7 for zero."""
+    day = FleetProblem(np.asarray([1e-7, 0.0]), np.ones((2, 1)), np.ones(1), np.ones(1), 1.0)
+    assert solve_fleet(day).replicas[:, 0].tolist() == [1, 0] and solve_constant(day).cost == 2.0
 
 
 def test_a_load_that_the_devices_cannot_hold_is_refused() -> None:
