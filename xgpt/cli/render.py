@@ -41,22 +41,24 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on standard error, from the first report on."""
+    """Show a progress bar on standard error, from the first report on; nothing where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
+    console = Console(stderr=True)
     bar = Bar(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
     )
     task = bar.add_task("profiling")
 
     def report(done: int, total: int, what: str) -> None:
-        bar.start()
+        if console.is_terminal:
+            bar.start()
         bar.update(task, completed=done, total=total, description=what)
 
     try:

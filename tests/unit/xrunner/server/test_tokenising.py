@@ -33,9 +33,9 @@ def test_accounts_take_turns_and_short_texts_go_first() -> None:
 
     async def run() -> None:
         by_turns = tokenising()
-        jobs = [by_turns.render("greedy", 1000, lambda: time.sleep(0.02)) for _ in range(20)]
-        jobs += [by_turns.render("greedy", 1, lambda: order.append("short"))]
-        jobs += [by_turns.render("other", 100_000, lambda i=i: order.append(f"other {i}")) for i in range(2)]
+        jobs = [by_turns.by_turns("greedy", 1000, lambda: time.sleep(0.02)) for _ in range(20)]
+        jobs += [by_turns.by_turns("greedy", 1, lambda: order.append("short"))]
+        jobs += [by_turns.by_turns("other", 100_000, lambda i=i: order.append(f"other {i}")) for i in range(2)]
         ended = [asyncio.ensure_future(job) for job in jobs]
         for i, job in enumerate(ended[:20]):
             job.add_done_callback(lambda _, i=i: order.append("long"))
@@ -49,11 +49,11 @@ def test_what_fails_in_a_thread_fails_for_its_request() -> None:
     async def run() -> None:
         by_turns = tokenising()
         with pytest.raises(ZeroDivisionError):
-            await by_turns.render("a", 1, lambda: 1 / 0)
-        assert await by_turns.render("a", 1, lambda: 7) == 7
-        left = asyncio.ensure_future(by_turns.render("a", 1, lambda: time.sleep(0.1)))
+            await by_turns.by_turns("a", 1, lambda: 1 / 0)
+        assert await by_turns.by_turns("a", 1, lambda: 7) == 7
+        left = asyncio.ensure_future(by_turns.by_turns("a", 1, lambda: time.sleep(0.1)))
         await asyncio.sleep(0.01)
         left.cancel()
-        assert await by_turns.render("a", 1, lambda: 8) == 8
+        assert await by_turns.by_turns("a", 1, lambda: 8) == 8
 
     asyncio.run(run())
