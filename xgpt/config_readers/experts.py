@@ -90,7 +90,7 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
         "active": count(config, "num_experts_per_tok"),
         "ffn_size": size,
         "shared_ffn_size": size * (config.get("n_shared_experts") or 0),
-        "dense_layers": tuple(range(min(dense, fields["num_layers"]))),
+        "dense_layers": tuple(range(min(dense, count(config, "num_hidden_layers")))),
         "normalised": bool(config.get("norm_topk_prob")),
         "weight_scale": config.get("routed_scaling_factor", 1.0),
     }
@@ -121,6 +121,9 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True}
     of_routing = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
     config = defaults | of_routing | {"moe_intermediate_size": 2048} | config
+    turned, own = config.get("qk_rope_head_dim", 64), config.get("head_dim")
+    if own is not None and (type(own) is not int or own != turned):  # transformers turns as many dimensions
+        raise InputError("config.json: head_dim", own, f"only {turned}, that of qk_rope_head_dim, is supported")
     fields = _grouped(_deepseek(config), config)
     return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
 
