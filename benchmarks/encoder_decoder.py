@@ -1,42 +1,52 @@
 """T5 on devices of this machine, from a checkpoint to a served plan that is re-planned.
 
-    python -m benchmarks.encoder_decoder [--cluster local:2] [--seconds 12] [--markdown FILE]
+    python -m benchmarks.encoder_decoder [--cluster local:2] [--part saturated] [--seconds 12] [--work DIR]
 
 A checkpoint of T5's shape with random weights is profiled, planned for under every policy without a bound and under
-one, and each plan is served and measured while requests always wait. Then the plan of `auto` under the bound is served
-while outputs become three times as long, and re-planned. Ends with 1 where a request is lost, or none of the decisions
-changes the plan.
+one, and each plan is served and measured while requests always wait (saturated); the plan of `auto` under the bound is
+served at three rates (rates), and while outputs become three times as long, with re-planning (change). Errors are
+checked against the aims of `benchmarks.prediction`. Without --part, all is made; the checkpoint, its profile and what
+was found are kept in --work, so that one page comes of several pieces. Writes results/encoder_decoder.md. Ends with 1
+where a request is lost, or none of the decisions changes the plan.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
 import xgpt
+from benchmarks.lib.aims import AIMS, Checked, checked, summary
 from benchmarks.lib.changing_lengths import Phase, real
 from xgpt.app.plan_text import placement_in_words, settings_text
 from xgpt.app.profiles import profile_of
-from xgpt.app.simulating import requests_to_send
+from xgpt.app.simulating import outstanding_requests, requests_to_send
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
-from xgpt.schema import Histogram, Plan, Workload
+from xgpt.resolve import load_cluster
+from xgpt.schema import BenchReport, Histogram, Plan, Workload
 
 SIZES = {"d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 1024, "num_layers": 4, "vocab_size": 2048}
 POLICIES = ("rra", "waa", "orca", "static")
+RESULTS = Path("results/encoder_decoder.md")
+SHARES = (0.3, 0.6, 0.85)
+"""Arrival rates, as shares of the plan's saturated throughput."""
 BOUND_FACTOR = 2.0
 """The bound over the tightest that every policy keeps."""
 LEAST, MOST = 60, 1500
 """Requests of a measurement."""
+NUM_BATCHES = 4
+"""That a measurement shows at least: of one batch, chance is most of it."""
 BEFORE, AFTER = 200, 1000
 """Requests before and after outputs become longer."""
 
@@ -71,13 +81,15 @@ class Lab:
     def __init__(self, directory: Path, cluster: str, seconds: float) -> None:
         self._of: dict[str, Any] = {"model": directory, "cluster": cluster, "objective": "saturated"}
         self._seconds = seconds
+        is_alone = load_cluster(cluster).num_devices == 1  # WAA takes two
+        self._policies = tuple(policy for policy in POLICIES if policy != "waa" or not is_alone)
 
     def plan(self, lengths: Workload, policy: Any, bound_s: float | None) -> Plan:
         return xgpt.plan(**self._of, workload=lengths, policy=policy, latency_bound_s=bound_s)
 
     def bound(self, lengths: Workload) -> float:
         nearest = []
-        for policy in POLICIES:
+        for policy in self._policies:
             try:
                 self.plan(lengths, policy, 1e-6)
             except InfeasibleError as error:
@@ -85,36 +97,66 @@ class Lab:
                 nearest.append(error.nearest_bound_s)
         return round(BOUND_FACTOR * max(nearest), 2)
 
-    def row(self, plan: Plan) -> list[str]:
-        """One plan, served: predicted and measured, and the error at the pace of the measured steps."""
-        wanted = round(self._seconds * plan.estimate.throughput_rps) - requests_to_send(plan, 0, saturated=True)
-        report = xgpt.bench(plan, num_requests=int(np.clip(wanted, LEAST, MOST))).report
-        bound = plan.constraint.latency_bound_s
-        cells = ["none" if bound is None else f"{bound:g}", plan.policy.kind, settings_text(plan)]
-        cells += [placement_in_words(plan), f"{report.num_requests}, {report.num_failed} failed"]
-        cells.append("-" if report.pace is None else f"{report.pace:.3f}")
-        for metric in ("throughput_rps", "latency_s"):
-            figure = report.figure(metric)
-            at_pace = "-" if figure.error_at_pace is None else f"{figure.error_at_pace:+.1%}"
-            cells += [f"{figure.predicted:.2f}", f"{figure.measured:.2f}", f"{figure.error:+.1%}", at_pace]
-        return cells
-
-    def rows(self, lengths: Workload, bound_s: float) -> Iterator[list[str]]:
+    def rows(self, lengths: Workload, bound_s: float) -> Iterator[Row]:
+        """Measure every policy's plan while requests always wait."""
         for bound in (None, bound_s):
-            for policy in POLICIES:
-                yield self.row(self.plan(lengths, policy, bound))
+            for policy in self._policies:
+                plan = self.plan(lengths, policy, bound)
+                wanted = self._seconds * plan.estimate.throughput_rps - requests_to_send(plan, 0, saturated=True)
+                yield _row(plan, "saturated", _bench(plan, wanted, None))
+
+    def rates(self, plan: Plan) -> Iterator[Row]:
+        """Measure a plan while requests arrive."""
+        for share in SHARES:
+            rate = share * plan.estimate.throughput_rps
+            report = _bench(plan, self._seconds * rate - outstanding_requests(plan), rate)
+            yield _row(plan, f"{share:g} of saturation", report)
 
 
-def replanned(lab: Lab, bound_s: float) -> tuple[list[str], bool]:
+def _bench(plan: Plan, wanted: float, rate_per_s: float | None) -> BenchReport:
+    batches = NUM_BATCHES * plan.estimate.encode_batch if rate_per_s is None else 0
+    count = int(np.clip(round(wanted), max(LEAST, batches), MOST))
+    report = xgpt.bench(plan, num_requests=count, arrival_rate_per_s=rate_per_s).report
+    assert isinstance(report, BenchReport)
+    return report
+
+
+class Row(NamedTuple):
+    """A load of a plan; cells in the order of `COLUMNS`, without the figures."""
+
+    cells: list[str]
+    pace: float | None
+    figures: dict[str, Checked]
+
+    @property
+    def text(self) -> str:
+        cells = [*self.cells, "-" if self.pace is None else f"{self.pace:.3f}"]
+        for name in AIMS:
+            measured, error, of_model = self.figures.get(name, (None, None, None))
+            cells.append("-" if measured is None else f"{measured:.3f}")
+            cells += ["-" if one is None else f"{one:+.1%}" for one in (error, of_model)]
+        return "| " + " | ".join(cells) + " |"
+
+
+def _row(plan: Plan, load: str, report: BenchReport) -> Row:
+    bound = plan.constraint.latency_bound_s
+    cells = ["none" if bound is None else f"{bound:g}", load, plan.policy.kind, settings_text(plan)]
+    cells += [placement_in_words(plan), f"{report.num_requests}, {report.num_failed} failed"]
+    row = Row(cells, report.pace, checked(report))
+    click.echo(row.text)
+    return row
+
+
+def replanned(plan: Plan) -> tuple[list[str], bool]:
     """Lines on a plan that is served while outputs become longer, and whether all went well."""
     before, after = workload(30), workload(90)
-    plan = lab.plan(before, "auto", bound_s)
     phases = [Phase(before, BEFORE), Phase(after, AFTER)]
     run = real(plan, phases, np.random.default_rng(0))
     changes = [decision for _, decision in run.changes if decision.action != "keep"]
     tail = run.tail(plan, after, BEFORE + AFTER // 2, AFTER // 4)
     lines = [
-        f"{plan.policy.kind}, {settings_text(plan)}, {placement_in_words(plan)}, bound {bound_s:g} s, served; after "
+        f"{plan.policy.kind}, {settings_text(plan)}, {placement_in_words(plan)}, bound "
+        f"{plan.constraint.latency_bound_s:g} s, served; after "
         f"{BEFORE} of {BEFORE + AFTER} requests outputs become three times as long. Lost: {run.num_lost}. Decisions:",
         "",
         *(f"- {decision.action}: {decision.reason}" for _, decision in run.changes),
@@ -124,40 +166,64 @@ def replanned(lab: Lab, bound_s: float) -> tuple[list[str], bool]:
     return lines, bool(changes) and not run.num_lost
 
 
-COLUMNS = (
-    *("bound s", "policy", "settings", "placement", "requests", "pace"),
-    *("req/s", "measured", "error", "at that pace", "latency s", "measured", "error", "at that pace"),
-)
+COLUMNS = ("bound s", "load", "policy", "settings", "placement", "requests", "pace")
+PARTS = ("saturated", "rates", "change")
+
+
+class Kept:
+    """What was found of each part, in a file of the work directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def add(self, part: str, found: Sequence[Row] | Sequence[str]) -> None:
+        self._parts[part] = found
+        write_atomic(self._path, json.dumps(self._parts, indent=1) + "\n")
+        self._parts = json.loads(self._path.read_text())
+
+    def lines(self) -> Iterator[str]:
+        rows = [Row(*cells) for part in PARTS[:2] for cells in self._parts.get(part, ())]
+        rows = [row._replace(figures={name: Checked(*of) for name, of in row.figures.items()}) for row in rows]
+        yield from summary([row.figures for row in rows])
+        figures = [text for name in AIMS for text in (name, "error", "the model's")]
+        yield from ("", "| " + " | ".join((*COLUMNS, *figures)) + " |", "|" + "---|" * (len(COLUMNS) + len(figures)))
+        yield from (row.text for row in rows)
+        yield from ("", *self._parts.get("change", ()), "")
 
 
 @click.command()
 @click.option("--cluster", default="local:2", show_default=True)
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this one; may be repeated.")
 @click.option("--seconds", default=12.0, show_default=True, help="That each plan is measured, about.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="Write what was found here, too.")
-def main(cluster: str, seconds: float, markdown: Path | None) -> None:
+@click.option("--work", type=click.Path(path_type=Path), help="Keeps the checkpoint, its profile and what is found.")
+def main(cluster: str, parts: tuple[str, ...], seconds: float, work: Path | None) -> None:
     with TemporaryDirectory() as name:
-        os.environ["XDG_CACHE_HOME"] = name  # of a model that is gone afterwards
-        write_checkpoint(directory := Path(name) / "t5")
+        directory = (work or Path(name)) / cluster.replace(":", "-")
+        checkpoint = directory / "t5"
+        os.environ["XDG_CACHE_HOME"] = str(directory.resolve())  # of a model that is gone afterwards
+        if not checkpoint.is_dir():
+            write_checkpoint(checkpoint)
         started = time.perf_counter()
-        lab, lengths = Lab(directory, cluster, seconds), workload(30)
+        lab, lengths, kept = Lab(checkpoint, cluster, seconds), workload(30), Kept(directory / "found.json")
         profile = profile_of(lab.plan(lengths, "orca", None), None)
-        lines = [
+        click.echo(f"profiled in {time.perf_counter() - started:.0f} s, or as kept, spread {profile.spread or 0.0:.1%}")
+        bound_s, is_good = lab.bound(lengths), True
+        best = lab.plan(lengths, "auto", bound_s)
+        if "saturated" in (parts or PARTS):
+            kept.add("saturated", list(lab.rows(lengths, bound_s)))
+        if "rates" in (parts or PARTS):
+            kept.add("rates", list(lab.rates(best)))
+        if "change" in (parts or PARTS):
+            about, is_good = replanned(best)
+            kept.add("change", about)
+        head = (
             f"`python -m benchmarks.encoder_decoder --cluster {cluster}`, 4 + 4 layers, 256 wide, {date.today()}, "
-            f"{profile.device}, {profile.num_threads} threads; profiled in {time.perf_counter() - started:.0f} s, "
-            f"spread {profile.spread or 0.0:.1%}.",
-            "",
-            "| " + " | ".join(COLUMNS) + " |",
-            "|" + "---|" * len(COLUMNS),
-        ]
-        click.echo("\n".join(lines))
-        bound_s = lab.bound(lengths)
-        for row in lab.rows(lengths, bound_s):
-            lines.append("| " + " | ".join(row) + " |")
-            click.echo(lines[-1])
-        about, is_good = replanned(lab, bound_s)
-        click.echo("\n".join(about))
-        if markdown is not None:
-            write_atomic(markdown, "\n".join([*lines, "", *about, ""]))
+            f"{profile.device}, {profile.num_threads} threads; one profile, spread {profile.spread or 0.0:.1%}."
+        )
+        text = "\n".join([head, "", *kept.lines()])
+        write_atomic(RESULTS, text)
+        click.echo(text)
     sys.exit(not is_good)
 
 

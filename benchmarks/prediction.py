@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
+from benchmarks.lib.aims import AIMS, checked, summary
 from benchmarks.lib.alone import run_alone
 from xgpt.app.bench import Load, bench_plan
 from xgpt.app.plan_text import settings_text
@@ -49,8 +50,6 @@ QUICK_TOTAL_S = 600.0
 LEAST_REQUESTS, MOST_REQUESTS = 24, 300
 BOUND_FACTOR = 2.0
 """Plans are made for the nearest bound times this."""
-AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
-"""Per cent within which the model's error is to lie, in the median over loads."""
 SIZES = ((1, 4), (5, 16), (17, 63), (64, 10**6))
 """Tokens of a step, by which paces are told apart: one pace for all is the machine's, several are the profile's."""
 
@@ -73,15 +72,6 @@ class Row(NamedTuple):
         """The load in words."""
         rate = self.report.arrival_rate_per_s
         return "saturated" if rate is None else f"{rate:.2f}/s"
-
-    def figures(self) -> dict[str, tuple[float, float, float | None]]:
-        """Return (measured, error, the model's error) of each figure that there is an aim for."""
-        found = {}
-        for figure in self.report.figures:
-            name = "ttft" if figure.metric in ("ttft_s", "ttft_mean_s") else figure.metric
-            if name in AIMS:
-                found[name] = figure.measured, figure.error, figure.error_at_pace
-        return found
 
 
 @click.command()
@@ -120,7 +110,7 @@ def main(
             click.echo("  " + " | ".join(_cells(rows[-1])))
             _write(rows, profile, left_out)
     _write(rows, profile, left_out)
-    click.echo("\n".join(_summary(rows)))
+    click.echo("\n".join(summary([checked(row.report) for row in rows])))
     if left_out:
         click.echo("left out, as the time was over: " + ", ".join(left_out))
 
@@ -185,7 +175,7 @@ def _cells(row: Row) -> list[str]:
     def pace(ratio: float | None) -> str:
         return "-" if ratio is None else f"{ratio:.3f}"
 
-    found = row.figures()
+    found = checked(row.report)
     cells = [row.plan.workload.name, row.load, f"{row.plan.policy.kind} {settings_text(row.plan)}"]
     cells += [row.report.plan_sha256[:8], str(row.report.num_requests), pace(row.report.pace)]
     for name in AIMS:
@@ -199,23 +189,6 @@ def _columns() -> list[str]:
     figures = [text for name in AIMS for text in (names.get(name, "whole s"), "error", "the model's")]
     sizes = [f"pace, {low} tokens and more" for low, _ in SIZES]
     return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
-
-
-def _summary(rows: list[Row]) -> list[str]:
-    """Return a Markdown table of errors, with the aims for the model's."""
-    lines = ["| figure | aim | median error | the model's, median | the model's, worst | loads within the aim |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, aim in AIMS.items():
-        found = [row.figures()[name] for row in rows if name in row.figures()]
-        errors = [abs(error) for _, error, _ in found]
-        models = [abs(error if of_model is None else of_model) for _, error, of_model in found]
-        if models:
-            within = sum(100 * error <= aim for error in models)
-            lines.append(
-                f"| {name} | {aim:g}% | {100 * np.median(errors):.1f}% | {100 * np.median(models):.1f}% | "
-                f"{100 * max(models):.1f}% | {within} of {len(models)} |"
-            )
-    return lines
 
 
 def _write(rows: list[Row], profile: Profile, left_out: list[str]) -> None:
@@ -235,7 +208,7 @@ def _write(rows: list[Row], profile: Profile, left_out: list[str]) -> None:
         "over predicted time of the executed steps, the model's error what is left at that pace. Saturated, times "
         "count from admission; of requests that arrive, time to first token and whole time count from arrival.",
         "",
-        *_summary(rows),
+        *summary([checked(row.report) for row in rows]),
         "",
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),

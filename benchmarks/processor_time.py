@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -42,16 +41,12 @@ from xsimulator.executed import paces
 
 RESULTS = Path("results/processor_time.json")
 KINDS = ("orca", "rra", "chunked", "static")
+FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 COLUMNS = (
-    "bound s", "policy", "settings", "req/s", "measured", "latency s", "measured", "pace", "throughput", "latency",
-)  # fmt: skip
-"""The last two: errors of the prediction at that pace."""
-
-
-def processor_seconds(run: Callable[[], object]) -> float:
-    started = time.process_time()
-    run()
-    return time.process_time() - started
+    *("bound s", "policy", "settings", "pace"),
+    *(text for name in FIGURES for text in (name, "measured", "error")),
+)
+"""The errors are those of the prediction at that pace."""
 
 
 def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
@@ -63,7 +58,7 @@ def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
     )
     worker = build_worker(settings)
     with torch.inference_mode():
-        measured = bench_of(worker)(worker, lambda done, total, what: None, processor_seconds).measure()
+        measured = bench_of(worker)(worker, lambda done, total, what: None, clock=time.process_time).measure()
     return assembled(spec, detect(1), "float32", 1, layouts, {(1, 1): measured})
 
 
@@ -89,18 +84,12 @@ def row(plan: Plan, profile: Profile, log: list[StepRecord], num_requests: int) 
     found = paces(plan, profile, log)
     assert found is not None
     pace, bound_s = found.ratio, plan.constraint.latency_bound_s
-    return [
-        "none" if bound_s is None else f"{bound_s:g}",
-        plan.policy.kind,
-        settings_text(plan),
-        f"{said.throughput_rps:.2f}",
-        f"{seen.throughput_rps:.2f}",
-        f"{said.latency_s:.2f}",
-        f"{seen.latency_s:.2f}",
-        f"{pace:.3f}",
-        f"{100 * (said.throughput_rps / pace / seen.throughput_rps - 1):+.1f}%",
-        f"{100 * (said.latency_s * pace / seen.latency_s - 1):+.1f}%",
-    ]
+    cells = ["none" if bound_s is None else f"{bound_s:g}", plan.policy.kind, settings_text(plan), f"{pace:.3f}"]
+    for name in FIGURES:
+        predicted, measured = getattr(said, name), getattr(seen, name)
+        slower = 1 / pace if name == "throughput_rps" else pace
+        cells += [f"{predicted:.4g}", f"{measured:.4g}", f"{predicted * slower / measured - 1:+.1%}"]
+    return cells
 
 
 @click.command()

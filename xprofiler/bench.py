@@ -150,15 +150,22 @@ class Bench:
     Args:
         meet: waits until all of those are there; they must make the same calls. None: there is one worker.
         in_group: they compute one model together, so that a call of one waits for the others.
+        clock: what tells the seconds.
     """
 
     def __init__(
-        self, worker: Worker, progress: Progress, meet: Callable[[], object] | None = None, *, in_group: bool = False
+        self,
+        worker: Worker,
+        progress: Progress,
+        meet: Callable[[], object] | None = None,
+        *,
+        in_group: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker = worker
         self.spec = worker.model.spec
         self.progress = progress
-        self._meet, self._in_group = meet, in_group
+        self._meet, self._in_group, self._clock = meet, in_group, clock
 
     def meet(self) -> None:
         """Wait for the workers that measure together with this one."""
@@ -169,7 +176,7 @@ class Bench:
         """Return how long a call takes, which all workers of a group begin at once."""
         if self._in_group:
             self.meet()
-        return timed(run)
+        return timed(run, self._clock)
 
     def measure(self) -> Timings:
         """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
@@ -315,13 +322,13 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
     return math.prod(map(int, sizes)) if name in ("step", "encode step", "encode attention") else 0
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
     """Seconds of a call with all that it has launched, and nothing launched before it."""
     _wait_for_gpu()
-    started = time.perf_counter()
+    started = clock()
     run()
     _wait_for_gpu()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _wait_for_gpu() -> None:

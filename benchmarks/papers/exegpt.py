@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,8 @@ NUM_SIMULATED = 800
 """Requests."""
 LOOPS_S = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds that a step of ORCA takes beyond one of FasterTransformer."""
+CONTEXT, LONGEST_OUTPUTS = 2048, (600, 1000)
+"""Tokens of the paper's models; how many of them outputs on real lengths may have."""
 LARGE_CLUSTERS = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b", "a100x16"), ("gpt3-341b", "a40x48"))
 
 
@@ -268,11 +271,45 @@ def figure_9() -> Iterator[Claim]:
 
 def figure_10() -> Iterator[Claim]:
     """Plan on a tenth of a trace's lengths, run on all of them."""
-    ratios, alike, kept, num = [], [], 0, 0
+    found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
+    here = found[LONGEST_OUTPUTS[0]]
+    others = "; ".join(
+        f"with {longest} it is {np.mean(of.over):.1f}x in the mean and {max(of.over):.1f}x at most"
+        for longest, of in found.items()
+        if of is not here
+    )
+    why = (
+        "how long the longest output is that FT's batches wait for and have to keep the bound for (the paper puts its "
+        f"gain down to that long tail), here {LONGEST_OUTPUTS[0]} tokens of Azure's traces, in a context of "
+        f"{CONTEXT}, and not those of WMT, Alpaca, CNN; {others}. Where FT keeps a bound at the 99th percentile's "
+        f"length only, {np.mean(here.over_at_quantile):.1f}x in the mean and {max(here.over_at_quantile):.1f}x at most"
+    )
+    yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(here.over)), 0.35, "x", why)
+    yield within("ExeGPT Fig. 10", "over FT on real lengths, at most", 8.7, max(here.over), 0.4, "x", why)
+    yield judged(
+        "ExeGPT Fig. 10",
+        f"planned on {NUM_PLANNED} lengths, run on all: bounds kept",
+        "all",
+        f"{here.num_kept} of {len(here.over_at_quantile)}",
+        "all",
+        here.num_kept == len(here.over_at_quantile),
+    )
+
+
+class OnRealLengths(NamedTuple):
+    """Throughput over FT's where FT keeps the bound, over FT's at the quantile's length, and the bounds kept."""
+
+    over: list[float]
+    over_at_quantile: list[float]
+    num_kept: int
+
+
+def _on_real_lengths(longest_output: int) -> OnRealLengths:
+    over, over_at_quantile, num_kept = [], [], 0
     rng = np.random.default_rng(0)
     for model, cluster in (("opt-13b", "a40x4"), ("gpt3-39b", "a40x16")):
         for task in ("azure-conv", "azure-code"):
-            whole = trace_of(task, 1448, 600)
+            whole = trace_of(task, CONTEXT - longest_output, longest_output)
             inputs, outputs = sample(whole, NUM_PLANNED, rng)
             tenth = whole.model_copy(update={"input": observed(inputs), "output": observed(outputs)})
             baseline = faster_transformer(problem(model, cluster, whole))
@@ -281,25 +318,11 @@ def figure_10() -> Iterator[Claim]:
                 if plan is None:
                     continue
                 found = simulated(plan, problem(model, cluster, whole, bound_s))
-                num += 1
-                kept += bound_s is None or found.latency_s <= bound_s
-                alike.append(found.throughput_rps / baseline.at(bound_s, at_quantile=True))
+                num_kept += bound_s is None or found.latency_s <= bound_s
+                over_at_quantile.append(found.throughput_rps / baseline.at(bound_s, at_quantile=True))
                 if baseline.at(bound_s):
-                    ratios.append(found.throughput_rps / baseline.at(bound_s))
-    why = (
-        "the data: lengths of the Azure traces, up to a context of 2,048, not WMT, Alpaca, CNN; where FT keeps a bound "
-        f"at the 99th percentile's length only, {np.mean(alike):.1f}x in the mean and {max(alike):.1f}x at most"
-    )
-    yield within("ExeGPT Fig. 10", "over FT on real lengths, mean", 4.4, float(np.mean(ratios)), 0.35, "x", why)
-    yield within("ExeGPT Fig. 10", "over FT on real lengths, at most", 8.7, max(ratios), 0.4, "x", why)
-    yield judged(
-        "ExeGPT Fig. 10",
-        f"planned on {NUM_PLANNED} lengths, run on all: bounds kept",
-        "all",
-        f"{kept} of {num}",
-        "all",
-        kept == num,
-    )
+                    over.append(found.throughput_rps / baseline.at(bound_s))
+    return OnRealLengths(over, over_at_quantile, num_kept)
 
 
 def simulated(plan: Plan, of: Problem) -> Measured:

@@ -18,6 +18,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ import click
 import numpy as np
 
 from benchmarks.tcb.systems import (
+    LONGEST,
     MEAN,
     Demand,
     Machine,
@@ -177,11 +179,20 @@ def serving(where: str, bench: Bench, order: AdmissionOrder, multiples: Sequence
     return table
 
 
-def slots(where: str, machine: Machine, repeats: int) -> list[Json]:
-    """The same requests in pure rows and in slots."""
+def slots(where: str, machine: Machine, repeats: int, *, end_anywhere: bool = False) -> list[Json]:
+    """The same requests in pure rows and in slots.
+
+    Args:
+        end_anywhere: let answers end after every token with the same probability, their mean and the longest as the
+            prompts', instead of being as long as prompts are.
+    """
     table: list[Json] = []
     for num_rows in (10, 32):
         rows, demand = full_rows(num_rows, ROW_TOKENS, 20)
+        if end_anywhere:
+            drawn = np.random.default_rng(1).geometric(1 / MEAN, len(demand.requests))
+            outputs = {one.id: min(int(n), LONGEST) for one, n in zip(demand.requests, drawn, strict=True)}
+            demand = replace(demand, output_lengths=outputs)
         for count in SLOT_COUNTS:
             batch, left_over = slotted_rows(rows, ROW_TOKENS, ROW_TOKENS // count)
             gone = {one.id for one in left_over}
