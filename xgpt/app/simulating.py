@@ -128,8 +128,11 @@ def run_simulation(
     else:
         rng = np.random.default_rng(seed)
         own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
-        own = own if own is not None and own.prefixes is not None else None
-        measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append, own)
+        if own is not None and own.prefixes is not None:
+            requests = _first_of(own, plan, num_requests, rng, arrivals)
+            measured, steps = _simulated(plan, profile, lengths, requests, num_requests, spans.append)
+        else:
+            measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
     times = None
     if own_times or arrivals is not None:
         times = times_of(plan, steps, num_requests).later(plan.request_path_s)
@@ -144,36 +147,53 @@ def simulate(
     rng: np.random.Generator,
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
-    trace: TraceLengths | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
     """Replay sampled requests on the simulated engine; all at once, or as they arrive.
 
     One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
 
-    Args:
-        trace: requests to replay in their own order, with what they have in common; None: lengths are drawn.
-
     Raises:
-        InputError: a request of the workload can never fit into the plan's K/V memory, or the trace has too few.
+        InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-
-    from xgpt.policies.routing import share_of_replica
     from xgpt.workload import TraceLengths, sample
 
-    check_fits(plan, workload)
-    saturated = arrivals is None
-    total = requests_to_send(plan, num_requests, saturated=saturated)
-    trace = None if trace is None else share_of_replica(trace, plan)
-    if trace is None:
-        inputs, outputs = sample(workload, total, rng)
-    elif len(trace.input) < total:
-        raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
-    else:
-        inputs, outputs = trace.input[:total], trace.output[:total]
+    total = requests_to_send(plan, num_requests, saturated=arrivals is None)
+    inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    replayed = TraceLengths(inputs, outputs, times, None if trace is None else trace.prefixes)
-    log = run_requests(plan, profile, replayed, workload.output.lengths[-1], on_span)
-    measured = read_log(plan, workload, log, num_requests, saturated=saturated)
+    return _simulated(plan, profile, workload, TraceLengths(inputs, outputs, times), num_requests, on_span)
+
+
+def _first_of(
+    trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
+) -> TraceLengths:
+    """The first requests of a trace that one replica gets, in their order, with what they have in common.
+
+    Raises:
+        InputError: the trace has too few.
+    """
+    from xgpt.policies.routing import share_of_replica
+    from xgpt.workload import TraceLengths
+
+    total = requests_to_send(plan, num_requests, saturated=arrivals is None)
+    own = share_of_replica(trace, plan)
+    if len(own.input) < total:
+        raise InputError("requests", num_requests, f"the trace has {len(own.input)} requests, this takes {total}")
+    times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
+    return TraceLengths(own.input[:total], own.output[:total], times, own.prefixes)
+
+
+def _simulated(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    requests: TraceLengths,
+    num_requests: int,
+    on_span: OnSpan | None,
+) -> tuple[Measured, list[StepRecord]]:
+    """Run one replica's requests; all at once where they have no times."""
+    check_fits(plan, workload)
+    log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
+    measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
     measured = replace(
         measured,
         throughput_rps=plan.replicas * measured.throughput_rps,

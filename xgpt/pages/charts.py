@@ -158,42 +158,39 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
         return _draw(figure, alt, caption)
 
 
-def day(
-    hours: Sequence[float],
-    *,
-    load: Sequence[float],
-    replicas: dict[str, Sequence[int]],
-    kept: Sequence[float | None],
-    asked: float,
-    costs: tuple[Sequence[float], float],
-    alt: str,
-    caption: str,
-) -> Chart:
-    """Draw a day's load, replicas, kept requests and cost, one below the other.
+class Day(NamedTuple):
+    """What a fleet does over a day, by interval."""
 
-    Args:
-        hours: edges of the intervals.
-        asked: share of requests that is to be kept.
-        costs: in an hour, of each interval, and of the constant fleet.
-    """
+    hours: Sequence[float]  # the intervals' edges
+    load: Sequence[float]  # requests a second
+    replicas: dict[str, Sequence[int]]
+    kept: Sequence[float | None]  # share of requests
+    asked: float  # the share that is to be kept
+    costs: Sequence[float]  # in an hour
+    constant_cost: float  # the constant fleet's
+
+
+def day(of: Day, *, alt: str, caption: str) -> Chart:
+    """Draw a day's load, replicas, kept requests and cost, one below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))
         arriving, running, keeping, costing = figure.subplots(4, 1, sharex=True)
-        arriving.stairs(load, hours, fill=True, color=COLOURS[0], alpha=0.75)
+        arriving.stairs(of.load, of.hours, fill=True, color=COLOURS[0], alpha=0.75)
         arriving.set_ylabel("requests/s")
-        below = [0] * len(load)
-        for (name, counts), colour in zip(replicas.items(), COLOURS * len(replicas), strict=False):
+        below = [0] * len(of.load)
+        for (name, counts), colour in zip(of.replicas.items(), COLOURS * len(of.replicas), strict=False):
             above = [a + b for a, b in zip(below, counts, strict=True)]
-            running.stairs(above, hours, baseline=below, fill=True, color=colour, alpha=0.75, label=name)
+            running.stairs(above, of.hours, baseline=below, fill=True, color=colour, alpha=0.75, label=name)
             below = above
         running.set_ylabel("replicas")
         running.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6)
-        keeping.stairs([float("nan") if share is None else 100 * share for share in kept], hours, color=COLOURS[2])
-        keeping.axhline(100 * asked, color="#b3261e", linewidth=1.2, linestyle="--")
+        keeping.stairs(
+            [float("nan") if share is None else 100 * share for share in of.kept], of.hours, color=COLOURS[2]
+        )
+        keeping.axhline(100 * of.asked, color="#b3261e", linewidth=1.2, linestyle="--")
         keeping.set_ylabel("% kept")
-        changing, constant = costs
-        costing.stairs(changing, hours, fill=True, color=COLOURS[0], alpha=0.75)
-        costing.axhline(constant, color="#1b2430", linewidth=1.2, linestyle="--")
+        costing.stairs(of.costs, of.hours, fill=True, color=COLOURS[0], alpha=0.75)
+        costing.axhline(of.constant_cost, color="#1b2430", linewidth=1.2, linestyle="--")
         costing.set_ylabel("cost an hour")
         costing.set_xlabel("hours")
         for axes in (arriving, running, costing):

@@ -75,13 +75,17 @@ def _day(fleet: FleetPlan) -> Chart:
     def cost_per_hour(replicas: tuple[int, ...]) -> float:
         return sum(count * kind.price_per_hour for count, kind in zip(replicas, fleet.kinds, strict=True))
 
-    return charts.day(
+    drawn = charts.Day(
         hours,
         load=[interval.rate_per_s for interval in of],
         replicas={kind.name: [interval.replicas[k] for interval in of] for k, kind in enumerate(fleet.kinds)},
         kept=[interval.share_kept for interval in of],
         asked=fleet.constraint.quantile,
-        costs=([cost_per_hour(interval.replicas) for interval in of], cost_per_hour(fleet.constant.replicas)),
+        costs=[cost_per_hour(interval.replicas) for interval in of],
+        constant_cost=cost_per_hour(fleet.constant.replicas),
+    )
+    return charts.day(
+        drawn,
         alt=f"load, replicas, kept requests and cost of {fleet.name} over {hours[-1]:g} hours",
         caption="From above: requests that arrive, replicas of each kind, the share of each interval's requests that "
         "keep the bounds with the headroom left free, and what the fleet costs in an hour; dashed, the cheapest "
