@@ -31,17 +31,22 @@ from xgpt.schema import Plan
 
 RENDEZVOUS_PORT = 29400
 SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
+GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
 LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+TOLERANCE = 0.1
+"""Relative distance from its target within which an autoscaler changes nothing, by Kubernetes' default."""
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """The objects, a kustomization of them, and for vLLM the Dockerfile of their image, by file name.
+    """The objects, a kustomization of them, an autoscaler, and for vLLM the Dockerfile of their image, by file name.
 
     Raises:
         InputError: pods could not run the plan.
     """
     check_deployable(plan, "k8s")
-    return replica_files(plan, Names.of(plan))
+    names = Names.of(plan)
+    return replica_files(plan, names) | _autoscaler(plan, names)
 
 
 def replica_files(plan: Plan, names: Names) -> dict[str, str]:
@@ -147,10 +152,9 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
             "workerTemplate": _template(plan, names, worker),
         },
     }
-    kind = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
     objects = [
         config_map(plan, names),
-        {**kind, "metadata": names.meta(), "spec": spec},
+        {**GROUP, "metadata": names.meta(), "spec": spec},
         service(names, LEADER_LABELS),
         disruption_budget(names),
         network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
@@ -185,6 +189,32 @@ def weights_note(plan: Plan, names: Names) -> str:
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
     return f"the weights come from a volume claim, {names.name}-model"
+
+
+def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
+    """An autoscaler for overlays to add, which keeps each replica to the arrival rate at which the plan keeps its
+    bounds; nothing where no such rate is known."""
+    if plan.estimate.capacity is None:
+        return {}
+    rate = plan.estimate.capacity.rate_per_s / plan.replicas / (1 + TOLERANCE)
+    metric = {
+        "metric": {"name": "xgpt_arrival_rate"},
+        "target": {"type": "AverageValue", "averageValue": f"{1000 * rate:.0f}m"},
+    }
+    target = GROUP if num_nodes(plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
+    spec = {
+        "scaleTargetRef": {**target, "name": names.name},
+        "minReplicas": 1,
+        "maxReplicas": max(plan.replicas, plan.cluster.num_devices // plan.devices_per_replica),
+        "metrics": [{"type": "Pods", "pods": metric}],
+    }
+    of = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": names.meta(), "spec": spec}
+    comment = (
+        "# Add it to the resources of kustomization.yaml where no other controller sets the replicas. It needs\n"
+        "# xgpt_arrival_rate of the pods as a custom metric, by an adapter for Prometheus. Target: the arrival rate\n"
+        f"# at which a replica keeps the plan's bounds, less the {TOLERANCE:.0%} within which nothing is changed.\n"
+    )
+    return {"autoscaler.yaml": comment + to_yaml([of])}
 
 
 def _files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.errors import InfeasibleError
+from xscheduler import fleet
 from xscheduler.fleet import (
     DeviceLimit,
     FleetProblem,
@@ -27,8 +29,8 @@ def least_by_brute_force(problem: FleetProblem, most: int) -> float | None:
     states = [np.asarray(state) for state in product(range(most + 1), repeat=kinds)]
     by_interval = [[state for state in states if _holds(problem, t, state)] for t in range(count)]
     best = None
-    for fleet in product(*by_interval):
-        replicas = np.asarray(fleet)
+    for chosen in product(*by_interval):
+        replicas = np.asarray(chosen)
         if _stays(problem, replicas):
             cost = cost_of(problem, replicas)
             best = cost if best is None else min(best, cost)
@@ -86,35 +88,57 @@ def problems(draw: st.DrawFn, kinds: int, count: int, least_stay: int) -> FleetP
     )
 
 
+BOTH = pytest.mark.parametrize("most_states", [fleet.MOST_STATES, 0], ids=["path", "branching"])
+"""Each problem is solved as a shortest path where it is one, and by branching."""
+
+
+@BOTH
 @settings(max_examples=60, deadline=None)
-@given(problems(kinds=2, count=3, least_stay=3))
-def test_mixed_kinds_cost_what_the_best_of_all_fleets_costs(problem: FleetProblem) -> None:
+@given(problem=problems(kinds=2, count=3, least_stay=3))
+def test_mixed_kinds_cost_what_the_best_of_all_fleets_costs(problem: FleetProblem, most_states: int) -> None:
+    with patch.object(fleet, "MOST_STATES", most_states):
+        _check_mixed(problem)
+
+
+def _check_mixed(problem: FleetProblem) -> None:
     expected = least_by_brute_force(problem, most=4)
     if expected is None:
         with pytest.raises(InfeasibleError):
             solve_fleet(problem)
         return
     found = solve_fleet(problem)
-    assert found.cost == pytest.approx(expected, rel=1e-3)
+    assert found.cost == pytest.approx(expected, rel=1e-6)
     assert all(_holds(problem, t, state) for t, state in enumerate(found.replicas))
     assert _stays(problem, found.replicas)
     assert least_costs(problem).sum() <= found.cost + 1e-9
 
 
+@BOTH
 @settings(max_examples=40, deadline=None)
-@given(problems(kinds=1, count=8, least_stay=1))
-def test_one_kind_costs_what_the_shortest_path_costs(problem: FleetProblem) -> None:
+@given(problem=problems(kinds=1, count=8, least_stay=1))
+def test_one_kind_costs_what_the_shortest_path_costs(problem: FleetProblem, most_states: int) -> None:
+    with patch.object(fleet, "MOST_STATES", most_states):
+        _check_one_kind(problem)
+
+
+def _check_one_kind(problem: FleetProblem) -> None:
     most = problem.limits[0].most
     if not all(any(_holds(problem, t, np.asarray([n])) for n in range(most + 1)) for t in range(8)):
         with pytest.raises(InfeasibleError):
             solve_fleet(problem)
         return
-    assert solve_fleet(problem).cost == pytest.approx(least_by_shortest_path(problem, most), rel=1e-3)
+    assert solve_fleet(problem).cost == pytest.approx(least_by_shortest_path(problem, most), rel=1e-6)
 
 
+@BOTH
 @settings(max_examples=40, deadline=None)
-@given(problems(kinds=2, count=3, least_stay=1))
-def test_the_constant_fleet_is_the_cheapest_that_never_changes(problem: FleetProblem) -> None:
+@given(problem=problems(kinds=2, count=3, least_stay=1))
+def test_the_constant_fleet_is_the_cheapest_that_never_changes(problem: FleetProblem, most_states: int) -> None:
+    with patch.object(fleet, "MOST_STATES", most_states):
+        _check_constant(problem)
+
+
+def _check_constant(problem: FleetProblem) -> None:
     states = [np.asarray(state) for state in product(range(7), repeat=2)]
     kept = [state for state in states if all(_holds(problem, t, state) for t in range(3))]
     if not kept:
@@ -122,7 +146,7 @@ def test_the_constant_fleet_is_the_cheapest_that_never_changes(problem: FleetPro
             solve_constant(problem)
         return
     least = min(problem.hours * 3 * float(state @ problem.prices) for state in kept)
-    assert solve_constant(problem).cost == pytest.approx(least, rel=1e-3)
+    assert solve_constant(problem).cost == pytest.approx(least, rel=1e-6)
 
 
 def test_a_start_that_costs_more_than_staying_is_not_made() -> None:

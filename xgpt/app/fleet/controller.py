@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -128,11 +129,11 @@ class Controller:
         return Orders(tuple(start.tolist()), drain, float(problem.needs[0]), needs)
 
     def _problem(self, look: Look, present: Ints) -> FleetProblem:
-        """Return the fleet problem of the time ahead: an order now serves after the lead, so each step is what comes
-        that much later, and the first one all that comes until then."""
+        """Return the fleet problem of the time ahead. Its first step is all that comes until an order at the next look
+        would serve: what comes later than that is not ordered now."""
         fleet, lead_s = self._fleet, self._lead_s
-        edges = [lead_s + i * self._step_s for i in range(NUM_STEPS + 1)]
-        spans = list(zip([0.0, *edges[1:-1]], edges[1:], strict=True))
+        edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
+        spans = list(pairwise(edges))
         factor = fleet.load_factor
         needs = np.asarray([factor * self.forecast.most(*span, DEVIATIONS) for span in spans])
         rates = np.asarray([self._rates(look, span[0]) for span in spans])

@@ -24,6 +24,7 @@ from xgpt.errors import InputError
 from xgpt.io import dump_json
 from xgpt.resolve import load_cluster
 from xgpt.schema import Plan, RraSettings, Stage
+from xgpt.schema.plan import Capacity
 from xrunner.vllm import TESTED_VERSION
 
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))
@@ -336,6 +337,22 @@ def test_several_nodes_are_a_group_whose_leader_answers() -> None:
     pods = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "xgpt-opt-125m"}}}]
     policy = objects["NetworkPolicy"]["spec"]
     assert {"from": pods} in policy["ingress"] and {"to": pods} in policy["egress"]
+
+
+@pytest.mark.parametrize(("of", "kind"), [(fitting(RRA), "Deployment"), (over_two_nodes(), "LeaderWorkerSet")])
+def test_an_autoscaler_keeps_each_replica_to_the_rate_that_keeps_the_bounds(of: Plan, kind: str) -> None:
+    assert "autoscaler.yaml" not in export(of, "k8s")  # no arrival rate is known
+    capacity = Capacity(rate_per_s=11.0, whole_s=1, share_kept=0.99, num_requests=1, warm_up_requests=0, seed=0)
+    plan = of.model_copy(update={"estimate": of.estimate.model_copy(update={"capacity": capacity})})
+    files = export(plan, "k8s")
+    scaler = yaml.safe_load(files["autoscaler.yaml"])
+    validate(scaler)
+    target = next(one for one in yaml.safe_load_all(files["xgpt.yaml"]) if one["kind"] == kind)
+    named = scaler["spec"]["scaleTargetRef"]
+    assert [named[name] for name in ("apiVersion", "kind")] == [target[name] for name in ("apiVersion", "kind")]
+    assert named["name"] == target["metadata"]["name"]
+    assert scaler["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == f"{11000 / plan.replicas / 1.1:.0f}m"
+    assert scaler["spec"]["maxReplicas"] == plan.cluster.num_devices // plan.devices_per_replica
 
 
 def filled(words: list[str], values: dict[str, str]) -> list[str]:

@@ -42,6 +42,7 @@ def test_replicas_are_ready_when_the_season_needs_them() -> None:
     rates = [2.0] * 6 + [16.0] * 6
     day = controlled(fleet_of(rates), lambda t: np.where(t < 1800, 2.0, 16.0), 3600, first=2)
     assert ready_at(day, 600) <= 3
+    assert ready_at(day, 1800 - 3 * LOOK_S) <= 3  # no step before it is needed
     assert ready_at(day, 1800) >= 8
 
 
