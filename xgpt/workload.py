@@ -130,6 +130,13 @@ def mean(histogram: Histogram) -> float:
     return float(np.dot(histogram.lengths, histogram.probabilities))
 
 
+def standard_deviation(histogram: Histogram) -> float:
+    """Standard deviation of a distribution."""
+    middle = mean(histogram)
+    squares = sum(p * (x - middle) ** 2 for x, p in zip(histogram.lengths, histogram.probabilities, strict=True))
+    return math.sqrt(squares)
+
+
 def decoding_share(workload: Workload) -> float:
     """Share of the requests with more than one output token: the encode pass emits the first."""
     output = workload.output

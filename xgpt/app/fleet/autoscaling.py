@@ -71,9 +71,9 @@ class Autoscaler:
             self._order_least(len([replica for replica in replicas if replica.state != "draining"]))
             return None
         came = traffic(before, counts)
-        input_mean, output_mean = self._lengths(clock_s, came)
+        lengths = self._lengths(clock_s, came)
         present = [replica for replica in replicas if replica.state != "draining"]
-        look = Look(now_s, seconds, came.num_requests, came.waiting, present, input_mean, output_mean)
+        look = Look(now_s, seconds, came.num_requests, came.waiting, present, *lengths)
         orders = self.controller.decide(look)
         states = [replica.state for replica in replicas]
         counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none"
@@ -102,16 +102,16 @@ class Autoscaler:
             if not self.dry_run:
                 self.world.drain(orders.drain)
 
-    def _lengths(self, clock_s: float, came: Traffic) -> tuple[float | None, float | None]:
-        """Return the mean lengths of recent requests; None: too few tell."""
+    def _lengths(self, clock_s: float, came: Traffic) -> tuple[float | None, float | None, int]:
+        """Return the mean lengths of recent requests, None where too few tell, and how many tell."""
         self._recent.append((clock_s, came))
         while self._recent[0][0] < clock_s - LENGTHS_S:
             self._recent.popleft()
         ended = sum(one.ended for _, one in self._recent)
         if ended < LEAST_LENGTHS:
-            return None, None
+            return None, None, ended
         tokens = [sum(getattr(one, name) for _, one in self._recent) for name in ("prompt_tokens", "output_tokens")]
-        return tokens[0] / ended, tokens[1] / ended
+        return tokens[0] / ended, tokens[1] / ended, ended
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:

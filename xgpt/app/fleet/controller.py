@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, log, sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.app.fleet.day import ALIKE
 from xgpt.app.fleet.forecast import Forecast
 from xgpt.errors import InfeasibleError
 from xgpt.schema.fleet import FleetPlan
-from xgpt.workload import mean
+from xgpt.workload import mean, standard_deviation
 from xscheduler.fleet import DeviceLimit, FleetProblem, solve_fleet
 
 Ints = npt.NDArray[np.int64]
@@ -64,6 +65,7 @@ class Look:
         num_requests: that have arrived since.
         waiting: requests that wait beyond what replicas that keep the bounds hold.
         input_mean, output_mean: recent lengths; None: too few requests tell.
+        num_told: requests that tell them.
     """
 
     now_s: float
@@ -73,6 +75,7 @@ class Look:
     replicas: Sequence[ReplicaState]
     input_mean: float | None = None
     output_mean: float | None = None
+    num_told: int = 0
 
 
 class Orders(NamedTuple):
@@ -104,7 +107,10 @@ class Controller:
         self._lead_s = max(kind.start_s for kind in fleet.kinds) + look_s
         self.forecast = Forecast(fleet, self._lead_s)
         self._step_s = min(fleet.interval_s, STEP_S)
-        self._means = [(mean(of.input), mean(of.output)) for of in fleet.lengths]
+        both = [[(mean(of), standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
+        self._logs = np.asarray([[log(of_mean) for of_mean, _ in one] for one in both])
+        """Of the mean lengths. # [lengths, 2]"""
+        self._spreads = np.asarray([[deviation / of_mean for of_mean, deviation in one] for one in both])
         self._fewer_since_s: float | None = None
         self._change_s = max(kind.start_s + kind.drain_s for kind in fleet.kinds)
 
@@ -153,12 +159,13 @@ class Controller:
         )
 
     def _rates(self, look: Look, ahead_s: float) -> tuple[float, ...]:
-        """Return what a replica of each kind holds: under the lengths observed, or else the season's."""
-        if look.input_mean is None or look.output_mean is None:
-            group = self._fleet.interval_at(look.now_s + ahead_s).lengths
-        else:
-            seen = np.log([look.input_mean, look.output_mean])
-            group = int(np.argmin([np.abs(np.log(of) - seen).sum() for of in self._means]))
+        """Return what a replica of each kind holds: under the season's lengths, unless others are observed."""
+        group = self._fleet.interval_at(look.now_s + ahead_s).lengths
+        if look.input_mean is not None and look.output_mean is not None:
+            apart = np.abs(self._logs - np.log([look.input_mean, look.output_mean]))
+            chance = 2 * self._spreads[group] / sqrt(max(look.num_told, 1))
+            if (apart[group] > ALIKE + chance).any():
+                group = int(apart.sum(axis=1).argmin())
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:

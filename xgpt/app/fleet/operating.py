@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -86,11 +86,9 @@ def autoscale(
         from xgpt.connection import own_api_key
 
         name = request.name or fleet_name(fleet)
-        server = ApiServer(request.api_server)
-        cluster = Kubernetes(fleet, name, server, request.namespace, own_api_key(), began_s)
-        keeper = Autoscaler(fleet, cluster, controller, request.look_s, began_s, request.dry_run, on_note)
-        with _until_signal(ending):
-            keeper.run(ending)
+        with closing(ApiServer(request.api_server)) as server, _until_signal(ending):
+            cluster = Kubernetes(fleet, name, server, request.namespace, own_api_key(), began_s)
+            Autoscaler(fleet, cluster, controller, request.look_s, began_s, request.dry_run, on_note).run(ending)
         return
     foreign = next((kind.name for kind in fleet.kinds if not _runs_here(kind.plan.cluster)), None)
     if foreign is not None:

@@ -84,6 +84,7 @@ def control_day(
             [state for state in present if state.state != "draining"],
             float(requests.inputs[recent].mean()) if tells else None,
             float(requests.outputs[recent].mean()) if tells else None,
+            int(edges[i] - back[i]),
         )
         orders = decide(look)
         held.append((now_s, len(ready), orders.need_per_s))

@@ -58,6 +58,9 @@ class ApiServer:
             verify = ssl.create_default_context(cafile=authority)
         self._client = httpx.Client(base_url=url, verify=verify, timeout=TIMEOUT_S, trust_env=False)
 
+    def close(self) -> None:
+        self._client.close()
+
     def ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return what the API server answers; a body is a merge patch.
 

@@ -11,7 +11,9 @@ from tests.fleets import fleet_of
 from xgpt.app.fleet.controller import Controller, Look, ReplicaState
 from xgpt.app.fleet.forecast import Forecast
 from xgpt.app.fleet.simulated import ControlledDay, control_day
+from xgpt.schema import Workload
 from xgpt.schema.fleet import FleetPlan
+from xgpt.workload import histogram_of
 from xscheduler.fleet import DeviceLimit
 from xsimulator.fleet import Requests
 
@@ -128,3 +130,21 @@ def test_a_season_at_another_level_is_scaled() -> None:
         forecast.look(15.0 * i, 15, 60)  # twice as many as on the planned day
     assert forecast.level == pytest.approx(2, rel=0.05)
     assert forecast.season(2400) * forecast.level == pytest.approx(16, rel=0.05)
+
+
+@pytest.mark.parametrize(("num_told", "held"), [(50, 2.0), (5000, 0.5)])
+def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_told: int, held: float) -> None:
+    """Fifty requests of a season's lengths are longer by three tenths by chance; five thousand are not."""
+    values = np.random.default_rng(0).exponential(200, 2000).astype(int) + 1
+    season, longer = (
+        Workload(name=f"x{factor}", input=histogram_of(factor * values), output=histogram_of(factor * values))
+        for factor in (2, 3)
+    )
+    fleet = fleet_of([4.0] * 12)
+    kind = fleet.kinds[0].model_copy(update={"rates_per_s": (2.0, 0.5)})
+    fleet = fleet.model_copy(update={"kinds": (kind,), "lengths": (season, longer)})
+    mean = 1.3 * 2 * float(values.mean())
+    there = [ReplicaState(str(i), 0, "ready", 0.0) for i in range(3)]
+    look = Look(900.0, LOOK_S, 60, 0.0, there, mean, mean, num_told)
+    orders = Controller(fleet, look_s=LOOK_S).decide(look)
+    assert orders.reason.endswith(f"{3 * held:.3g} held")
