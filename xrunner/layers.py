@@ -341,4 +341,4 @@ class GatedMlp(nn.Module):
         if self._is_silu and fused.runs_on(hidden.device.type):
             return self.down(fused.gate(self.gate_up(hidden)))
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        return self.down(self.activation(gate).mul_(up))

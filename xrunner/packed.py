@@ -27,6 +27,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+"""The same on a product's own result."""
+
 PackedLinear = Callable[[Tensor, Tensor | None], Tensor]
 """activation(x W^T + b) of x and b. # float32 [rows, in], [out] -> [rows, out]"""
 
@@ -70,7 +79,7 @@ def _with_mkl(weight: Tensor, activation: str) -> PackedLinear:
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
     # Torch asks for the weight as it was, and reads no more of it than its shape.
     shape = torch.empty(1).expand(weight.shape)
-    activate = ACTIVATIONS[activation]
+    activate = _IN_PLACE[activation]
     return lambda x, bias: activate(torch.ops.mkl._mkl_linear(x, packed, shape, bias, len(x)))
 
 
@@ -83,7 +92,7 @@ def _with_onednn(weight: Tensor, activation: str) -> PackedLinear:
 def _with_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
     """Weight and activations rounded to bfloat16, sums in float32; bias and activation function in float32."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
-    activate = ACTIVATIONS[activation]
+    activate = _IN_PLACE[activation]
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), packed, None, "none", [], "").float()
@@ -101,7 +110,7 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
     quantised = (weight / scales[:, None]).round_().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(quantised, None)
     zero_points = torch.zeros(len(scales), dtype=torch.int32)
-    activate = ACTIVATIONS[activation]
+    activate = _IN_PLACE[activation]
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         rows, scale = quantise(x)

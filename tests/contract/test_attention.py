@@ -22,7 +22,7 @@ RAGGED = {
 @pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("shape", RAGGED)
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16], ids=str)
 def test_agrees_with_reference(backend, heads, shape, block_size, kept_as):
     contexts, chunks = RAGGED[shape]
@@ -42,7 +42,7 @@ OWN_KEYS = [(4, 4, 16), (3, 3, 20), (2, 2, 64)]
 
 @pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
 @pytest.mark.parametrize("heads", OWN_KEYS, ids=str)
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_biased_decodes_behind_prompts_agree_with_reference(backend, heads, block_size):
     rng = np.random.default_rng(4)
     contexts = [1, 2, 16, 17, 33, 63, 200]

@@ -1,8 +1,8 @@
 """Attention on a CPU in float32, compiled by numba, straight from the blocks of the cache (float32 or bfloat16).
 
 Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Tiles
-go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. A decode
-whose heads share too few K/V heads to fill a tile takes a loop of its own (benchmarks/attention.py compares them).
+go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. Decodes
+whose heads share too many K/V heads to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -17,25 +17,19 @@ from numba.extending import overload
 from torch import Tensor
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
-from xrunner.attention.simd import add_rows, add_values, address, dot_keys, fetch, score_keys, soften, take_next, widen
+from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, Keys, Scored, decode, limit
+from xrunner.attention.simd import add_values, address, score_keys, soften, take_next, widen
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
-
-NEVER = np.float32(-1e30)
-"""Below any score. Not -inf, which fastmath may assume away."""
-
-LOG2_E = np.float32(1.4426950408889634)
-
-LINE = 16
-"""Elements of a cache line, in float32."""
-LINE_BYTES = 64
 
 NARROW, WIDE = 16, 32
 """Lanes of a tile: a key that is loaded serves two registers of a wide one."""
 
 LEAST_GROUP = 4
 """Queries of a decode that make a tile; fewer are faster one by one."""
+TASKS_A_THREAD = 8
+"""Of decodes one by one: enough that no thread waits long for the last."""
 
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
@@ -55,17 +49,6 @@ class _Places(NamedTuple):
     both_ways: bool
 
 
-class _Keys(NamedTuple):
-    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them."""
-
-    cache: np.ndarray
-    head: int
-    table: np.ndarray
-    earliest: int
-    context: int
-    both_ways: bool
-
-
 class _Tile(NamedTuple):
     """Rows from `first` of a sequence's, each (token, head of the group), and where their results go.
 
@@ -82,17 +65,6 @@ class _Space(NamedTuple):
 
     floats: np.ndarray
     limits: np.ndarray
-
-
-class _Scored(NamedTuple):
-    """A `Scoring` as the kernel takes it: arrays are empty, cap and window 0, where the layer has none."""
-
-    scale: np.float32
-    softcap: np.float32
-    bias: np.ndarray
-    center: int
-    window: int
-    sinks: np.ndarray
 
 
 class NumbaAttention(AttentionBackend):
@@ -134,7 +106,7 @@ class NumbaAttention(AttentionBackend):
             batch.both_ways,
         )
         bias, sinks = scoring.bias, scoring.sinks
-        scored = _Scored(
+        scored = Scored(
             np.float32(scoring.scale_of(q.shape[2])),
             np.float32(0.0 if scoring.softcap is None else scoring.softcap),
             _NO_BIAS if bias is None else bias.values.contiguous().numpy(),
@@ -148,23 +120,6 @@ class NumbaAttention(AttentionBackend):
         arrays = q.numpy(), k.numpy(), v.numpy()
         _write_and_attend(arrays, kept.numpy(), places, scored, num_threads, out.numpy())
         return out.flatten(1)
-
-
-@njit(inline="always")
-def _exp(x):
-    """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
-    x = max(x, np.float32(-87.0))
-    t = x * np.float32(1.4426950408889634)
-    whole = np.floor(t + np.float32(0.5))
-    f = t - whole
-    p = np.float32(1.535336188319500e-4)
-    p = p * f + np.float32(1.339887440266574e-3)
-    p = p * f + np.float32(9.618437357674640e-3)
-    p = p * f + np.float32(5.550332471162809e-2)
-    p = p * f + np.float32(2.402264791363012e-1)
-    p = p * f + np.float32(6.931472028550421e-1)
-    p = p * f + np.float32(1.0)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 def _stored(cache: np.ndarray, x: np.float32) -> Any:
@@ -214,15 +169,6 @@ def _(cache: Any, start: Any, count: Any, scratch: Any) -> Any:
     return widened
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
-def _limit(scores, count, cap):
-    """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
-    for i in range(count):
-        small = _exp(np.float32(-2.0) * abs(scores[i]) / cap)
-        limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
-        scores[i] = limited if scores[i] > 0 else -limited
-
-
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _write_and_attend(arrays, cache, places, scored, num_threads, out):
     q, k, v = arrays
@@ -241,32 +187,42 @@ def _write_and_attend(arrays, cache, places, scored, num_threads, out):
                 if not np.isfinite(k[i, h, d]):
                     cache[last, block, h, offset] = _stored(cache, np.float32(np.nan))
 
-    sequence, first_row = _tiles(query_start, group)
+    is_alone = group < LEAST_GROUP and head_dim % LINE == 0 and block_size % LINE == 0
+    num_alone = num_decodes if is_alone else 0
+    parts = 1  # of a decode's heads
+    if num_threads > 1:
+        parts = min(num_kv_heads, -(-TASKS_A_THREAD * num_threads // max(num_alone, 1)))
+    sequence, first_row = _tiles(query_start[num_alone:], group)
     num_tiles = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        floats = _aligned((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim)
+        floats = _aligned(max((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim, (1 + num_heads) * LINE))
         space = _Space(floats, np.empty(WIDE, dtype=np.int32))
         task = take_next(counter)
+        while task < num_alone * parts:
+            i, part = task // parts, task % parts
+            earliest = first_key[i] if len(first_key) else 0
+            if scored.window:
+                earliest = max(earliest, context_len[i] - scored.window)
+            first_head, behind = num_kv_heads * part // parts, num_kv_heads * (part + 1) // parts
+            keys = Keys(cache, first_head, tables[i], earliest, context_len[i], both_ways)
+            heads = slice(first_head * group, behind * group)
+            decode(q[i, heads], keys, behind - first_head, scored, out[i, heads], floats)
+            task = take_next(counter)
+        task -= num_alone * parts
         while task < num_tiles * num_kv_heads:
             # Head by head: a sequence's tiles find its keys and values in the processor's cache.
-            h, i, first = task // num_tiles, sequence[task % num_tiles], first_row[task % num_tiles]
+            h, i, first = task // num_tiles, num_alone + sequence[task % num_tiles], first_row[task % num_tiles]
             begin, end, context = query_start[i], query_start[i + 1], context_len[i]
             earliest = first_key[i] if len(first_key) else 0
             heads = slice(h * group, (h + 1) * group)
-            if i < num_decodes and group < LEAST_GROUP and head_dim % LINE == 0:
-                if scored.window:
-                    earliest = max(earliest, context - scored.window)
-                keys = _Keys(cache, h, tables[i], earliest, context, both_ways)
-                _decode(q[begin, heads], keys, scored, out[begin, heads], floats)
+            keys = Keys(cache, h, tables[i], earliest, context, both_ways)
+            tile = _Tile(q[begin:end, heads], out[begin:end, heads], first)
+            if (end - begin) * group - first > NARROW:
+                _attend(tile, keys, scored, space, WIDE, 8)
             else:
-                keys = _Keys(cache, h, tables[i], earliest, context, both_ways)
-                tile = _Tile(q[begin:end, heads], out[begin:end, heads], first)
-                if (end - begin) * group - first > NARROW:
-                    _attend(tile, keys, scored, space, WIDE, 8)
-                else:
-                    _attend(tile, keys, scored, space, NARROW, 16)
-            task = take_next(counter)
+                _attend(tile, keys, scored, space, NARROW, 16)
+            task = take_next(counter) - num_alone * parts
 
 
 @njit(nogil=True)
@@ -340,7 +296,7 @@ def _attend(tile, keys, scored, space, lanes, num_sums):
             score_keys(queries, wide, scores, at + t * head_dim, t * lanes, head_dim, 1, lanes)
             t += 1
         if scored.softcap:
-            _limit(scores, n * lanes, scored.softcap * LOG2_E)
+            limit(scores, n * lanes, scored.softcap * LOG2_E)
         if len(scored.bias):  # heads have keys of their own: rows are tokens
             place = scored.center + context - num_tokens + first - before
             for t in range(n):
@@ -385,74 +341,3 @@ def _hide(scores, limits, before, count, window, lanes):
             for r in range(lanes):
                 if before + t < limits[r] - window:
                     scores[t * lanes + r] = NEVER
-
-
-@njit(nogil=True, fastmath=True, error_model="numpy")
-def _decode(q, keys, scored, acc, scores):
-    """One token's queries of a K/V head, one by one: acc = softmax(q K^T) V.
-
-    Args:
-        q, acc: the heads of the group, in whole vectors of a cache line. # [group, head_dim]
-        scores: for those of a block. # [block_size or more]
-    """
-    cache, h, table, earliest, context, _ = keys
-    group, head_dim = q.shape
-    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
-    highest = np.full(group, NEVER, dtype=np.float32)
-    total = np.zeros(group, dtype=np.float32)
-    acc[:] = np.float32(0.0)
-    value_start = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * block_size * head_dim
-    num_blocks = (context + block_size - 1) // block_size
-    for b in range(earliest // block_size, num_blocks):
-        begin = max(earliest - b * block_size, 0)
-        before, here = b * block_size + begin, block_size - begin
-        n = min(here, context - before)
-        start = ((table[b] * num_kv_heads + h) * block_size + begin) * head_dim
-        soon = (table[min(b + 1, num_blocks - 1)] * num_kv_heads + h) * block_size * head_dim
-        for g in range(group):
-            t = 0
-            while t < n:
-                if g == 0:  # blocks lie apart, where the processor's own prefetching does not follow
-                    for line in range(t * head_dim, min(t + 4, block_size) * head_dim, LINE_BYTES // cache.itemsize):
-                        fetch(cache, soon + line)
-                        fetch(cache, soon + value_start + line)
-                if t + 4 <= here:
-                    dot_keys(q, cache, scores, g * head_dim, start + t * head_dim, t, head_dim, 4, LINE)
-                    t += 4
-                else:
-                    dot_keys(q, cache, scores, g * head_dim, start + t * head_dim, t, head_dim, 1, LINE)
-                    t += 1
-            top = highest[g]
-            for t in range(n):
-                scores[t] *= scored.scale
-            if scored.softcap:
-                _limit(scores, n, scored.softcap)
-            if len(scored.bias):
-                for t in range(n):
-                    scores[t] += scored.bias[h, scored.center + context - 1 - before - t]
-            for t in range(n):
-                top = max(top, scores[t])
-            shrink = _exp(highest[g] - top)
-            highest[g] = top
-            mass = np.float32(0.0)
-            for t in range(n):
-                scores[t] = _exp(scores[t] - top)
-                mass += scores[t]
-            total[g] = total[g] * shrink + mass
-            d = 0
-            while d + 4 * LINE <= head_dim:
-                add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 4, LINE)
-                d += 4 * LINE
-            while d < head_dim:
-                add_rows(scores, cache, acc, start + value_start + d, g * head_dim + d, shrink, n, head_dim, 1, LINE)
-                d += LINE
-    for g in range(group):
-        if len(scored.sinks):
-            further = scored.sinks[h * group + g]
-            top = max(highest[g], further)
-            shrink = _exp(highest[g] - top)
-            total[g] = total[g] * shrink + _exp(further - top)
-            for d in range(head_dim):
-                acc[g, d] *= shrink
-        for d in range(head_dim):
-            acc[g, d] /= total[g]

@@ -37,6 +37,29 @@ _EXP2 = (
 )
 
 
+_HIDDEN = -1e30
+"""Below any score."""
+
+
+def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
+    return tuple(first + i for first in firsts for i in range(run))
+
+
+# Of two vectors side by side, halves whose sum has each vector's own sums in as many lanes less; in the end, one each.
+_PAIRS = (
+    (
+        tuple(lane + other for group in range(0, 16, 4) for lane in (group, group + 1) for other in (0, 16)),
+        tuple(lane + other for group in range(2, 16, 4) for lane in (group, group + 1) for other in (0, 16)),
+    ),
+    (
+        tuple(lane + other for group in range(0, 16, 4) for other in (0, 16) for lane in (group, group + 1)),
+        tuple(lane + other for group in range(2, 16, 4) for other in (0, 16) for lane in (group, group + 1)),
+    ),
+    (_lanes(0, 8, 16, 24, run=4), _lanes(4, 12, 20, 28, run=4)),
+    (_lanes(0, 8, 16, 24, run=4), _lanes(4, 12, 20, 28, run=4)),
+)
+
+
 def _inlined(function: Callable[..., Any]) -> Any:
     """What numba calls without the first parameter, and lowers to the instructions that `generate` appends."""
     return intrinsic(prefer_literal=True)(function)
@@ -123,31 +146,69 @@ def dot_keys(
     scores: Any,
     from_query: Any,
     from_keys: Any,
-    from_scores: Any,
     head_dim: Any,
-    num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """Dot products of one query with keys that lie side by side; dimensions come in whole vectors.
+    """Dot products of one query with `lanes` (16) keys that lie side by side; dimensions come in whole vectors.
 
-    # query [dim], keys [num_keys, dim] -> scores [num_keys]
+    # query [dim], keys [lanes, dim] -> scores [lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        arrays = _pointers(context, builder, signature, values, 3)
-        query, keys, scores = (builder.gep(array, [values[3 + i]]) for i, array in enumerate(arrays))
-        dim, emit = values[6], _Emit(builder, lanes.literal_value)
-        sums = emit.variables(num_keys.literal_value)
-        with cgutils.for_range(builder, builder.sdiv(dim, _int(emit.lanes))) as part:
-            row = emit.load(query, part.index)
+        query, keys, scores = _pointers(context, builder, signature, values, 3)
+        query, keys = builder.gep(query, [values[3]]), builder.gep(keys, [values[4]])
+        dim, emit = values[5], _Emit(builder, lanes.literal_value)
+        sums = emit.variables(emit.lanes)
+
+        def add_products(first: ir.Value, num_vectors: int) -> None:
+            parts = [builder.add(first, _int(i)) for i in range(num_vectors)]
+            rows = [emit.load(query, part) for part in parts]
             for number, total in enumerate(sums):
-                key = emit.load(builder.gep(keys, [builder.mul(dim, _int(number))]), part.index)
-                builder.store(emit.multiply_add(row, key, builder.load(total)), total)
-        for number, total in enumerate(sums):
-            builder.store(emit.sum(builder.load(total)), builder.gep(scores, [_int(number)]))
+                key = builder.gep(keys, [builder.mul(dim, _int(number))])
+                for part, row in zip(parts, rows, strict=True):
+                    builder.store(emit.multiply_add(row, emit.load(key, part), builder.load(total)), total)
+
+        num_vectors = builder.sdiv(dim, _int(emit.lanes))
+        num_steps = builder.sdiv(num_vectors, _int(_UNROLL))
+        with cgutils.for_range(builder, num_steps) as step:
+            add_products(builder.mul(step.index, _int(_UNROLL)), _UNROLL)
+        with cgutils.for_range_slice(builder, builder.mul(num_steps, _int(_UNROLL)), num_vectors, _int(1)) as (last, _):
+            add_products(last, 1)
+        emit.store(emit.sums([builder.load(total) for total in sums]), scores, _int(0))
         return context.get_dummy_value()
 
-    return types.void(query, keys, scores, *[types.intp] * 4, num_keys, lanes), generate
+    return types.void(query, keys, scores, types.intp, types.intp, types.intp, lanes), generate
+
+
+@_inlined
+def soften_keys(
+    typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
+) -> Any:
+    """A step of the online softmax of one query over `lanes` keys, of which it sees those from `begin` to `end`.
+
+    Scores become weights in powers of two; totals sum them lane by lane.
+
+    # scores [lanes], totals [lanes] -> the highest score so far, what all earlier weights must be multiplied by
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        scores, totals = _pointers(context, builder, signature, values, 2)
+        totals = builder.gep(totals, [values[2]])
+        before, begin, end = values[3:6]
+        first, emit = _int(0), _Emit(builder, lanes.literal_value)
+        score = builder.select(emit.is_between(begin, end), emit.load(scores, first), emit.constant(_HIDDEN))
+        top = builder.call(emit.reduction("fmax"), [score])
+        top = builder.select(builder.fcmp_ordered(">", top, before), top, before)
+        tops = emit.fill(top)
+        factor = emit.exp2(builder.fsub(emit.fill(before), tops))
+        weight = emit.exp2(builder.fsub(score, tops))
+        emit.store(weight, scores, first)
+        emit.store(emit.multiply_add(emit.load(totals, first), factor, weight), totals, first)
+        shrink = builder.extract_element(factor, ir.Constant(ir.IntType(32), 0))
+        return context.make_tuple(builder, signature.return_type, [top, shrink])
+
+    floats = types.UniTuple(types.float32, 2)
+    return floats(scores, totals, types.intp, types.float32, types.intp, types.intp, lanes), generate
 
 
 @_inlined
@@ -159,30 +220,32 @@ def add_rows(
     from_values: Any,
     from_sums: Any,
     shrink: Any,
-    num_keys: Any,
+    begin: Any,
+    end: Any,
     head_dim: Any,
     num_vectors: Any,
     lanes: Any,
 ) -> Any:
-    """Set sums = shrink * sums + weights values, over `vectors` vectors of the values' dimensions.
+    """Set sums = shrink * sums + weights values of keys from `begin` to `end`, over some vectors of their dimensions.
 
-    # weights [num_keys], values [num_keys, head_dim], sums [num_vectors * lanes]
+    # weights [keys], values [keys, head_dim], sums [num_vectors * lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         weights, values, sums = _pointers(context, builder, signature, arguments, 3)
         values, sums = builder.gep(values, [arguments[3]]), builder.gep(sums, [arguments[4]])
-        factor, count, dim, emit = arguments[5], arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
+        factor, begin, end, dim = arguments[5:9]
+        emit = _Emit(builder, lanes.literal_value)
         shrunk = emit.shrunk_sums(sums, emit.fill(factor), num_vectors.literal_value)
-        with shrunk as totals, cgutils.for_range(builder, count) as key:
-            weight = emit.fill(builder.load(builder.gep(weights, [key.index])))
-            value = builder.gep(values, [builder.mul(key.index, dim)])
+        with shrunk as totals, cgutils.for_range_slice(builder, begin, end, _int(1)) as (key, _):
+            weight = emit.fill(builder.load(builder.gep(weights, [key])))
+            value = builder.gep(values, [builder.mul(key, dim)])
             for number, total in enumerate(totals):
                 product = emit.multiply_add(weight, emit.load(value, _int(number)), builder.load(total))
                 builder.store(product, total)
         return context.get_dummy_value()
 
-    numbers = [types.intp, types.intp, types.float32, types.intp, types.intp]
+    numbers = [types.intp, types.intp, types.float32, types.intp, types.intp, types.intp]
     return types.void(weights, values, sums, *numbers, num_vectors, lanes), generate
 
 
@@ -332,11 +395,31 @@ class _Emit:
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def sum(self, vector: ir.Value) -> ir.Value:
-        """Of the lanes, in any order."""
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), self.type])
-        add = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fadd.v{self.lanes}f32")
-        return self.builder.call(add, [ir.Constant(ir.FloatType(), 0.0), vector], fastmath=("reassoc",))
+    def reduction(self, what: str) -> ir.Function:
+        """LLVM's reduction of all lanes to one number."""
+        kind = ir.FunctionType(ir.FloatType(), [self.type])
+        return cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.{what}.v{self.lanes}f32")
+
+    def sums(self, vectors: list[ir.Value]) -> ir.Value:
+        """The sum of the lanes of each of 16 vectors, in their order; 15 additions in all."""
+        for halves in _PAIRS:
+            masks = [ir.Constant(self.integers, list(half)) for half in halves]
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [
+                self.builder.fadd(*[self.builder.shuffle_vector(a, b, mask) for mask in masks]) for a, b in pairs
+            ]
+        return vectors[0]
+
+    def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
+        """Which lanes' numbers are at least one and less than the other."""
+        numbers = ir.Constant(self.integers, list(range(self.lanes)))
+        bounds = []
+        for bound in (begin, end):
+            small = self.builder.trunc(bound, ir.IntType(32))
+            one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, _int(0))
+            bounds.append(self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes)))
+        not_before = self.builder.icmp_signed(">=", numbers, bounds[0])
+        return self.builder.and_(not_before, self.builder.icmp_signed("<", numbers, bounds[1]))
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits."""

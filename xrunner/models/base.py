@@ -38,8 +38,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, batch: Batch, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
         attended = self.attention(self.attention_norm(hidden), batch.positions, attend)
-        hidden = hidden + self.attention_result_norm(attended)
-        return hidden + self.mlp_result_norm(self.mlp(self.mlp_norm(hidden)))
+        hidden = self.attention_result_norm(attended).add_(hidden)
+        return self.mlp_result_norm(self.mlp(self.mlp_norm(hidden))).add_(hidden)
 
 
 class Model(nn.Module):

@@ -1,0 +1,144 @@
+"""A decode's attention, one query at a time: memory bounds it, so it reads keys and values as memory has them.
+
+Also holds what every kernel on a CPU takes: keys, scores and the constants of their softmax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from xrunner.attention.simd import add_rows, dot_keys, fetch, soften_keys
+
+NEVER = np.float32(-1e30)
+"""Below any score. Not -inf, which fastmath may assume away."""
+
+LOG2_E = np.float32(1.4426950408889634)
+
+LINE = 16
+"""Elements of a cache line, in float32."""
+LINE_BYTES = 64
+
+FETCHED_BYTES = 2048
+"""How far the lines that are asked for lie apart: the processor's own prefetching follows from each."""
+
+
+class Keys(NamedTuple):
+    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them."""
+
+    cache: np.ndarray
+    head: int
+    table: np.ndarray
+    earliest: int
+    context: int
+    both_ways: bool
+
+
+class Scored(NamedTuple):
+    """A `Scoring` as the kernel takes it: arrays are empty, cap and window 0, where the layer has none."""
+
+    scale: np.float32
+    softcap: np.float32
+    bias: np.ndarray
+    center: int
+    window: int
+    sinks: np.ndarray
+
+
+@njit(inline="always")
+def _exp(x):
+    """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
+    x = max(x, np.float32(-87.0))
+    t = x * np.float32(1.4426950408889634)
+    whole = np.floor(t + np.float32(0.5))
+    f = t - whole
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    p = p * f + np.float32(1.0)
+    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def limit(scores, count, cap):
+    """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
+    for i in range(count):
+        small = _exp(np.float32(-2.0) * abs(scores[i]) / cap)
+        limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
+        scores[i] = limited if scores[i] > 0 else -limited
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def decode(q, keys, num_kv_heads, scored, acc, floats):
+    """One token's queries of some K/V heads: acc = softmax(q K^T) V.
+
+    A block's heads lie side by side: block by block, all of them in turn, they are one run of memory.
+
+    Args:
+        q, acc: in whole vectors of a cache line. # [num_kv_heads * group, head_dim]
+        keys: of the first of the heads; blocks of whole lines.
+        floats: room for the weights of a line of keys, and sums of them. # [(1 + num_kv_heads * group) * LINE]
+    """
+    cache, first_head, table, earliest, context, _ = keys
+    num_heads, head_dim = q.shape
+    group, block_size = num_heads // num_kv_heads, cache.shape[3]
+    highest = np.full(num_heads, NEVER, dtype=np.float32)
+    totals = floats[LINE : (1 + num_heads) * LINE]
+    totals[:] = np.float32(0.0)
+    acc[:] = np.float32(0.0)
+    size, stride = block_size * head_dim, cache.shape[2] * block_size * head_dim
+    to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
+    for b in range(earliest // block_size, (context + block_size - 1) // block_size):
+        following = min(b + 1, (context - 1) // block_size)
+        for h in range(num_kv_heads):
+            start = table[b] * stride + (first_head + h) * size
+            soon = start + size if h + 1 < num_kv_heads else table[following] * stride + first_head * size
+            for line in range(0, size, FETCHED_BYTES // cache.itemsize):
+                fetch(cache, soon + line)
+                fetch(cache, soon + to_values + line)
+            for t in range(0, block_size, LINE):
+                before = b * block_size + t
+                begin, end = max(earliest - before, 0), min(context - before, LINE)
+                if begin < LINE and end > 0:
+                    place = start + t * head_dim
+                    for g in range(h * group, (h + 1) * group):
+                        dot_keys(q, cache, floats, g * head_dim, place, head_dim, LINE)
+                        _adjust(floats, scored, first_head + h, context - 1 - before)
+                        highest[g], shrink = soften_keys(floats, totals, g * LINE, highest[g], begin, end, LINE)
+                        _add(floats, cache, acc, place + to_values, g * head_dim, shrink, begin, end, head_dim)
+    for g in range(num_heads):
+        total = np.sum(totals[g * LINE : (g + 1) * LINE])
+        if len(scored.sinks):
+            further = scored.sinks[first_head * group + g] * LOG2_E
+            total += np.float32(2.0) ** (further - highest[g])  # infinite where it takes all
+        for d in range(head_dim):
+            acc[g, d] /= total
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _adjust(scores, scored, head, distance):
+    """Scale a line of scores, in powers of two, and add what the layer adds; `distance`: from query to first key."""
+    for i in range(LINE):
+        scores[i] *= scored.scale * LOG2_E
+    if scored.softcap:
+        limit(scores, LINE, scored.softcap * LOG2_E)
+    if len(scored.bias):  # heads have keys of their own
+        for i in range(min(LINE, distance + 1)):
+            scores[i] += scored.bias[head, scored.center + distance - i] * LOG2_E
+
+
+@njit(nogil=True, error_model="numpy")
+def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
+    """sums = shrink * sums + weights values, of keys from `begin` to `end`."""
+    d = 0
+    while d + 4 * LINE <= head_dim:
+        add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 4, LINE)
+        d += 4 * LINE
+    while d < head_dim:
+        add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 1, LINE)
+        d += LINE
