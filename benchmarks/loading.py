@@ -1,13 +1,14 @@
 """Deploying a plan and going over to another: seconds until its workers hold their weights, from disk and from memory.
 
-    python -m benchmarks.loading [--sizes 125m,1.3b,2.7b] [--markdown FILE]
+    python -m benchmarks.loading [--sizes 125m,1.3b,2.7b] [--placements "WAA 1+1"] [--work DIR] [--markdown FILE]
 
 Random checkpoints of OPT's shapes in bfloat16 are written, and loaded on one device (a core) and on two in each
 placement: first with the file dropped from the page cache (from disk), then with the file in it (from memory). Each
 worker reads its own part, memory-mapped, converts it and lays it out for the CPU's products; K/V memory, groups and a
 first step are included; the fastest of a few times counts, as other work only slows it. `predicted` is the planner's:
 the fullest device's weights, at the rate that a profile of this machine measures (`xprofiler.measure.loading_rate`);
-from disk, and reading the file at the rate of a plain read of it. Rows are kept in results/loading.
+from disk, and reading the file at the rate of a plain read of it. Rows are kept in results/loading, checkpoints in
+--work, so that a long table can be made in pieces.
 Source of the table: ExeGPT sec. 7.7, Table 4.
 """
 
@@ -44,8 +45,9 @@ SIZES: dict[str, tuple[int, int, DType]] = {
 }
 """Layers, width, and the type that fits the memory of a small machine."""
 REPEATS = {"125m": 3, "1.3b": 2, "2.7b": 1}
+PLACES = ("one device", "TP 2", "PP 2", "WAA 1+1")
 RESULTS = Path("results/loading")
-MOST_BYTES = 8 << 30
+MOST_BYTES = 12 << 30
 """Of weights in all workers: placements that take more are left out."""
 SHARD_BYTES = 1 << 30
 
@@ -65,12 +67,8 @@ class Row:
 
 
 def placements(layers: int) -> dict[str, tuple[Stage, ...]]:
-    return {
-        "one device": one_lane([1], layers),
-        "TP 2": one_lane([2], layers),
-        "PP 2": one_lane([1, 1], layers),
-        "WAA 1+1": two_lanes([1], [1], layers),
-    }
+    stages = (one_lane([1], layers), one_lane([2], layers), one_lane([1, 1], layers), two_lanes([1], [1], layers))
+    return dict(zip(PLACES, stages, strict=True))
 
 
 def write_checkpoint(directory: Path, layers: int, hidden: int) -> None:
@@ -143,7 +141,7 @@ def disk_rate(directory: Path) -> float:
     return total / (time.perf_counter() - start)
 
 
-def measure(name: str, directory: Path) -> Iterator[Row]:
+def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
     dtype = SIZES[name][2]
     spec = read_spec(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
@@ -151,7 +149,7 @@ def measure(name: str, directory: Path) -> Iterator[Row]:
     torch.set_num_threads(1)  # as each worker has
     for place, stages in placements(spec.num_layers).items():
         held = weight_bytes(spec, dtype, stages)
-        if sum(held) > MOST_BYTES:
+        if place not in places or sum(held) > MOST_BYTES:
             continue
         layouts = fastest_layouts(spec, dtype, (1, 2) if len(held) > 1 else (1,))
         rate = loading_rate(spec, dtype, directory, "cpu", layouts)
@@ -193,27 +191,38 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(sizes: Sequence[str], *, again: bool = False) -> Iterator[Row]:
-    """Yield the rows of some sizes: as they were written to results/, or measured now."""
+def run(
+    sizes: Sequence[str] = tuple(SIZES),
+    places: Sequence[str] = PLACES,
+    work: Path | None = None,
+    *,
+    again: bool = False,
+) -> Iterator[Row]:
+    """Yield the rows of some sizes and placements: as they were written to results/, or measured now."""
     for name in sizes:
         path = RESULTS / f"{name}.json"
-        if path.is_file() and not again:
-            yield from (Row(**row) for row in json.loads(path.read_text()))
-            continue
-        layers, hidden, _ = SIZES[name]
-        with tempfile.TemporaryDirectory() as directory:
-            write_checkpoint(Path(directory), layers, hidden)
-            rows = list(measure(name, Path(directory)))
-        write_atomic(path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        yield from rows
+        kept = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+        if again or not kept:
+            with tempfile.TemporaryDirectory() as temporary:
+                directory = (work or Path(temporary)) / name
+                if not directory.is_dir():
+                    layers, hidden, _ = SIZES[name]
+                    write_checkpoint(directory, layers, hidden)
+                found = list(measure(name, directory, places))
+            kept = [row for row in kept if row.placement not in places] + found
+            kept.sort(key=lambda row: PLACES.index(row.placement))
+            write_atomic(path, json.dumps([asdict(row) for row in kept], indent=1) + "\n")
+        yield from (row for row in kept if row.placement in places)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(SIZES), help="125m,1.3b,2.7b")
+    parser.add_argument("--placements", default=",".join(PLACES), help=", ".join(PLACES))
+    parser.add_argument("--work", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    rows = list(run(options.sizes.split(","), again=True))
+    rows = list(run(options.sizes.split(","), options.placements.split(","), options.work, again=True))
     if options.markdown:
         write_atomic(options.markdown, markdown(rows))
 

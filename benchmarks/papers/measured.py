@@ -27,7 +27,7 @@ FROM_MEMORY_S = {"39B": 0.9, "101B": 1.3, "175B": 2.1, "341B": 3.5}
 
 def table_4() -> Iterator[Found]:
     """Deploying (from disk) and going over to another placement (from memory), with the planner's prediction."""
-    rows = list(loading.run(tuple(loading.SIZES)))
+    rows = list(loading.run())
     rates = [GB_A_GPU[size] / seconds for size, seconds in FROM_MEMORY_S.items()]
     memory = [row for row in rows if row.source == "memory"]
     ours = [row.weight_bytes / 1e9 / row.measured_s for row in memory]
