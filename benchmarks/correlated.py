@@ -1,13 +1,13 @@
 """What WAA's buffer time and shuffled inputs gain where input and output lengths correlate (ExeGPT sec. 5.2, 6).
 
-    python -m benchmarks.correlated --trace FILE [--requests 2000] [--measured] [--rounds 4]
+    python -m benchmarks.correlated --trace FILE [--requests 2000] [--measured] [--seconds 400]
 
 Requests have the lengths of a trace, in four orders of arrival: as recorded; inputs and outputs drawn apart; paired so
 that they correlate by +0.54 (ExeGPT finds +0.57 to +0.94 in translations, Azure has -0.17 in conversations); and
 these pairs in runs of alike inputs, as a client that works through sorted files sends them. Buffer times are multiples
 of what a batch takes until it joins without any. Each setting meets the same requests, waiting from the beginning, on
-the simulated clock; with --measured a trace that is scaled down runs on two devices of this machine, too: all settings
-by turns, each with what is predicted of it, as ratios to the setting without either.
+the simulated clock; with --measured a trace that is scaled down runs on two devices of this machine: all settings by
+turns, each with what is predicted of it, as ratios to the setting without either.
 Prints tables, writes results/correlated.json and .md; the last is docs/results/correlated.md.
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from xgpt.app.engines import build_engine
 from xgpt.app.profiles import obtain_profile
 from xgpt.app.simulating import read_log, run_requests
 from xgpt.cli.render import progress_bar
+from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_trace
-from xgpt.schema import AdmissionOrder, Constraint, Plan, Profile, Workload
+from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, Workload
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import TraceLengths, histogram_of
 from xprofiler import analytic
@@ -50,6 +52,8 @@ BUFFERS = (1.0, 1.25, 1.5)
 """Times the decode iterations that pass until a batch joins without any."""
 SCALE = 1 / 16
 """Of the trace's lengths for the model that is measured."""
+BOUND_FACTOR = 2.0
+"""The measured plan's bound over the tightest that WAA keeps."""
 Ints = np.ndarray[Any, np.dtype[np.int_]]
 Pairs = tuple[Ints, Ints]
 
@@ -193,44 +197,65 @@ def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
     return lines
 
 
-def measured(trace: TraceLengths, num_requests: int, rounds: int) -> list[str]:
+def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str]:
     """A table of WAA on two devices of this machine, predicted and measured."""
     cluster = load_cluster("local:2")
     inputs, outputs = (np.maximum(1, np.rint(SCALE * of)).astype(int) for of in (trace.input, trace.output))
     small = trace._replace(input=inputs, output=outputs)
     with progress_bar() as progress:
         profile = obtain_profile(SMALL, None, cluster, progress)
-    workload = Workload(name="scaled", input=histogram_of(inputs), output=histogram_of(outputs))
-    plan = Scheduler(Problem(SMALL, None, cluster, workload, profile, Constraint())).best(["waa"])
+    plan = small_plan(cluster, inputs, outputs, profile)
     total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
     orders = orders_of(small, min(total, len(inputs)), np.random.default_rng(0))
-    rows = []
-    arms = arms_of(plan, profile, orders["paired"])
-    for name in ("paired", "paired, runs of alike inputs"):
-        found: dict[Arm, list[Outcome]] = {}
-        for _ in range(rounds):  # by turns: the machine's pace is all settings'
-            for arm in arms:
-                found.setdefault(arm, []).append(execute(arm.of(plan), orders[name], num_requests))
-        base = run(plan, profile, orders[name], num_requests).measured
-        for arm, outcomes in found.items():
-            said = run(arm.of(plan), profile, orders[name], num_requests).measured
-            cells = [f"{_ratio(said, base, of) - 1:+.1%}" for of in RATIOS]
-            for of in RATIOS:
-                each = [_ratio(x.measured, y.measured, of) - 1 for x, y in zip(outcomes, found[Arm()], strict=True)]
-                cells.append(f"{np.median(each):+.1%} ({min(each):+.1%} to {max(each):+.1%})")
-            spread = np.mean([outcome.spread_of_batches for outcome in outcomes])
-            rows.append([name, str(arm), *cells, f"{spread:.1%}"])
-            click.echo("  ".join(rows[-1]))
+    names = ("paired", "paired, runs of alike inputs")
+    found: dict[str, dict[Arm, list[Outcome]]] = {name: {} for name in names}
+    arms, started, num_rounds = arms_of(plan, profile, orders["paired"]), time.perf_counter(), 0
+    while not num_rounds or (time.perf_counter() - started) * (1 + 1 / num_rounds) < seconds:
+        for name in names:
+            for arm in arms:  # by turns: the machine's pace is all settings'
+                found[name].setdefault(arm, []).append(execute(arm.of(plan), orders[name], num_requests))
+        num_rounds += 1
+        click.echo(f"round {num_rounds}, {time.perf_counter() - started:.0f} s")
+    rows = [row for name in names for row in gains(plan, profile, name, orders[name], num_requests, found[name])]
     columns = ("arrivals", "setting", *(f"{of}, {how}" for how in ("predicted", "measured") for of in RATIOS))
     return [
         f"### Measured: {settings(plan)}",
         "",
-        f"{SMALL.name} on two devices of this machine, the trace's lengths times 1/{1 / SCALE:.0f}; {rounds} rounds of "
-        f"{num_requests} requests, settings by turns. Gains over the setting with neither, predicted and measured: the "
-        "median of the rounds, and the least and the most.",
+        f"{SMALL.name} on two devices of this machine, the trace's lengths times 1/{1 / SCALE:.0f}, a latency bound of "
+        f"{plan.constraint.latency_bound_s:g} s; {num_rounds} rounds of {num_requests} requests, settings by turns. "
+        "Gains over the setting with neither, predicted and measured: the median of the rounds, and the least and the "
+        "most.",
         "",
         *table((*columns, "spread of decode batches"), rows),
     ]
+
+
+def small_plan(cluster: ClusterSpec, inputs: Ints, outputs: Ints, profile: Profile) -> Plan:
+    """WAA under a bound, so that runs of some hundred requests are many batches long."""
+    workload = Workload(name="scaled", input=histogram_of(inputs), output=histogram_of(outputs))
+    of = Problem(SMALL, None, cluster, workload, profile, Constraint(latency_bound_s=1e-6))
+    try:
+        return Scheduler(of).best(["waa"])
+    except InfeasibleError as error:
+        assert error.nearest_bound_s is not None
+        bound_s = round(BOUND_FACTOR * error.nearest_bound_s, 2)
+    return Scheduler(replace(of, constraint=Constraint(latency_bound_s=bound_s))).best(["waa"])
+
+
+def gains(
+    plan: Plan, profile: Profile, name: str, pairs: Pairs, num_requests: int, found: dict[Arm, list[Outcome]]
+) -> Iterator[list[str]]:
+    """Yield a row of each setting under one order of arrival."""
+    base = run(plan, profile, pairs, num_requests).measured
+    for arm, outcomes in found.items():
+        said = run(arm.of(plan), profile, pairs, num_requests).measured
+        cells = [f"{_ratio(said, base, of) - 1:+.1%}" for of in RATIOS]
+        for of in RATIOS:
+            each = [_ratio(x.measured, y.measured, of) - 1 for x, y in zip(outcomes, found[Arm()], strict=True)]
+            cells.append(f"{np.median(each):+.1%} ({min(each):+.1%} to {max(each):+.1%})")
+        spread = np.mean([outcome.spread_of_batches for outcome in outcomes])
+        yield [name, str(arm), *cells, f"{spread:.1%}"]
+        click.echo("  ".join([name, str(arm), *cells]))
 
 
 RATIOS: dict[str, Callable[[Measured], float]] = {
@@ -280,10 +305,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 @click.command()
 @click.option("--trace", "path", required=True, metavar="FILE", help="Requests, as xgpt plan --workload reads them.")
 @click.option("--requests", "num_requests", default=2000, show_default=True, help="Requests that are measured.")
-@click.option("--measured", "is_measured", is_flag=True, help="Run a scaled down trace on this machine, too.")
-@click.option("--rounds", default=4, show_default=True, help="Of measuring.")
-def main(path: str, num_requests: int, is_measured: bool, rounds: int) -> None:
-    """Simulate, and perhaps measure, each setting under each order of arrival."""
+@click.option("--measured", "is_measured", is_flag=True, help="Run a scaled down trace on this machine instead.")
+@click.option("--seconds", default=400.0, show_default=True, help="Of measuring, in whole rounds.")
+def main(path: str, num_requests: int, is_measured: bool, seconds: float) -> None:
+    """Simulate, or measure, each setting under each order of arrival."""
     trace = load_trace(path)
     if trace is None:
         raise click.UsageError(f"--trace: {path} is no trace")
@@ -295,10 +320,8 @@ def main(path: str, num_requests: int, is_measured: bool, rounds: int) -> None:
         f"`{command}`, {datetime.date.today()}. As recorded, inputs and outputs correlate by {correlation:+.2f}, the "
         f"inputs of neighbours by {neighbours:+.2f}; where paired, inputs and outputs by {CORRELATION:+.2f}.",
         "",
-        *predicted(trace, num_requests),
+        *(measured(trace, min(num_requests, 400), seconds) if is_measured else predicted(trace, num_requests)),
     ]
-    if is_measured:
-        lines += measured(trace, min(num_requests, 400), rounds)
     write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
     write_atomic(RESULTS.with_suffix(".json"), json.dumps(lines, indent=1) + "\n")
 
