@@ -277,6 +277,8 @@ def draw(entry: Entry, found: Found, path: Path) -> None:
             ]
             axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
         axes.set_xscale("log")
+        axes.set_xticks(sorted({float(label.partition(", ")[2]) for label in found}))
+        axes.minorticks_off()
         axes.set_xlabel(entry.series)
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -57,8 +57,8 @@ def find_config(kind: ConfigKind, name: str) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    if path.suffix in FILES:
-        raise InputError(kind.removesuffix("s"), name, "there is no such file")
+    if path.suffix in FILES or path.name != name:
+        raise InputError(kind.removesuffix("s"), name, "there is no such file or directory")
     names = config_names(kind)
     raise InputError(kind.removesuffix("s"), name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
 
@@ -184,6 +184,24 @@ def write_atomic(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Look before the work whose result goes there, which may take minutes.
+
+    Raises:
+        MachineError: the place cannot be written.
+    """
+    place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not place.is_dir():
+        reason = f"{place} is no directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = "Permission denied"
+    else:
+        return
+    raise MachineError(f"cannot write {path}: {reason}")
 
 
 class StepLogWriter:

@@ -39,6 +39,7 @@ class Engine:
         reuse: requests share the K/V of what their prompts have in common.
 
     Attributes:
+        scores_prompts: whether log probabilities of prompts are given.
         on_refused: called with the reason, in the thread that calls `step`, where another plan could not be deployed;
             the one before goes on.
     """
@@ -59,6 +60,7 @@ class Engine:
         self._suspects: Suspects[Request] = Suspects()
         self._redeployment = Redeployment(deploy)
         self._progress = Ledger()
+        self.scores_prompts = executor.scores_prompts
         self._schedule = schedule
         self._executor = executor
         self._clock = clock
@@ -209,7 +211,8 @@ class Engine:
 
     def _chain(self, generation: Generation) -> Chain:
         """The keys of a prompt's blocks; none where nothing is shared, as where an encoder reads prompts whole."""
-        if self._prefixes is None or not self._executor.resumes:
+        is_scored = generation.sampling.prompt_logprobs is not None  # every one of its tokens is to be computed
+        if self._prefixes is None or not self._executor.resumes or is_scored:
             return ()
         return self._prefixes.extend((), generation.prompt, self.pool.block_size, generation.account)
 

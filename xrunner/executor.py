@@ -32,11 +32,13 @@ class Executor(Protocol):
         logprobs: of the last step's tokens, for the requests that ask for them.
         failed: why no token (NO_TOKEN) was chosen for some of the last step's requests, where logits do not say it.
         resumes: whether what a request has generated can be encoded with its prompt.
+        scores_prompts: whether it gives log probabilities of prompts.
     """
 
     logprobs: dict[int, Logprobs]
     failed: dict[int, str]
     resumes: bool
+    scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
         """Look at a request before anything is planned for it; raise, whatever it be, where it cannot be handed on."""
@@ -96,6 +98,7 @@ class OneAtATime(ABC):
     """An executor in the engine's own process: each step is executed while it is waited for."""
 
     resumes = True
+    scores_prompts = False
 
     def __init__(self) -> None:
         self.logprobs: dict[int, Logprobs] = {}

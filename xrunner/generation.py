@@ -30,6 +30,8 @@ class SamplingParams:
         repetition_penalty: divides the logit, where it is positive, of every token that prompt or output hold, and
             multiplies it where it is negative. An encoder's prompt does not count.
         logprobs: how many most probable tokens to report in addition to the chosen one; None: report nothing.
+        prompt_logprobs: as many most probable tokens in place of each prompt token but the first; not without
+            `logprobs`. None: nothing of the prompt.
         logit_bias: tokens, and what is added to their logits.
         grammar: what the output keeps to (`xrunner.grammar`); None: anything.
     """
@@ -43,6 +45,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str | None = None
 
@@ -61,10 +64,15 @@ GREEDY = SamplingParams()
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value)."""
+    """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value).
+
+    Attributes:
+        prompt: of each prompt token but the first, with the first token of a request that asks for them.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    prompt: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,30 +37,37 @@ def json_grammar(schema: dict[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": schema | DENSE}]})
 
 
+def json_rule(schema: dict[str, Any]) -> str:
+    """A JSON schema's values as a term of Lark."""
+    return f"%json {json.dumps(schema | DENSE)}"
+
+
 def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
     """The grammar of one opening, a value of its JSON schema and `end`.
 
     Args:
         opened: schemas by openings. Each is a document of its own: what `$ref` names lies in it.
     """
-    quoted = enumerate((json.dumps(opening), json.dumps(schema | DENSE)) for opening, schema in opened.items())
     rules = [f"start: {' | '.join(f'value_{number}' for number in range(len(opened)))}"]
-    rules += [f"value_{number}: {opening} %json {schema} {json.dumps(end)}" for number, (opening, schema) in quoted]
+    rules += [
+        f"value_{number}: {json.dumps(opening)} {json_rule(schema)} {json.dumps(end)}"
+        for number, (opening, schema) in enumerate(opened.items())
+    ]
     return "\n".join(rules)
 
 
-def tagged_grammar(trigger: str, opened: Mapping[str, dict[str, Any]], end: str) -> str:
-    """The grammar of text in which `trigger` begins an opening; a value of its JSON schema and `end` follow.
+def tagged_grammar(trigger: str | int, called: str) -> str:
+    """The grammar of text in which what follows each trigger keeps to a rule.
 
     Args:
-        opened: schemas by openings, which begin with the trigger.
+        trigger: text, or the id of a special token.
+        called: rules; that of what follows is `called`.
     """
-    from llguidance import StructTag
-
-    tags = [
-        StructTag(trigger=trigger, begin=opening, grammar=schema | DENSE, end=end) for opening, schema in opened.items()
-    ]
-    return StructTag.to_grammar(tags, assume_special=False)
+    if isinstance(trigger, int):
+        tag = f"tag: TEXT <[{trigger}]> called"
+    else:
+        tag = f"tag: trigger called\ntrigger[lazy]: TEXT {json.dumps(trigger)}"
+    return f"%llguidance {{}}\nstart: tag* text\n{tag}\ntext: TEXT\nTEXT: /(.|\\n)*/\n{called}\n"
 
 
 class Grammars:

@@ -157,6 +157,10 @@ class Replicas:
     takes_seeds = True
 
     @property
+    def scores_prompts(self) -> bool:
+        return self._engines[0].scores_prompts
+
+    @property
     def is_emptying(self) -> bool:
         return any(engine.is_emptying for engine in self._engines)
 

@@ -185,7 +185,7 @@ class Sampler:
                 self._noise = token_noise(self._vocab_size).to(scores.device)
             tokens[drawn] = _draw(scores[drawn], settings[drawn], positions[drawn], self._noise)
         asking = np.flatnonzero(settings["num_logprobs"] >= 0)
-        logprobs = _logprobs(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
+        logprobs = logprobs_of(logits[asking], tokens[asking], settings["num_logprobs"][asking]) if asking.size else []
         if penalised.size:
             self._counts[_lines(settings[penalised]), tokens[penalised]] += 1
         if any_failed:
@@ -345,8 +345,17 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Logprobs]:
-    """Log probabilities under the model's own distribution: before penalties, temperature and cuts."""
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Logprobs]:
+    """Each row's, of its token and the most probable ones, under the model's own distribution: before penalties,
+    temperature and cuts.
+
+    Args:
+        logits: # [rows, vocab]
+        tokens: # int64 [rows]
+        num_top: most probable tokens to report. # int [rows]
+    """
+    if not len(tokens):
+        return []
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
     values, ids = (part.tolist() for part in logprobs.topk(int(num_top.max()), dim=-1))

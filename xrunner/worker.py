@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,13 +13,16 @@ from xgpt.policies import BlockTable, Chunk, Step
 from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, Sequences, make_batch
 from xrunner.executor import OneAtATime
-from xrunner.generation import Generation
+from xrunner.generation import Generation, Logprobs
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
-from xrunner.sampling import Sampler, highest
+from xrunner.sampling import Sampler, highest, logprobs_of
 from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, Readings
+
+SCORED_TOKENS = 128
+"""Of a slice in which prompts are scored: there every token has logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step; the last stage returns logits. # [sampled, vocab]"""
@@ -56,7 +60,7 @@ class Worker(OneAtATime):
     ) -> None:
         super().__init__()
         self.model = model
-        self.resumes = not model.decoder_start
+        self.resumes = self.scores_prompts = not model.decoder_start
         self.cache = cache
         self.backend = backend
         self.readings: dict[int, Tensor] = {}
@@ -67,6 +71,10 @@ class Worker(OneAtATime):
         self._row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._prompts: dict[int, np.ndarray] = {}
+        self._scores: dict[int, list[Logprobs]] = {}
+        """Of the prompts that are to be scored, as far as they have been."""
+        self._num_top: dict[int, int] = {}
+        """Of these, how many most probable tokens to report."""
         self._last_token = np.zeros(0, dtype=np.int64)
         self._context = np.zeros(0, dtype=np.int32)
         """Tokens whose K/V is in the cache."""
@@ -89,6 +97,9 @@ class Worker(OneAtATime):
         assert not (self.model.decoder_start and generation.num_resumed), "what was generated is no encoder's prompt"
         self._take_row(generation, table)
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
+        num_top = generation.sampling.prompt_logprobs
+        if num_top is not None and not generation.num_resumed:
+            self._scores[generation.id], self._num_top[generation.id] = [], num_top
 
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Set aside a row for a request whose first `cached` tokens another worker has encoded.
@@ -141,6 +152,8 @@ class Worker(OneAtATime):
             self._sampler.release(row)
             self._free_rows.append(row)
             del self._prompts[id_]
+            self._scores.pop(id_, None)
+            self._num_top.pop(id_, None)
 
     def restart(self) -> None:
         super().restart()
@@ -203,7 +216,8 @@ class Worker(OneAtATime):
 
     def _parts(self, step: Step) -> Iterator[Step]:
         """What is run at once."""
-        for part in slices(step):
+        is_scored = any(chunk.id in self._scores for chunk in step.encode)
+        for part in slices(step, SCORED_TOKENS if is_scored else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
                 yield whole
@@ -219,7 +233,11 @@ class Worker(OneAtATime):
         batch = self._batch(step, rows, np.array([True] * len(step.decode) + ends))
         sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
         sampled_rows = self._rows(sampled)
-        tokens = self.next_tokens(batch) if self._sampler.is_idle else self._chosen(batch, sampled, sampled_rows)
+        scored = _Scored.at(step, self._prompts, self._num_top)
+        if scored is not None:
+            batch = replace(batch, logit_rows=torch.cat([batch.logit_rows, scored.rows.to(self._device)]))
+        is_plain = self._sampler.is_idle
+        tokens = self.next_tokens(batch) if is_plain else self._chosen(batch, sampled, sampled_rows, scored)
         if tokens is None:
             return {}
         self._last_token[sampled_rows] = fed(tokens)
@@ -239,16 +257,25 @@ class Worker(OneAtATime):
         """Greedy choice, `sampling.highest`. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
         return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
-    def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray) -> np.ndarray:
-        """Run the model, and choose as each request asks. # int64 [sampled]"""
+    def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: _Scored | None) -> np.ndarray:
+        """Run the model, and choose as each request asks. # int64 [sampled]
+
+        Args:
+            scored: prompt tokens whose logits follow those that are sampled from.
+        """
         with torch.inference_mode():
             logits = self.logits(batch)
             assert logits is not None, "the last stage alone is told how to choose"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
+            if scored is not None:
+                for id_, scores in scored.scores(logits[len(rows) :]):
+                    self._scores[id_] += scores
+                logits = logits[: len(rows)]
             tokens, logprobs = self._sampler(logits, rows, self._context[rows])
         self.failed |= {ids[index]: why for index, why in self._sampler.failed.items()}
-        self.logprobs |= {ids[index]: value for index, value in logprobs.items()}
+        for index, value in logprobs.items():
+            self.logprobs[ids[index]] = value._replace(prompt=tuple(self._scores.pop(ids[index], ())))
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
@@ -295,6 +322,50 @@ class Worker(OneAtATime):
         missing = num_blocks - self._tables.shape[1]
         if missing > 0:
             self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The prompt tokens of a step whose successors are to be scored.
+
+    Attributes:
+        rows: of a batch in which the step's decodes come first. # int64 [scored]
+        targets: the tokens that follow. # int64 [scored]
+        of: requests, how many of these are theirs, and how many most probable tokens to report of each.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    of: list[tuple[int, int, int]]
+
+    @classmethod
+    def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> _Scored | None:
+        """Those of a step; None: none are.
+
+        Args:
+            num_top: most probable tokens to report, by those requests whose prompts are scored.
+        """
+        if not num_top:
+            return None
+        begin, rows, targets, of = len(step.decode), [], [], []
+        for id_, start, length in step.encode:
+            if id_ in num_top:
+                following = prompts[id_][start + 1 : start + length + 1]
+                rows.append(np.arange(begin, begin + len(following)))
+                targets.append(following)
+                of.append((id_, len(following), num_top[id_]))
+            begin += length
+        if not of:
+            return None
+        return cls(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)), of)
+
+    def scores(self, logits: Tensor) -> Iterator[tuple[int, list[Logprobs]]]:
+        """Each request's. # [scored, vocab]"""
+        targets, begin = self.targets.to(logits.device), 0
+        for id_, count, num_top in self.of:
+            end = begin + count
+            yield id_, logprobs_of(logits[begin:end], targets[begin:end], np.full(count, num_top))
+            begin = end
 
 
 def fed(tokens: np.ndarray) -> np.ndarray:

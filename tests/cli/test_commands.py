@@ -29,6 +29,7 @@ def test_an_unknown_name_lists_what_exists(xgpt: Xgpt, kind: str) -> None:
 
 
 def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
+    assert "did you mean chunked?" in xgpt.fails(2, "plan", "--latency-bound", "4", "--policy", "chunkd")
     line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, "--policy", "best")
     for name in ("'best'", "rra", "chunked", "orca", "static"):
         assert name in line
@@ -490,3 +491,23 @@ def test_what_is_bounded_has_its_column(xgpt: Xgpt) -> None:
 def test_a_file_that_is_not_there_is_said_to_be_none(xgpt: Xgpt) -> None:
     line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM[:4], "--workload", "lengths.csv")
     assert "there is no such file" in line and "azure-conv" not in line
+    line = xgpt.fails(2, "plan", "--latency-bound", "4", "--model", "./my-model")
+    assert "there is no such file" in line and "llama" not in line
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        (2, ("--cluster", "local:2", "--devices", "3")),
+        (2, ("--fix", "max_bach=8")),
+        (2, ("--workload", "./none.csv")),
+        (3, ("-o", ".")),
+    ],
+)
+def test_nothing_is_measured_for_what_is_refused(
+    xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch, code: int, options: tuple[str, ...]
+) -> None:
+    """A profile of this machine takes minutes."""
+    monkeypatch.setattr("xgpt.app.profiles.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
+    monkeypatch.setattr("xgpt.app.problems.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
+    xgpt.fails(code, "plan", "--latency-bound", "4", "--model", "qwen3-0.6b", *options)

@@ -7,8 +7,12 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
 
 from tests.attack.target import Target, attacked, save_checkpoint
 
@@ -66,21 +70,51 @@ def test_guidellm(target: Target, checkpoint: Path, tmp_path: Path) -> None:
     assert totals["successful"] == 4 and totals["errored"] == 0, totals
 
 
-def test_lm_eval(target: Target, tmp_path: Path) -> None:
-    """Tasks that generate; those that score given answers ask for log probabilities of prompts, which get 400."""
-    (tmp_path / "sums.jsonl").write_text('{"q": "1+1=", "a": "2"}\n{"q": "2+2=", "a": "4"}\n')
+def lm_eval(target: Target, directory: Path, task: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+    """What lm-eval finds in a task of its own data: samples, with what the server answered."""
+    data = directory / "documents.jsonl"
+    data.write_text('{"q": "1+1=", "a": "2"}\n{"q": "2+2=", "a": "4"}\n')
+    loaded = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    (directory / "sums.yaml").write_text(json.dumps({"task": "sums", "doc_to_text": "{{q}}", **loaded, **task}))
+    model = f"model={target.model},base_url={target.url}/v1/completions,max_retries=1,{tokenizer}"
+    words = ["lm_eval", "run", "--model", "local-completions", "--model_args", model, "--tasks", "sums"]
+    run("lm-eval", *words, "--include_path", str(directory), "--log_samples", "--output_path", str(directory / "found"))
+    (written,) = (directory / "found").rglob("samples_sums_*.jsonl")
+    return {each["doc"]["q"]: each for each in map(json.loads, written.read_text().splitlines())}
+
+
+def test_lm_evals_tasks_that_generate(target: Target, tmp_path: Path) -> None:
     task = {
-        "task": "sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}},
-        "test_split": "test",
         "output_type": "generate_until",
-        "doc_to_text": "{{q}}",
         "doc_to_target": "{{a}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     }
-    (tmp_path / "sums.yaml").write_text(json.dumps(task))
-    model = f"model={target.model},base_url={target.url}/v1/completions,tokenizer_backend=None,max_retries=1"
-    words = ["lm_eval", "run", "--model", "local-completions", "--model_args", model, "--tasks", "sums"]
-    assert "exact_match" in run("lm-eval", *words, "--include_path", str(tmp_path))
+    found = lm_eval(target, tmp_path, task, "tokenizer_backend=None")
+    assert all("exact_match" in sample for sample in found.values()) and len(found) == 2
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+def test_lm_evals_tasks_that_score(target: Target, checkpoint: Path, tmp_path: Path, tokenized: bool) -> None:
+    """Answers' log probabilities, of token ids and of texts, are those that Hugging Face's model gives."""
+    choices = ["2", "4", " or so"]
+    task = {
+        "output_type": "multiple_choice",
+        "doc_to_choice": choices,
+        "doc_to_target": "{{a}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    own = f"tokenizer_backend=huggingface,tokenizer={checkpoint},tokenized_requests={tokenized}"
+    found = lm_eval(target, tmp_path, task, own)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    encode = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode
+    for question, sample in found.items():
+        for choice, (scored, is_greedy) in zip(choices, sample["filtered_resps"], strict=True):
+            ids = torch.tensor(encode(question + choice).ids)
+            with torch.inference_mode():
+                scores = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)[len(question) - 1 :]
+            answer = ids[len(question) :]
+            expected = scores.gather(-1, answer[:, None]).sum().item()
+            assert float(scored) == pytest.approx(expected, abs=1e-3)
+            assert str(is_greedy) == str(bool((scores.argmax(dim=-1) == answer).all()))

@@ -86,6 +86,7 @@ class Executor:
     """
 
     resumes = True
+    scores_prompts = False
 
     def __init__(self, rng: np.random.Generator, failures: float = 0.0) -> None:
         self._rng = rng

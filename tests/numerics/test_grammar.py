@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+import torch
+import transformers
 
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
@@ -130,7 +132,34 @@ def test_echo_begins_with_the_prompt(target: Target) -> None:
     plain = target.complete(prompt="once", max_tokens=4, temperature=0)[1]["choices"][0]
     echoed = target.complete(prompt="once", max_tokens=4, temperature=0, echo=True)[1]["choices"][0]
     assert echoed["text"] == "once" + plain["text"] and echoed["token_ids"] == plain["token_ids"]
-    assert target.complete(prompt="once", max_tokens=4, echo=True, logprobs=1)[0] == 400
+
+
+def test_a_prompts_tokens_are_scored(target: Target, checkpoint: Path) -> None:
+    """As Hugging Face's model scores them, though their keys and values be there already, whole and in a stream."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
+    ids = target.ask("POST", "/tokenize", {"prompt": text})[1]
+    prompt = json.loads(ids)["tokens"]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].float().log_softmax(dim=-1)
+    body = {"prompt": text, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 3}
+    for _ in range(2):
+        status, answer = target.complete(**body)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        told = choice["logprobs"]
+        assert [len(values) for values in told.values()] == [len(prompt) + 2] * 4
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        scored = [row[token].item() for row, token in zip(expected, prompt[1:], strict=False)]
+        assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(scored, abs=1e-3)
+        best = [max(top.values()) for top in told["top_logprobs"][1 : len(prompt)]]
+        assert best == pytest.approx(expected[:-1].amax(dim=-1).tolist(), abs=1e-3)
+        assert told["text_offset"][: len(prompt) + 1] == list(range(len(text) + 1))
+        assert "".join(told["tokens"][: len(prompt)]) == text and choice["text"].startswith(text)
+    status, answer = target.ask("POST", "/v1/completions", {"model": target.model, **body, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
+    first, second = (event["choices"][0]["logprobs"] for event in events)
+    assert {name: first[name] + second[name] for name in told} == told
 
 
 def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:

@@ -113,6 +113,15 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     return found
 
 
+def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
+    """Look at variables that are held before anything is measured for them.
+
+    Raises:
+        InputError: there is no such variable, or no policy that may be taken has it.
+    """
+    _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
+
+
 def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
     """Those of some policies that have all variables which are held.
 

@@ -31,6 +31,9 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     if request.price is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
+    most = request.devices if isinstance(request.devices, int) else None
+    if most is not None and most > cluster.num_devices:
+        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
     workload = workload_of(request.workload, spec)
     engine = _named_engine(request, cluster)
     profile = _profile(request, spec, checkpoint, cluster, engine, progress)
@@ -39,9 +42,6 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     if engine is not None and engine.memory_share is not None:
         device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
         cluster = cluster.model_copy(update={"device": device})
-    most = request.devices if isinstance(request.devices, int) else None
-    if most is not None and most > cluster.num_devices:
-        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
     return Problem(
         model=spec,
         checkpoint=found,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from xgpt.app.arrivals import predicted_rate, with_capacities
 from xgpt.app.checking import check_planned
 from xgpt.app.mixing import with_mixing_edge
-from xgpt.app.planning import is_uniform, plan_each, plan_uniform
+from xgpt.app.planning import check_held, is_uniform, plan_each, plan_uniform
 from xgpt.app.problems import resolve
 from xgpt.app.reusing import with_reuse
 from xgpt.app.simulating import with_joint_lengths
@@ -67,6 +67,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
     """
+    check_held(request.policy, request.fix)
     problem, choices = _chosen(request, progress)
     started = time.perf_counter()
     plans = plan_each(problem, request.policy, request.search, request.order, progress)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from xgpt import __version__
-from xgpt.errors import InfeasibleError, XgptError
+from xgpt.errors import InfeasibleError, XgptError, nearest
 
 COMMANDS = (
     "plan",
@@ -35,6 +35,10 @@ COMMANDS = (
 )
 
 
+LONGEST_HELP = 200
+"""Characters of a command's first sentence."""
+
+
 class _Commands(click.Group):
     """Loads a command's module when it is asked for."""
 
@@ -47,6 +51,12 @@ class _Commands(click.Group):
         command = importlib.import_module(f"xgpt.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List commands with the whole of their first sentences, on two lines where one is too short."""
+        commands = ((name, self.get_command(ctx, name)) for name in COMMANDS)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, of.get_short_help_str(LONGEST_HELP)) for name, of in commands if of is not None])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -88,6 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)
+    except click.BadParameter as error:
+        _fail(error.format_message().removesuffix(".") + _way_out(error), 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -102,6 +114,15 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("XGPT_TRACEBACK"):
             raise
         _fail(f"internal error: {type(error).__name__}: {error} (XGPT_TRACEBACK=1 shows where)", 4)
+
+
+def _way_out(error: click.BadParameter) -> str:
+    """The end of an error message about a word that is missing, or not among an option's."""
+    if isinstance(error, click.MissingParameter):
+        return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
+    type_ = None if error.param is None else error.param.type
+    given = re.match("'([^']*)'", error.message or "")
+    return nearest(given[1], type_.choices) if given is not None and isinstance(type_, click.Choice) else ""
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:

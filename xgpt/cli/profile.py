@@ -60,10 +60,12 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from xgpt import api
     from xgpt.cli import render
     from xgpt.errors import InputError
-    from xgpt.io import dump_json, sha256, write_atomic
+    from xgpt.io import check_writable, dump_json, sha256, write_atomic
 
     if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
         raise InputError("output", None, "say with -o where: `xgpt plan --profile FILE` then plans for vLLM")
+    if output is not None:
+        check_writable(Path(output))
     with render.progress_bar() as progress:
         profile = api.profile(**asked, progress=progress)
     if output is not None:

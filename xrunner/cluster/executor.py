@@ -50,7 +50,7 @@ class RemoteExecutor:
         self._num_decode_workers = sum(len(stage.devices) for stage in deployment.lane("decode"))
         spec = deployment.model
         self._decoder_start = (spec.bos_token_id or 0) if spec.is_encoder_decoder else None
-        self.resumes = not spec.is_encoder_decoder
+        self.resumes = self.scores_prompts = not spec.is_encoder_decoder
         self._reading_lanes = {
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}

@@ -167,6 +167,11 @@ class EngineThread:
         return self._engine.takes_seeds
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether log probabilities of prompts are given."""
+        return self._engine.scores_prompts
+
+    @property
     def capacity(self) -> int:
         """Tokens that the K/V pool holds: prompt and output of a request that is alone."""
         return self._engine.pool.kv_blocks * self._engine.pool.block_size

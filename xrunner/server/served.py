@@ -61,6 +61,10 @@ class ServedEngine(Protocol):
     def takes_seeds(self) -> bool:
         """Whether a request's seed decides its tokens."""
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log probabilities of prompts are given."""
+
     on_refused: Callable[[str], None]
     """Called with the reason, from any thread, where another plan could not be followed and the one before is."""
 

@@ -113,6 +113,8 @@ class VllmEngine:
         MachineError: vLLM is not here, or does not start.
     """
 
+    scores_prompts = False
+
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True) -> None:
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None

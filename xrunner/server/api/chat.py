@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xgpt.errors import InputError
-from xrunner.server.api.tools import call_format
+from xrunner.server.api.call_formats import call_format
 
 Message = dict[str, Any]
 

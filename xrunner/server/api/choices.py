@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from xrunner.generation import Token
+from collections.abc import Collection, Sequence
+
+from xrunner.generation import Logprobs, Token
 from xrunner.server.api.protocol import ChatRequest, GenerationRequest
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_text
 from xrunner.server.api.tools import Calls, ToolCall
@@ -23,8 +25,9 @@ class Choice:
         stop_token_ids: frozenset[int],
         writer: Writer,
         prefix: str = "",
+        scored: Sequence[int] = (),
     ) -> None:
-        """`prefix`: the text that the output's own follows."""
+        """`prefix`: the text that the output's own follows; `scored`: its tokens, where they are reported, too."""
         self.calls: list[ToolCall] = []
         self.finish: str | None = None
         self.num_tokens = 0
@@ -33,27 +36,50 @@ class Choice:
         self._index = index
         self._codec = codec
         self._stop_token_ids = stop_token_ids
-        self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
         self._calls = None
+        shown: Collection[int] = ()
         if isinstance(request, ChatRequest) and request.chosen_tools != "none":
             most = 1 if request.parallel_tool_calls is False else None
             self._calls = Calls(request.chosen_tools, most, request.call_format)
+            shown = frozenset(request.call_format.special.values())
+        self._detokenizer = Detokenizer(codec, shown)
         self._prefix = prefix
         self._texts: list[str] = []
         self._num_chars = 0
         self._is_kept = not request.stream
-        if self._is_kept and request.num_logprobs is not None:
+        self._writer = writer
+        if request.num_logprobs is not None:
             self.logprobs = LogprobsJson(writer)
+        self._to_score = iter(scored)
+        self._echoed = Detokenizer(codec)
+        if scored:
+            self._echo(None)
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
+    def echo(self, scores: Sequence[Logprobs]) -> None:
+        """Report further tokens of the prompt, all but its first."""
+        for score in scores:
+            self._echo(score)
+
+    def _echo(self, score: Logprobs | None) -> None:
+        """Report the next token of the prompt; None: its first."""
+        assert self.logprobs is not None
+        token = next(self._to_score)
+        self.logprobs.add(self._report(token, score))
+        self._num_chars += len(self._echoed.push(token))
+
     def push(self, token: Token) -> Delta:
         """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
         self.num_tokens += 1
-        report = self._report(token)
+        if self.num_tokens == 1:
+            self._num_chars = len(self._prefix)
+        told = self.logprobs if token.logprobs is not None else None
+        if told is not None:
+            told.add(self._report(token.token, token.logprobs))
         piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
         if token.finish is not None:
             piece += self._detokenizer.flush()
@@ -68,18 +94,19 @@ class Choice:
                 text += rest
             if self.calls and self.finish == "stop":
                 self.finish = "tool_calls"
+        self._num_chars += len(text)
         if self.num_tokens == 1:
             text = self._prefix + text
-        self._num_chars += len(text)
         if self._is_kept:
             self.token_ids.append(token.token)
             self._texts.append(text)
-            if self.logprobs is not None and report is not None:
-                self.logprobs.add(report)
-        return Delta(self._index, text, token.token, self.finish, report, self.num_tokens == 1, self.calls)
+        is_first = self.num_tokens == 1
+        if told is not None and not self._is_kept:
+            self.logprobs = LogprobsJson(self._writer)
+        return Delta(self._index, text, token.token, self.finish, told, is_first, self.calls)
 
-    def _report(self, token: Token) -> TokenReport | None:
-        if token.logprobs is None:
-            return None
-        top = [(token_text(self._codec, id_), value) for id_, value in token.logprobs.top]
-        return TokenReport(token_text(self._codec, token.token), token.logprobs.chosen, self._num_chars, top)
+    def _report(self, token: int, score: Logprobs | None) -> TokenReport:
+        if score is None:
+            return TokenReport(token_text(self._codec, token), None, self._num_chars, [])
+        top = [(token_text(self._codec, id_), value) for id_, value in score.top]
+        return TokenReport(token_text(self._codec, token), score.chosen, self._num_chars, top)

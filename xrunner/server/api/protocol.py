@@ -31,8 +31,9 @@ from xgpt.numbers import decimal
 from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
 from xrunner.grammar import json_grammar
+from xrunner.server.api.call_formats import HERMES, CallFormat
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.tools import HERMES, CallFormat, NamedTool, Tool, ToolCall, ToolChoice, grammar_of
+from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -127,6 +128,11 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Most probable tokens to report in place of each of the prompt's; None: nothing of it."""
+        return None
+
+    @property
     def named_output(self) -> int | None:
         """Output tokens at most, where the request names a maximum."""
         return self.max_tokens
@@ -143,6 +149,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             logit_bias=self.biases,
             grammar=self.grammar,
         )
@@ -204,10 +211,9 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.logprobs is not None:
-            refuse("echo", "log probabilities of prompts are not implemented; leave logprobs or echo out")
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self, longest: int) -> list[Prompt]:
         """A string, token ids, or a list of either.
@@ -337,14 +343,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         """How calls are written: as `write_calls_as` says."""
         return self.__dict__.get("call_format_of_template", HERMES)
 
-    def write_calls_as(self, format_: CallFormat | None) -> None:
-        """Take the model's own format. Raises ApiError (400): it is none that is read, and the output is free."""
-        if format_ is not None:
-            self.__dict__["call_format_of_template"] = format_
-        elif self.chosen_tools == "auto":
-            refuse(
-                "tool_choice", "calls in this model's format are not read; send required, a function's name, or none"
-            )
+    def write_calls_as(self, format_: CallFormat) -> None:
+        """Take the model's own format."""
+        self.__dict__["call_format_of_template"] = format_
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

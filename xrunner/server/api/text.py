@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from xgpt.errors import InputError
+from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
 
 REPLACEMENT = "\ufffd"
@@ -24,6 +25,7 @@ class TextCodec:
     """A checkpoint's tokenizer, and its chat template where it has one.
 
     Attributes:
+        call_format: how its outputs write calls of functions.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
     """
 
@@ -32,6 +34,8 @@ class TextCodec:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
+        format_ = HERMES if chat_template is None else chat_template.call_format
+        self.call_format = format_.written_with({token.content: id_ for id_, token in added.items() if token.special})
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -73,10 +77,14 @@ class Detokenizer:
 
     What a token reads as depends on its neighbours (a leading space, the bytes of one character). Each call therefore
     decodes a window: the last few tokens whose text is out, and those behind them.
+
+    Args:
+        shown: special tokens that are text here, all the same.
     """
 
-    def __init__(self, codec: TextCodec | None) -> None:
+    def __init__(self, codec: TextCodec | None, shown: Collection[int] = ()) -> None:
         self._codec = codec
+        self._shown = shown
         self._ids: list[int] = []
         self._num_given = 0
         """Characters of the window's text that are out."""
@@ -86,30 +94,34 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that `token` completes."""
         # Skipped before anything is decoded: a window of nothing else would read as the beginning of the text.
-        if self._codec is None or not self._codec.has_text(token):
+        if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
             return ""
         self._ids.append(token)
         self._num_pending += 1
-        text = self._codec.tokenizer.decode(self._ids)
+        text = self._decoded(self._codec)
         if not text.endswith(REPLACEMENT):
-            return self._give(self._codec.tokenizer, text, 0)
+            return self._give(self._codec, text, 0)
         if self._num_pending <= MAX_UNFINISHED:
             return ""
         # No character has as many tokens: only the last ones can still become one.
         num_held = len(text) - len(text.rstrip(REPLACEMENT))
-        return self._give(self._codec.tokenizer, text, min(num_held, MAX_UNFINISHED))
+        return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
     def flush(self) -> str:
         """What is still held back when the output ends."""
-        return "" if self._codec is None else self._codec.tokenizer.decode(self._ids)[self._num_given :]
+        return "" if self._codec is None else self._decoded(self._codec)[self._num_given :]
 
-    def _give(self, tokenizer: Tokenizer, text: str, num_held: int) -> str:
+    def _decoded(self, codec: TextCodec) -> str:
+        """The window's text; none of its tokens is to be skipped."""
+        return codec.tokenizer.decode(self._ids, skip_special_tokens=False)
+
+    def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
         """What is new in the window's text but for its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
         # A token before what is held, or pending, is context enough: decoders look one back.
         del self._ids[: -max(self._num_pending, 1)]
         self._num_pending = 0
-        self._num_given = max(0, len(tokenizer.decode(self._ids)) - num_held)
+        self._num_given = max(0, len(self._decoded(codec)) - num_held)
         return given
 
 

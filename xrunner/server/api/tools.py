@@ -1,62 +1,23 @@
 """Functions that a chat may call: how they are told to a model, and how its calls are read.
 
-A model that is free to choose writes a call as its template teaches it (`CallFormat`); its arguments keep to the
+A model that is free to choose writes a call as its template teaches it (`call_formats`); its arguments keep to the
 function's schema. One that must call writes nothing but the call.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from xrunner.grammar import any_of_grammar, tagged_grammar
+from xrunner.grammar import any_of_grammar
+from xrunner.server.api.call_formats import HERMES, Call, CallFormat
 
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How a free output writes a call: `opening`, a JSON object with the name and the arguments, `closing`.
-
-    Attributes:
-        trigger: how every call begins; what follows is a call.
-        arguments: the object's key for them.
-    """
-
-    opening: str
-    closing: str
-    arguments: str
-    trigger: str
-
-    def begin(self, name: str) -> str:
-        """All that comes before a function's arguments."""
-        return f'{self.opening}{{"name": {json.dumps(name)}, "{self.arguments}": '
-
-    @property
-    def end(self) -> str:
-        return f"}}{self.closing}"
-
-
-HERMES = CallFormat("<tool_call>\n", "\n</tool_call>", "arguments", "<tool_call>")
-"""Hermes and Qwen."""
-LLAMA = CallFormat("", "", "parameters", '{"name": ')
-"""Llama 3.1 and later; behind <|python_tag|> or not, which has no text."""
-
-
-def call_format(template: str) -> CallFormat | None:
-    """The format that a chat template teaches; None: one that is not read (Mistral's)."""
-    if HERMES.trigger in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template:
-        return None
-    return LLAMA if "<|python_tag|>" in template or '"parameters": dictionary' in template else HERMES
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -132,12 +93,9 @@ def grammar_of(tools: Sequence[Tool], choice: ToolChoice, format_: CallFormat = 
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
-    opened = {format_.begin(name).removeprefix(format_.opening): schema for name, schema in schemas.items()}
     if must_call(choice):
-        return any_of_grammar(opened, "}")
-    return tagged_grammar(
-        format_.trigger, {format_.opening + opening: of for opening, of in opened.items()}, format_.end
-    )
+        return any_of_grammar({format_.begin(name): schema for name, schema in schemas.items()}, "}")
+    return format_.grammar(schemas)
 
 
 class Calls:
@@ -168,32 +126,23 @@ class Calls:
         """What is still held of the text, and the calls; one that was cut off is text."""
         held, self._held = self._held, ""
         if self._must_call:
-            call = _call(held, self._format.arguments)
-            return (held, []) if call is None else ("", [call])
-        trigger, closing = self._format.trigger, self._format.closing.strip()
-        opening = len(trigger) if closing else 0
-        rest, calls = [], []
+            call = self._format.call_in(held)
+            return (held, []) if call is None else ("", [_told(call)])
+        trigger = self._format.trigger
+        rest: list[str] = []
+        calls: list[ToolCall] = []
         while (found := held.find(trigger)) >= 0:
             rest.append(held[:found])
             held = held[found:]
-            end = held.find(closing) if closing else _json_end(held)
-            call = _call(held[opening:end], self._format.arguments) if end > 0 else None
-            taken = len(trigger) if call is None else end + len(closing)
-            if call is None:
-                rest.append(held[:taken])
+            read = self._format.read(held)
+            if read is None:
+                rest.append(trigger)
+                held = held[len(trigger) :]
             else:
-                calls.append(call)
-            held = held[taken:]
+                calls += map(_told, read[0])
+                held = held[read[1] :]
         text = "".join([*rest, held])
         return text if text.strip() else "", calls[: self._most]
-
-
-def _json_end(text: str) -> int:
-    """Where the JSON value ends that a text begins with; -1: nowhere."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return -1
 
 
 def _overlap(text: str, opening: str) -> int:
@@ -201,9 +150,5 @@ def _overlap(text: str, opening: str) -> int:
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
 
 
-def _call(written: str, key: str) -> ToolCall | None:
-    try:
-        call = json.loads(written)
-        return ToolCall(FunctionCall(call["name"], json.dumps(call[key])), f"call_{uuid.uuid4().hex[:24]}")
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+def _told(call: Call) -> ToolCall:
+    return ToolCall(FunctionCall(call.name, call.arguments), call.id)

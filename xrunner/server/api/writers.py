@@ -29,12 +29,13 @@ class TokenReport:
     """A token with its log probability, as text.
 
     Attributes:
+        logprob: None: the first of a prompt has none.
         offset: where the choice's text stood when it came.
         top: the most probable tokens.
     """
 
     text: str
-    logprob: float
+    logprob: float | None
     offset: int
     top: list[tuple[str, float]]
 
@@ -47,7 +48,7 @@ class Delta:
     text: str
     token: int
     finish: str | None
-    report: TokenReport | None
+    logprobs: LogprobsJson | None
     is_first: bool
     calls: Sequence[ToolCall] = ()
     """Functions that the choice calls, with its last token."""
@@ -98,8 +99,8 @@ class Writer(ABC):
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
         logprobs = "null"
-        if delta.report is not None:
-            logprobs = LogprobsJson(self, delta.report).render().decode()
+        if delta.logprobs is not None:
+            logprobs = delta.logprobs.render().decode()
         reason = f'"{delta.finish}"' if delta.finish else "null"
         tail = self._tail
         if self._continuous:
@@ -138,11 +139,9 @@ class Writer(ABC):
 class LogprobsJson:
     """The member `logprobs` of a choice, as it will be written: a tenth of what the numbers take."""
 
-    def __init__(self, writer: Writer, *reports: TokenReport) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._lists: dict[str, bytearray] = {}
-        for report in reports:
-            self.add(report)
 
     def add(self, report: TokenReport) -> None:
         for name, item in self._writer.logprobs(report).items():
@@ -198,6 +197,7 @@ class ChatWriter(Writer):
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         top = [_entry(*pair) for pair in report.top]
+        assert report.logprob is not None, "of a chat's prompt nothing is reported"
         return {"content": _entry(report.text, report.logprob) | {"top_logprobs": top}}
 
 

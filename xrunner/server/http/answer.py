@@ -7,13 +7,14 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from xrunner.generation import Logprobs
 from xrunner.server.access.quota import Quota
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError, error_response
@@ -169,8 +170,15 @@ class Answer(Response):
             for sampling in choices:
                 stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)
                 self._streams[stream.id] = stream
+                scored = prompt.tokens if sampling.prompt_logprobs is not None else ()
                 self._choices[stream.id] = Choice(
-                    len(self._choices), self._request, self._codec, self._stop_token_ids, self._writer, prompt.echo
+                    len(self._choices),
+                    self._request,
+                    self._codec,
+                    self._stop_token_ids,
+                    self._writer,
+                    prompt.echo,
+                    scored,
                 )
         self._num_running = len(self._choices)
 
@@ -229,6 +237,8 @@ class Answer(Response):
         choice = self._choices[id_]
         if choice.finish:
             return []
+        if tokens[0].logprobs is not None and choice.num_tokens == 0:
+            await self._tell_prompt(choice, tokens[0].logprobs.prompt)
         deltas = []
         for start in range(0, len(tokens), TOKENS_AT_ONCE):
             if start:
@@ -239,6 +249,12 @@ class Answer(Response):
             if tokens[-1].finish is None:
                 self._engine_thread.cancel(self._streams[id_], finish_reason=choice.finish)
         return deltas
+
+    async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
+        """Have a choice begin with what its prompt's tokens scored, a few at a time."""
+        for start in range(0, len(scores), TOKENS_AT_ONCE):
+            choice.echo(scores[start : start + TOKENS_AT_ONCE])
+            await asyncio.sleep(0)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -96,8 +96,8 @@ class Service:
         return self._codec.tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _chat(self, http: Request, request: ChatRequest) -> Response:
-        if self._codec is not None and self._codec.chat_template is not None:
-            request.write_calls_as(self._codec.chat_template.call_format)
+        if self._codec is not None:
+            request.write_calls_as(self._codec.call_format)
         await self._check(http, request)
         tools = request.tools if request.chosen_tools != "none" else None
         tokens = await self._render(
@@ -189,6 +189,8 @@ class Service:
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
+        if request.num_prompt_logprobs is not None and not self._engine_thread.scores_prompts:
+            refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
         await self._check_grammar(http, request)
 
     async def _check_grammar(self, http: Request, request: GenerationRequest) -> None:
@@ -253,11 +255,14 @@ class Service:
         ]
         for prompt in checked:
             engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
-        num_tokens = request.num_choices * sum(prompt.allowance.max_output for prompt in checked)
+        is_scored = request.num_prompt_logprobs is not None
+        num_tokens = request.num_choices * sum(
+            prompt.allowance.max_output + len(prompt.tokens) * is_scored for prompt in checked
+        )
         if (num_values := num_tokens * (1 + (request.num_logprobs or 0))) > MAX_VALUES:
             refuse(
                 "max_tokens",
-                f"{num_tokens} output tokens of all choices, {num_values} values with log probabilities, are more than "
+                f"{num_tokens} tokens of all choices, {num_values} values with log probabilities, are more than "
                 f"one answer's {MAX_VALUES}; lower max_tokens, n or logprobs, or send several requests",
             )
         return Answer(

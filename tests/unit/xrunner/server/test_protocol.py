@@ -52,7 +52,6 @@ def error_of(**fields: object) -> ApiError:
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "<= 128"),
         ({"best_of": 2}, "best_of", "send n"),
-        ({"echo": True, "logprobs": 1}, "echo", "log probabilities of prompts are not implemented"),
         ({"logprobs": 21}, "logprobs", "<= 20"),
         ({"logprobs": True}, "logprobs", "Expected `int"),
         ({"stop": ""}, "stop", "length >= 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,26 +13,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from tests.attack.target import save_checkpoint
 from xrunner.generation import NO_TOKEN, SamplingParams, Token
 from xrunner.grammar import Grammars, json_grammar
 from xrunner.sampling import Sampler
-from xrunner.server.api.choices import Choice
-from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import parse_chat
-from xrunner.server.api.tools import (
+from xrunner.server.api.call_formats import (
     HERMES,
     LLAMA,
+    MISTRAL,
+    MISTRAL_IDS,
+    MISTRAL_LIST,
     CallFormat,
-    Calls,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCall,
     call_format,
-    grammar_of,
 )
+from xrunner.server.api.chat import ChatTemplate
+from xrunner.server.api.choices import Choice
+from xrunner.server.api.protocol import parse_chat
+from xrunner.server.api.text import Detokenizer, TextCodec
+from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
 from xrunner.server.api.writers import ChatWriter
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
@@ -82,21 +83,93 @@ def test_llamas_calls_are_read(cuts: list[int], text: str) -> None:
         ("{{ '<tool_call>' }}", HERMES),
         ("{{ '<|python_tag|>' }}", LLAMA),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name and value}.', LLAMA),
-        ("{{ '[TOOL_CALLS]' }}", None),
+        ("{{ '[TOOL_CALLS] [' }}", MISTRAL_LIST),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", MISTRAL),
+        ("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}", MISTRAL_IDS),
         ("{{ messages }}", HERMES),
     ],
 )
-def test_a_template_says_how_calls_are_written(template: str, expected: CallFormat | None) -> None:
+def test_a_template_says_how_calls_are_written(template: str, expected: CallFormat) -> None:
     assert call_format(template) == expected
 
 
-def test_calls_that_are_not_read_are_refused_where_the_model_is_free() -> None:
+LISTED = '[TOOL_CALLS] [{"name": "weather", "arguments": {"place": "Rome"}, "id": "abcdef123"}'
+MISTRALS = {
+    f"{LISTED}]": (MISTRAL_LIST, 1, ""),
+    f'Well: {LISTED}, {{"name": "weather", "arguments": {{"place": "Rome"}}}}]!': (MISTRAL_LIST, 2, "Well: !"),
+    LISTED: (MISTRAL_LIST, 0, LISTED),
+    '[TOOL_CALLS]["Rome"]': (MISTRAL_LIST, 0, '[TOOL_CALLS]["Rome"]'),
+    'So[TOOL_CALLS]weather[ARGS]{"place": "Rome"}[TOOL_CALLS]weather[ARGS]{"place": "Rome"}': (MISTRAL, 2, "So"),
+    "[TOOL_CALLS]weather[ARGS]": (MISTRAL, 0, "[TOOL_CALLS]weather[ARGS]"),
+    '[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"place": "Rome"}': (MISTRAL_IDS, 1, ""),
+}
+
+
+@given(st.lists(st.integers(0, 200)), st.sampled_from(sorted(MISTRALS)))
+def test_mistrals_calls_are_read(cuts: list[int], written: str) -> None:
+    format_, num, text = MISTRALS[written]
+    edges = sorted({0, len(written), *(cut for cut in cuts if cut < len(written))})
+    calls = Calls("auto", format_=format_)
+    out = "".join(calls.push(written[start:end]) for start, end in itertools.pairwise(edges))
+    rest, found = calls.end()
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
+        ("weather", {"place": "Rome"})
+    ] * num
+    assert out + rest == text
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in found)
+    assert "abcdef123" not in written or not found or found[0].id == "abcdef123"
+
+
+ARGUMENTS = '{"place":"Rome"}'
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize(
+    ("format_", "written"),
+    [
+        (MISTRAL_LIST, f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]'),
+        (MISTRAL_LIST, f'a[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}, "id": "abcdef123"}}]'),
+        (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
+        (MISTRAL_IDS, f"a[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{ARGUMENTS}"),
+        (MISTRAL_IDS, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
+    ],
+)
+def test_a_free_output_writes_text_or_right_calls_of_mistrals(
+    tmp_path: Path, format_: CallFormat, written: str, is_special: bool
+) -> None:
+    """With special tokens for their marks, as Mistral's tokenizers have them, and without."""
+    path = save_checkpoint(tmp_path / "small") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    if is_special:
+        tokenizer.add_special_tokens(list(MISTRAL_IDS.marks))
+        tokenizer.save(str(path))
+    grammars = Grammars(path, 2048, {2})
+    codec = TextCodec(tokenizer, ChatTemplate("".join(format_.marks)))
+    assert set(codec.call_format.special) == (set(format_.marks) if is_special else set())
+    grammar = grammar_of(TOOLS, "auto", codec.call_format)
+    assert grammar is not None and grammars.why_not(grammar) is None
+    ids = tokenizer.encode(written).ids
+    state, allowed = grammars.state(grammar), []
+    for token in ids:
+        mask = state.allowed()
+        assert mask is not None and mask[token], tokenizer.decode(ids[: len(allowed)], skip_special_tokens=False)
+        allowed.append(set(np.flatnonzero(mask)))
+        state.take(token)
+    end = state.allowed()
+    assert end is not None and end[2]
+    place = next(index for index in range(len(ids)) if tokenizer.decode(ids[index:]).startswith("Rome"))
+    assert {tokenizer.id_to_token(token) for token in allowed[place]} == {"R", "O"}
+    detokenizer = Detokenizer(codec, frozenset(codec.call_format.special.values()))
+    calls = Calls("auto", format_=codec.call_format)
+    text = "".join(calls.push(detokenizer.push(token)) for token in ids)
+    rest, found = calls.end()
+    assert text + rest == ("a" if written.startswith("a") else "") and len(found) == written.count("weather")
+
+
+def test_one_that_must_call_keeps_to_the_key_of_its_format() -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": PLACE}}]
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools}
-    with pytest.raises(ApiError, match="not read"):
-        parse_chat(json.dumps(body).encode()).write_calls_as(None)
-    request = parse_chat(json.dumps(body | {"tool_choice": "required"}).encode())
-    request.write_calls_as(None)
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools, "tool_choice": "required"}
+    request = parse_chat(json.dumps(body).encode())
     assert request.grammar is not None and "arguments" in request.grammar
     request.write_calls_as(LLAMA)
     assert "parameters" in request.grammar

@@ -1,0 +1,212 @@
+"""How models write calls of functions in free text, each as its chat template teaches it.
+
+A format says what may follow its trigger, as rules of a grammar (Lark, as llguidance has it), and reads it again. Where
+the tokenizer has special tokens for a format's marks, the model writes those: the grammar names them by their ids, and
+outputs show them as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from xrunner.grammar import json_rule, tagged_grammar
+
+Schemas = Mapping[str, dict[str, Any]]
+"""Of functions' arguments, by the functions' names."""
+
+
+class Call(NamedTuple):
+    """A call as it was written; `arguments` are JSON as text."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat(ABC):
+    """How a free output writes calls.
+
+    Attributes:
+        trigger: how they begin; what follows is a call, or several.
+        marks: what a tokenizer may have special tokens for.
+        special: those that it has, with their ids.
+        arguments: the key of arguments in an object that is a call.
+    """
+
+    trigger: str
+    marks: tuple[str, ...] = ()
+    arguments: str = "arguments"
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    def written_with(self, special: Mapping[str, int]) -> CallFormat:
+        """The format where a tokenizer has these special tokens."""
+        return replace(self, special={mark: special[mark] for mark in self.marks if mark in special})
+
+    def grammar(self, schemas: Schemas) -> str:
+        """The grammar of text with calls in it."""
+        trigger = self.special.get(self.trigger, self.trigger)
+        return tagged_grammar(trigger, self.rules(schemas))
+
+    @abstractmethod
+    def rules(self, schemas: Schemas) -> str:
+        """What follows the trigger: the rule `called`, and those that it needs."""
+
+    @abstractmethod
+    def read(self, text: str) -> tuple[list[Call], int] | None:
+        """The calls at the beginning of a text, which is the trigger, and where they end; None: there are none."""
+
+    def begin(self, name: str) -> str:
+        """What comes before the arguments in an object that is a call."""
+        return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+    def new_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def call_of(self, found: Any) -> Call | None:
+        """The call that a JSON value is."""
+        match found:
+            case {"name": str(name), **rest} if self.arguments in rest:
+                id_ = rest.get("id")
+                return Call(name, json.dumps(rest[self.arguments]), id_ if isinstance(id_, str) else self.new_id())
+        return None
+
+    def call_in(self, text: str) -> Call | None:
+        """The call that a text is."""
+        try:
+            return self.call_of(json.loads(text))
+        except (ValueError, RecursionError):
+            return None
+
+    def terms(self, text: str) -> str:
+        """A text in Lark, its marks as the tokenizer has them."""
+        if not self.special:
+            return json.dumps(text)
+        marks = "|".join(map(re.escape, self.special))
+        pieces = [piece for piece in re.split(f"({marks})", text) if piece]
+        return " ".join(
+            f"<[{self.special[piece]}]>" if piece in self.special else json.dumps(piece) for piece in pieces
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCalls(CallFormat):
+    """`opening`, an object with the name and the arguments, `closing`. The trigger is how that begins."""
+
+    opening: str = ""
+    closing: str = ""
+
+    def rules(self, schemas: Schemas) -> str:
+        calls = []
+        for name, schema in schemas.items():
+            opening = (self.opening + self.begin(name)).removeprefix(self.trigger)
+            calls.append(f"{self.terms(opening)} {json_rule(schema)} {self.terms(f'}}{self.closing}')}")
+        return f"called: {' | '.join(calls)}"
+
+    def read(self, text: str) -> tuple[list[Call], int] | None:
+        closing = self.closing.strip()
+        if closing:
+            end = text.find(closing)
+            call = self.call_in(text[len(self.trigger) : end]) if end > 0 else None
+        else:
+            _, end = _json_at(text, 0)
+            call = self.call_in(text[:end]) if end > 0 else None
+        return None if call is None else ([call], end + len(closing))
+
+
+ID = "[a-zA-Z0-9]{9}"
+"""Mistral's templates refuse others."""
+
+
+class _MistralIds(CallFormat):
+    """Their calls' ids have nine letters or digits."""
+
+    __slots__ = ()
+
+    def new_id(self) -> str:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCalls(_MistralIds):
+    """Mistral's before its eleventh tokenizer: `[TOOL_CALLS]`, a list of objects: name, arguments, perhaps an id."""
+
+    def rules(self, schemas: Schemas) -> str:
+        opened = [f"{self.terms(self.begin(name))} {json_rule(schema)}" for name, schema in schemas.items()]
+        return (
+            'called: " "? "[" one_call (", " one_call)* "]"\n'
+            f'one_call: opened_call (", \\"id\\": \\"" /{ID}/ "\\"")? "}}"\n'
+            f"opened_call: {' | '.join(opened)}"
+        )
+
+    def read(self, text: str) -> tuple[list[Call], int] | None:
+        found, end = _json_at(text, len(self.trigger))
+        calls = [self.call_of(each) for each in found] if isinstance(found, list) else []
+        known = [call for call in calls if call is not None]
+        return (known, end) if known and len(known) == len(calls) else None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadedCalls(_MistralIds):
+    """Mistral's since its eleventh tokenizer: `[TOOL_CALLS]`, the name, `[ARGS]`, the arguments; the next call alike.
+
+    Attributes:
+        with_ids: `[CALL_ID]` and an id may follow the name.
+    """
+
+    with_ids: bool = False
+
+    def rules(self, schemas: Schemas) -> str:
+        id_ = f"({self.terms('[CALL_ID]')} /{ID}/)?" if self.with_ids else ""
+        called = [
+            f"{self.terms(name)} {id_} {self.terms('[ARGS]')} {json_rule(schema)}" for name, schema in schemas.items()
+        ]
+        return f"called: {' | '.join(called)}"
+
+    def read(self, text: str) -> tuple[list[Call], int] | None:
+        head = _HEAD.match(text, len(self.trigger))
+        if head is None:
+            return None
+        arguments, end = _json_at(text, head.end())
+        if not isinstance(arguments, dict):
+            return None
+        return [Call(head[1], json.dumps(arguments), head[2] or self.new_id())], end
+
+
+_HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,64}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
+
+HERMES = ObjectCalls("<tool_call>", opening="<tool_call>\n", closing="\n</tool_call>")
+"""Hermes and Qwen."""
+LLAMA = ObjectCalls('{"name": ', arguments="parameters")
+"""Llama 3.1 and later; behind <|python_tag|> or not, which has no text."""
+MISTRAL_LIST = ListedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]",))
+MISTRAL = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"))
+MISTRAL_IDS = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), with_ids=True)
+
+
+def call_format(template: str) -> CallFormat:
+    """The format that a chat template teaches; Hermes' where it teaches none."""
+    if HERMES.trigger in template:
+        return HERMES
+    if MISTRAL.trigger in template:
+        if "[ARGS]" not in template:
+            return MISTRAL_LIST
+        return MISTRAL_IDS if "[CALL_ID]" in template else MISTRAL
+    return LLAMA if "<|python_tag|>" in template or '"parameters": dictionary' in template else HERMES
+
+
+def _json_at(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON value in a text at `begin`, or behind spaces there, and where it ends; None and -1: there is none."""
+    begin += len(text[begin:]) - len(text[begin:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None, -1
