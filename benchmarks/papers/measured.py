@@ -108,7 +108,7 @@ def tcb_served() -> Iterator[Found]:
     seen: dict[tuple[Batching, int], list[float]] = {case: [] for case in cases}
     for _ in range(ROUNDS):
         for layout, batch in cases:  # interleaved: the machine's speed changes
-            count = max(4 * batch, NUM_REQUESTS * batch // BATCH)
+            count = max(48, 4 * batch, NUM_REQUESTS * batch // BATCH)
             report = bench(served_plan(batch), num_requests=count, batching=layout).report
             assert isinstance(report, BenchReport) and not report.num_failed
             seen[layout, batch].append(report.figure("throughput_rps").measured)
