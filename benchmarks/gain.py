@@ -1,20 +1,23 @@
 """Which policy is chosen where, what the choice gains, and how far that hangs on what mixed steps cost.
 
-    python -m benchmarks.gain [--quick] [--engine vllm-0.15] [--json results/gain.json]
+    python -m benchmarks.gain [--quick] [--engine vllm-0.15] [--part 0/2] [--seconds 300] [--json results/gain.json ...]
 
 Every case is a model on a cluster, a workload and a latency bound: multiples of the nearest that any schedule keeps,
 and none; profiles from the datasheet with the engine's loop. Each is planned with mixed steps in which decodes take 0,
 10, 20 and 40% longer. Compared are the best uniform plan (equal stages; chunked, orca, static) and the engine as it is
 started by default, on the smallest groups of devices that hold the model: in saturated throughput, and for one cost of
-mixed steps (the engine's own) in the highest rate of Poisson arrivals that keeps the bound.
+mixed steps (the engine's own) in the highest rate of Poisson arrivals that keeps the bound. What stands in the
+first file already is not planned again, so that a long run can be made in pieces of `--seconds`; what stands in further
+ones, of other parts, is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +29,7 @@ from xgpt.app.comparing import score_current
 from xgpt.app.planning import plan_each, plan_uniform
 from xgpt.app.problems import resolve
 from xgpt.app.request import plan_request
-from xgpt.app.vllm_command import read_vllm_command
+from xgpt.app.vllm_command import CurrentEngine
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.resolve import load_engine
 from xgpt.schema import EngineSpec, Plan
@@ -44,6 +47,8 @@ PAIRS = (
 WORKLOADS = ("azure-conv", "azure-code", "chat-long", "code-generation", "summarization", "translation")
 BOUNDS = (1.25, 2.0, 5.0, None)
 MIXING = (0.0, 0.1, 0.2, 0.4)
+MOST_REQUESTS = 1 << 20
+"""In a step, of an engine that sets no limit but its memory."""
 QUICK = (PAIRS[::2], WORKLOADS[:3:2], BOUNDS[1::2])
 
 
@@ -72,11 +77,12 @@ class Case:
 
 def default_of(problem: Problem) -> Plan | None:
     """The engine as it is started by default on the smallest groups that hold the model; None: on none of them."""
-    devices = problem.cluster.devices_per_node
+    devices, engine = problem.cluster.devices_per_node, problem.engine
+    assert engine is not None and engine.token_budget is not None
     for tp in (t for t in (1, 2, 4, 8) if t <= devices):
-        command = f"vllm serve m -tp {tp} -dp {devices // tp}"
         try:
-            return score_current(problem, read_vllm_command(command, problem.cluster))
+            most = engine.max_batch or MOST_REQUESTS
+            return score_current(problem, CurrentEngine(tp, 1, devices // tp, 1, most, engine.token_budget))
         except (InfeasibleError, InputError):
             continue
     return None
@@ -129,14 +135,46 @@ def _with_arrivals(case: Case, problem: Problem) -> Case:
     return replace(case, arrivals_chosen=best.policy.kind, **gains)
 
 
-def cases(engine: EngineSpec, *, quick: bool) -> Iterator[Case]:
+Key = tuple[str, str, str, float | None]
+
+
+def keys(part: str, *, quick: bool) -> list[Key]:
     pairs, workloads, bounds = QUICK if quick else (PAIRS, WORKLOADS, BOUNDS)
-    for pair, workload, bound in product(pairs, workloads, bounds):
-        try:
-            # Arrivals take seconds a case: one bound in three stands for all.
-            yield case_of(pair, workload, bound, engine, arrivals=quick or bound == BOUNDS[1])
-        except (InfeasibleError, InputError) as error:
-            print(f"{pair[0]} {pair[1]} {workload} {bound}: {error}", flush=True)
+    number, count = map(int, part.split("/"))
+    return [(*pair, workload, bound) for pair, workload, bound in product(pairs, workloads, bounds)][number::count]
+
+
+def planned(key: Key, engine: EngineSpec, *, quick: bool) -> Case | None:
+    """Plan a case; None: the model does not fit, or its context is too short."""
+    *pair, workload, bound = key
+    try:
+        # Arrivals take seconds a case: one bound in three stands for all.
+        return case_of((pair[0], pair[1]), workload, bound, engine, arrivals=quick or bound == BOUNDS[1])
+    except (InfeasibleError, InputError) as error:
+        print(f"{pair[0]} {pair[1]} {workload} {bound}: {error}", flush=True)
+        return None
+
+
+def read(path: Path) -> dict[Key, Case | None]:
+    """The cases of an earlier run."""
+    if not path.exists():
+        return {}
+    found: dict[Key, Case | None] = {}
+    for key, entry in json.loads(path.read_text(encoding="utf-8")):
+        if entry is not None:
+            by_mixing = {name: {float(m): of for m, of in entry[name].items()} for name in BY_MIXING}
+            entry = Case(**(entry | by_mixing))
+        found[key[0], key[1], key[2], key[3]] = entry
+    return found
+
+
+def write(path: Path, found: dict[Key, Case | None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = [(key, None if case is None else asdict(case)) for key, case in found.items()]
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+BY_MIXING = ("chosen", "over_uniform", "over_default")
 
 
 def summary(found: list[Case], engine: EngineSpec) -> str:
@@ -146,42 +184,71 @@ def summary(found: list[Case], engine: EngineSpec) -> str:
         "|---|---|---|---|---|---|",
     ]
     for mixing in MIXING:
-        kinds = Counter(case.chosen[mixing] for case in found)
         texts = [
             _gains([getattr(case, name).get(mixing) for case in found]) for name in ("over_uniform", "over_default")
         ]
-        chosen = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        lines.append(f"| +{100 * mixing:.0f}% | {chosen} | {' | '.join(texts)} |")
+        lines.append(f"| +{100 * mixing:.0f}% | {_chosen(found, mixing)} | {' | '.join(texts)} |")
     rated = [case for case in found if case.arrivals_chosen]
-    kinds = Counter(case.arrivals_chosen for case in rated)
-    chosen = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
     texts = [_gains([getattr(case, f"arrivals_over_{name}") for case in rated]) for name in ("uniform", "default")]
-    lines.append(f"| arrivals, +{100 * engine.mixing:.0f}% | {chosen} | {' | '.join(texts)} |")
+    lines.append(f"| arrivals, +{100 * engine.mixing:.0f}% | {_chosen(rated, None)} | {' | '.join(texts)} |")
+    lines += ["", *_by(found, "workload", lambda case: case.workload)]
+    lines += ["", *_by(found, "bound", lambda case: "none" if case.bound is None else f"{case.bound:g}x")]
     return "\n".join(lines)
 
 
-def _gains(values: list[float | None]) -> str:
+def _by(found: list[Case], name: str, of: Callable[[Case], str]) -> Iterator[str]:
+    """A table of what is chosen at each cost of mixing, and the gain over uniform plans, by a property of cases."""
+    columns = " | ".join(f"+{100 * mixing:.0f}% | over uniform: median, most" for mixing in MIXING)
+    yield f"| {name} | cases | {columns} | by arrivals |"
+    yield "|---" * (3 + 2 * len(MIXING)) + "|"
+    for value in dict.fromkeys(map(of, found)):
+        cases = [case for case in found if of(case) == value]
+        cells = [
+            f"{_chosen(cases, mixing)} | {_gains([case.over_uniform.get(mixing) for case in cases], ', ')}"
+            for mixing in MIXING
+        ]
+        rated = [case for case in cases if case.arrivals_chosen]
+        yield f"| {value} | {len(cases)} | {' | '.join(cells)} | {_chosen(rated, None) or '-'} |"
+
+
+def _chosen(cases: list[Case], mixing: float | None) -> str:
+    """How often each policy is chosen at a cost of mixing; None: by arrivals."""
+    kinds = Counter(case.arrivals_chosen if mixing is None else case.chosen[mixing] for case in cases)
+    return ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+
+
+def _gains(values: list[float | None], between: str = " | ") -> str:
     gains = [100 * value for value in values if value is not None]
-    return f"{np.median(gains):.1f}% | {max(gains):.1f}%" if gains else "- | -"
+    return f"{np.median(gains):.1f}%{between}{max(gains):.1f}%" if gains else f"-{between}-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm-0.15")
     parser.add_argument("--quick", action="store_true", help="sixteen cases")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after as long")
+    parser.add_argument("--part", default="0/1", help="of all cases, as 0/2 and 1/2")
+    parser.add_argument("--json", type=Path, nargs="+", default=[])
     options = parser.parse_args()
-    engine = load_engine(options.engine)
-    found = []
-    for case in cases(engine, quick=options.quick):
-        found.append(case)
-        bound = "none" if case.bound is None else f"{case.bound:g}x"
-        gains = ", ".join(f"{m:g}: {case.chosen[m]} {100 * case.over_uniform.get(m, 0):+.1f}%" for m in MIXING)
-        print(f"{case.model} {case.cluster} {case.workload} bound {bound}: {gains}; {case.arrivals_chosen}", flush=True)
-    print(summary(found, engine))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(case) for case in found], indent=1) + "\n", encoding="utf-8")
+    engine, started = load_engine(options.engine), time.monotonic()
+    found = read(options.json[0]) if options.json else {}
+    for key in keys(options.part, quick=options.quick):
+        if key in found:
+            continue
+        if time.monotonic() - started > options.seconds:
+            print("time is over: run the command again")
+            break
+        case = found[key] = planned(key, engine, quick=options.quick)
+        if case is not None:
+            bound = "none" if case.bound is None else f"{case.bound:g}x"
+            gains = ", ".join(f"{m:g}: {case.chosen[m]} {100 * case.over_uniform.get(m, 0):+.1f}%" for m in MIXING)
+            of = f"{case.model} {case.cluster} {case.workload} bound {bound}"
+            print(f"{of}: {gains}; {case.arrivals_chosen}", flush=True)
+        if options.json:
+            write(options.json[0], found)
+    for path in options.json[1:]:
+        found |= read(path)
+    print(summary([case for case in found.values() if case is not None], engine))
 
 
 if __name__ == "__main__":

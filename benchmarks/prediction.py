@@ -6,7 +6,8 @@ The machine is profiled afresh; then each plan is made, its hash printed, and on
 very requests that were sent are simulated. Nothing is fitted afterwards. Each error is split in two: the pace of the
 machine (how many times as long as predicted the executed steps took), and what is left of the prediction at that pace,
 the model's error, which the aims are for. `--quick` ends within 11 minutes: loads that did not come to their turn are
-named. Writes results/prediction.json and .md.
+named. Writes results/prediction.json and .md, with the workload's name where one is given; `python -m benchmarks.truth
+--source "this machine"` puts them together.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from xscheduler.problem import Problem
 from xscheduler.space import runnable
 from xsimulator.executed import Paces, paces
 
-RESULTS = Path("results/prediction.json")
+RESULTS = Path("results")
 WORKLOADS = ("tcb", "summarization", "chat-short")
 SHARES = (0.3, 0.6, 0.85)
 """Arrival rates, as shares of the plan's saturated throughput."""
@@ -108,8 +109,8 @@ def main(
             load = _load(plan, share, QUICK_SECONDS if quick else SECONDS)
             rows.append(_measured(plan, profile, load, seed, alone=alone))
             click.echo("  " + " | ".join(_cells(rows[-1])))
-            _write(rows, profile, left_out)
-    _write(rows, profile, left_out)
+            _write(rows, profile, left_out, workloads)
+    _write(rows, profile, left_out, workloads)
     click.echo("\n".join(summary([checked(row.report) for row in rows])))
     if left_out:
         click.echo("left out, as the time was over: " + ", ".join(left_out))
@@ -191,13 +192,14 @@ def _columns() -> list[str]:
     return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
 
 
-def _write(rows: list[Row], profile: Profile, left_out: list[str]) -> None:
+def _write(rows: list[Row], profile: Profile, left_out: list[str], workloads: tuple[str, ...]) -> None:
     """Write the table so far: a long run that is cut short leaves what it has."""
+    path = RESULTS / ("prediction.json" if workloads == WORKLOADS else f"prediction-{'-'.join(workloads)}.json")
     document = [
         {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
         for row in rows
     ]
-    write_atomic(RESULTS, json.dumps(document, indent=1) + "\n")
+    write_atomic(path, json.dumps(document, indent=1) + "\n")
     plan, columns = rows[0].plan, _columns()
     lines = [
         "# Predicted against measured",
@@ -216,7 +218,7 @@ def _write(rows: list[Row], profile: Profile, left_out: list[str]) -> None:
         "",
         *([f"Left out, as the time was over: {', '.join(left_out)}.", ""] if left_out else []),
     ]
-    write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
+    write_atomic(path.with_suffix(".md"), "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
 LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
-    + _fields("has_assumed assumed_ends mix refills ahead prompts_first reuse_is_planned encode_parts max_batch")
+    + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
+    + _fields("max_batch")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )

@@ -39,6 +39,7 @@ class OneLaneRun(Run):
         lane = self.state.lane[0]
         lane["mix"], lane["refills"], lane["ahead"] = settings.mix, settings.refill_when_empty, settings.ahead
         lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
+        lane["whole_prompts"] = settings.whole_prompts
         lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
         lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
         for i, batch in enumerate(self.state.batches):
@@ -182,6 +183,8 @@ def fill(s, lane, batch):
         left -= length
         id_ = request.after
     while left > 0 and lane.head < lane.tail and num_running(batch) < batch.max_batch:
+        if lane.whole_prompts and left < min(s.requests[lane.head].input, batch.token_budget):
+            return
         id_ = admit(s, lane)
         if id_ == NONE:
             return

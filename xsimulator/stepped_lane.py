@@ -128,6 +128,8 @@ class SteppedRun(Run):
             chunks.append((request, encoded, length))
             left -= length
         while left > 0 and self.head < self.tail and batch.num_running < most:
+            if settings.whole_prompts and left < min(self.inputs[self.head], settings.token_budget or np.inf):
+                break
             admitted = self.admit()
             if admitted is None:
                 break

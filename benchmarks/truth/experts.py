@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
-import numpy as np
-
-from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs
+from benchmarks.truth.loads import Served, Stored, all_at_once, needs
 from benchmarks.truth.sources import (
-    BUDGETS,
     CLUSTERS,
     MOST_OFFLINE,
     OFFLINE_CLUSTERS,
-    REQUESTS_A_CLIENT,
-    SHORTEST,
     Figures,
     Row,
+    budget_of,
+    count_of,
+    of_backend,
+    of_clients,
     predicted,
     read,
     thinned,
 )
+from xgpt.schema import DType
 
 MODELS: dict[str, tuple[str, Stored | None]] = {
     "MiniMaxAI/MiniMax-M2.5": ("minimax-m2", None),
@@ -36,6 +37,8 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
     "deepseek-ai/DeepSeek-R1": ("deepseek-v3", None),
 }
 """Each as it is served, and the format of its weights where it is not the model's own."""
+SKEW, DEEPSEEK_SKEW = 1.2, 1.01
+"""Of routing: the power laws that AIConfigurator's makers take real prompts to follow, in its `sdk/models`."""
 FOUR_BITS = ("nvfp4", "int4_wo")
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
@@ -45,8 +48,8 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
         name, stored = MODELS[raw["model_path"]]
-        backend, clients = raw["backend"], _count(raw["batch_size"])
-        tp, slices, ep = (_count(raw[column]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
+        backend, clients = raw["backend"], count_of(raw["batch_size"])
+        tp, slices, ep = (count_of(raw[column]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
         row = Row("silicon, experts", f"{name} {raw['system']} {backend}", False, measured, note=raw["id"])
         if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
@@ -54,30 +57,30 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
             continue
         cluster = CLUSTERS[raw["system"]]
         served = Served(
-            name, cluster, "bfloat16", tp, ENGINES[backend], clients, BUDGETS[backend], ep=ep, stored=stored
+            name,
+            cluster,
+            "bfloat16",
+            tp,
+            ENGINES[backend],
+            clients,
+            budget_of(raw),
+            changes=of_backend(raw),
+            ep=ep,
+            stored=stored,
+            skew=skew_of(name),
         )
-        lengths = _count(raw["isl"]), _count(raw["osl"])
-
-        def predict(served: Served = served, clients: int = clients, lengths: tuple[int, int] = lengths) -> Figures:
-            needs(served, sum(lengths))
-            rng = np.random.default_rng(0)
-            num = REQUESTS_A_CLIENT * clients
-            inputs, outputs = (rng.integers(round(SHORTEST * n), n + 1, num).tolist() for n in lengths)
-            times = closed_loop(served, clients, inputs, outputs)
-            return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
-
-        found, why_not = predicted(predict)
+        found, why_not = of_clients(served, raw)
         yield replace(row, predicted=found, why_not=why_not)
 
 
-def _count(text: str) -> int:
-    return int(float(text or 1))
+def skew_of(model: str) -> float:
+    return DEEPSEEK_SKEW if model.startswith("deepseek") else SKEW
 
 
 def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> str | None:
     if raw["system"] not in CLUSTERS:
         return f"no times of {raw['system']}"
-    if _count(raw["attention_dp_size"]) > 1:
+    if count_of(raw["attention_dp_size"]) > 1:
         return "attention by data parallelism"
     if raw["moe_quant_mode"] in FOUR_BITS and name != "gpt-oss-120b":
         return f"{raw['moe_quant_mode']} is no type that is planned for"
@@ -92,16 +95,18 @@ def offline_rows(path: Path, most: int | None) -> Iterator[Row]:
     Its commands also divide requests, not heads, among devices (enable_attention_dp), which is not predicted.
     """
     for raw in thinned([raw for raw in read(path) if raw.get("ep")], most):
-        lengths, tp = (_count(raw["input_tokens"]), _count(raw["output_tokens"])), _count(raw["tp"])
+        lengths, tp = (count_of(raw["input_tokens"]), count_of(raw["output_tokens"])), count_of(raw["tp"])
         served = Served(
             raw["model"],
             OFFLINE_CLUSTERS[raw["device"]],
-            "float8",
+            cast(DType, raw["dtype"]),
             tp,
             "tensorrt-llm-1.0",
             max_batch=2048,
             token_budget=8192,
-            ep=_count(raw["ep"]),
+            changes=(("cuts_prompts", True),),
+            ep=count_of(raw["ep"]),
+            skew=skew_of(raw["model"]),
         )
 
         def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:

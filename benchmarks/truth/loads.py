@@ -36,6 +36,7 @@ class Served:
         ep: parts into which the devices divide the experts of a layer.
         stored: format of the weights, where it is not the model's own.
         kv_dtype: type of K/V; None: the dtype.
+        skew: of the routing to experts.
         engine: its name; `changes` are what was set otherwise than the engine does by itself.
     """
 
@@ -51,11 +52,12 @@ class Served:
     ep: int = 1
     stored: Stored | None = None
     kv_dtype: DType | None = None
+    skew: float = 0.0
 
     @property
     def model_spec(self) -> ModelSpec:
         """The model, its weights as they were stored."""
-        return _model(self.model, self.stored)
+        return _model(self.model, self.stored, self.skew)
 
     @property
     def spec(self) -> EngineSpec:
@@ -68,7 +70,7 @@ class Served:
         Raises:
             InputError: there are no step times of this model on this device.
         """
-        made = self.model, self.stored, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
+        made = self.model, self.stored, self.skew, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
         return _cost(made, self.tp, self.ep)
 
     @property
@@ -76,7 +78,7 @@ class Served:
         """The rule's settings."""
         of = self.spec
         rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
-        return replace(rule, ahead=of.schedules_ahead, prompts_first=not of.mixes)
+        return replace(rule, ahead=of.schedules_ahead, prompts_first=not of.mixes, whole_prompts=not of.cuts_prompts)
 
     @property
     def kv(self) -> Kv:
@@ -95,29 +97,31 @@ class Served:
         return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
 
 
-Made = tuple[str, Stored | None, str, DType, DType | None, str, bool]
-"""What a profile is made of: model and its weights, cluster, dtype and that of K/V, engine, and whether by import."""
+Made = tuple[str, Stored | None, float, str, DType, DType | None, str, bool]
+"""What a profile is made of: a model's name, weights and skew, cluster, dtype and K/V's, engine, import or not."""
 
 
 @cache
-def _model(name: str, stored: Stored | None) -> ModelSpec:
+def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
     spec, _ = load_model(name)
-    if stored is None:
-        return spec
-    return spec.model_copy(update={"quantization": Quantization(kind=stored)})
+    if stored is not None:
+        spec = spec.model_copy(update={"quantization": Quantization(kind=stored)})
+    if spec.experts is not None:
+        spec = spec.model_copy(update={"experts": spec.experts.model_copy(update={"skew": skew})})
+    return spec
 
 
 @cache
 def _profile(of: Made) -> Profile:
-    model, stored, cluster, dtype, kv_dtype, engine, is_imported = of
+    model, stored, skew, cluster, dtype, kv_dtype, engine, is_imported = of
     make = imported.profile if is_imported else analytic.profile
-    return make(_model(model, stored), load_cluster(cluster), dtype, load_engine(engine), kv_dtype=kv_dtype)
+    return make(_model(model, stored, skew), load_cluster(cluster), dtype, load_engine(engine), kv_dtype=kv_dtype)
 
 
 @cache
 def _cost(of: Made, tp: int, ep: int) -> LaneCost:
-    model, stored, *_, engine, _ = of
-    spec = _model(model, stored)
+    model, stored, skew, *_, engine, _ = of
+    spec = _model(model, stored, skew)
     return LaneCost(spec, _profile(of), whole(spec, tp, ep), engine=load_engine(engine))
 
 

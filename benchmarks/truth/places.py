@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from benchmarks.truth import experts
+from benchmarks.truth import experts, here
 from benchmarks.truth.sources import Source, offline_rows, open_rows, silicon_rows
 from xgpt.errors import XgptError
 from xprofiler import imported
@@ -45,4 +45,5 @@ SOURCES = (
     Source("TensorRT-LLM, offline, experts", _in_folder("trtllm_max_throughput.csv"), experts.offline_rows),
     Source("silicon", _in_wheel, silicon_rows, "AIConfigurator 0.12 on 21 such rows: TPOT 6.3, TTFT 53.6 (means)"),
     Source("silicon, experts", _in_wheel, experts.served_rows),
+    Source("this machine", here.folder_of, here.rows),
 )

@@ -28,7 +28,7 @@ def table(rows: list[Row], *, by_group: bool = False) -> str:
 
 
 def _lines(name: str, rows: list[Row]) -> Iterator[str]:
-    for quantity in rows[0].predicted:
+    for quantity in dict.fromkeys(name for row in rows for name in row.predicted):
         errors = 100 * np.asarray([row.errors()[quantity] for row in rows if quantity in row.predicted])
         sizes = np.abs(errors)
         figures = (np.median(sizes), np.mean(sizes), np.quantile(sizes, 0.9))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +174,7 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
             max_batch=2048,
             token_budget=8192,
             imported=is_imported,
+            changes=(("cuts_prompts", True),),
         )
 
         def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:
@@ -204,57 +205,82 @@ CLUSTERS = {"h100_sxm": "h100x8", "h200_sxm": "h200x8", "b200_sxm": "b200x8", "g
 DTYPES: dict[str, DType] = {"": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8", "fp8_block": "float8"}
 ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 INFERENCEX = "meta-llama/Llama-3.1-70B"
-"""Its rows are InferenceX's of 2025-10-29, whose settings are published; the others' are not."""
+"""Its rows are InferenceX's of 2025-10-29."""
+ALIGNED = "aic-auto-gap-analysis"
+"""In the source of a row: measured by AIConfigurator's own evaluation of its predictions."""
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
+SPARE_TOKENS = 1500
+"""Of a step, in engines that AIConfigurator sets up, besides a whole prompt and a decode of each client."""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
     """The engine of a row, and what was set otherwise than by itself."""
     name = ENGINES[raw["backend"]]
-    if raw["model_path"] == INFERENCEX:
-        ahead = {"vllm": (("schedules_ahead", True),), "trtllm": (("stream_interval", 10),)}
-        return name, ahead.get(raw["backend"], ())
-    return name, ()
+    if raw["model_path"] == INFERENCEX and raw["backend"] == "vllm":
+        return name, (("schedules_ahead", True),)
+    return name, of_backend(raw)
+
+
+def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
+    """What the engine of a row was set to otherwise than by itself."""
+    if raw["backend"] != "trtllm":
+        return ()
+    return (("memory_share", 0.8),) if ALIGNED in raw["silicon_data_source"] else (("cuts_prompts", True),)
+
+
+def budget_of(raw: dict[str, str]) -> int:
+    """Tokens of a step at most."""
+    if raw["backend"] != "sglang" and ALIGNED in raw["silicon_data_source"]:
+        return count_of(raw["batch_size"]) + count_of(raw["isl"]) + SPARE_TOKENS
+    return BUDGETS[raw["backend"]]
+
+
+def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
+    """Inputs and outputs of a row's requests.
+
+    InferenceX draws them uniformly from 80% to 100% of what is stated; AIConfigurator's evaluation has no spread.
+    """
+    num, stated = REQUESTS_A_CLIENT * count_of(raw["batch_size"]), (count_of(raw["isl"]), count_of(raw["osl"]))
+    if ALIGNED in raw["silicon_data_source"]:
+        return [stated[0]] * num, [stated[1]] * num
+    rng = np.random.default_rng(0)
+    inputs, outputs = (rng.integers(round(SHORTEST * n), n + 1, num).tolist() for n in stated)
+    return inputs, outputs
+
+
+def count_of(text: str) -> int:
+    return int(float(text or 1))
+
+
+def of_clients(served: Served, raw: dict[str, str]) -> tuple[Figures, str]:
+    """What the clients of a row see, or why that is not predicted."""
+
+    def predict() -> Figures:
+        needs(served, count_of(raw["isl"]) + count_of(raw["osl"]))
+        times = closed_loop(served, count_of(raw["batch_size"]), *lengths_of(raw))
+        return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
+
+    return predicted(predict)
 
 
 def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """Clients in a closed loop, ten requests each, all of them starting at once.
-
-    Lengths of InferenceX are uniform from 80% to 100% of what is stated, as its generator draws them; the others' are
-    taken to be as stated, as generators of fixed lengths do.
-    """
+    """Clients in a closed loop, ten requests each, all of them starting at once."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
-        isl, osl = int(float(raw["isl"])), int(float(raw["osl"]))
-        clients, tp = int(float(raw["batch_size"])), int(float(raw["tp_size"]))
+        clients, tp = count_of(raw["batch_size"]), count_of(raw["tp_size"])
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
-        of_inferencex = raw["model_path"] == INFERENCEX
         model, backend = MODELS[raw["model_path"]], raw["backend"]
         group = f"{model} {raw['gemm_quant_mode'] or 'bfloat16'} {raw['system']} {backend}"
+        of_inferencex = raw["model_path"] == INFERENCEX
         is_fitted = of_inferencex and backend == "vllm" and raw["system"] in ("h100_sxm", "h200_sxm")
         dtype, cluster = DTYPES.get(raw["gemm_quant_mode"]), CLUSTERS[raw["system"]]
-        note = f"{raw['id']}"
+        row = Row("silicon", group, is_fitted, measured, note=raw["id"])
         if dtype is None:
-            why_not = f"{raw['gemm_quant_mode']} is no type that is planned for"
-            yield Row("silicon", group, is_fitted, measured, {}, note, why_not)
+            yield replace(row, why_not=f"{raw['gemm_quant_mode']} is no type that is planned for")
             continue
         engine, changes = _engine(raw)
-        served = Served(model, cluster, dtype, tp, engine, clients, BUDGETS[backend], changes=changes)
-
-        def predict(
-            served: Served = served,
-            clients: int = clients,
-            lengths: tuple[int, int] = (isl, osl),
-            shortest: float = SHORTEST,
-        ) -> Figures:
-            needs(served, sum(lengths))
-            rng = np.random.default_rng(0)
-            num = REQUESTS_A_CLIENT * clients
-            inputs, outputs = (rng.integers(round(shortest * n), n + 1, num).tolist() for n in lengths)
-            times = closed_loop(served, clients, inputs, outputs)
-            return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
-
-        found, why_not = predicted(predict)
-        yield Row("silicon", group, is_fitted, measured, found, note, why_not)
+        served = Served(model, cluster, dtype, tp, engine, clients, budget_of(raw), changes=changes)
+        found, why_not = of_clients(served, raw)
+        yield replace(row, predicted=found, why_not=why_not)

@@ -6,9 +6,11 @@ random lengths, outputs of one token among them, arrivals that tie, and K/V memo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -120,17 +122,22 @@ AHEAD = load_engine("vllm-0.15")
         load=st.sampled_from((0.3, 0.9, 1.5)),
         together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
         room=st.sampled_from((0, 0, 1, 2, 5)),
-    )
+    ),
+    st.booleans(),
 )
-def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals) -> None:
+def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals, whole_prompts: bool) -> None:
     plan = arrivals.plan()
     assume(plan is not None and len(plan.stages) == 1)
     assert plan is not None
     plan = plan.model_copy(update={"engine": AHEAD})
     requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
-    run = by_counts(plan, profile, requests)
-    assert run.run()
-    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
+    with pytest.MonkeyPatch.context() as patch:
+        build = import_module("xgpt.policies.build")  # the package has a function of that name
+        rule = build.settings_of
+        patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts))
+        run = by_counts(plan, profile, requests)
+        assert run.run()
+        assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "chunked": {"mix": True, "max_batch": 5, "token_budget": 5},
     "ahead": {"mix": True, "max_batch": 5, "ahead": True},
     "prompts first": {"mix": True, "max_batch": 5, "token_budget": 5, "ahead": True, "prompts_first": True},
+    "whole prompts": {"mix": True, "max_batch": 5, "token_budget": 9, "whole_prompts": True},
     "rra": {"mix": False, "encode_every": 2, "encode_tokens": 10.0, "carried_batch": 1.0, "decode_batch": 3.0},
     "static": {"mix": False, "max_batch": 4, "refill_when_empty": True},
     "micro-batches": {"mix": True, "max_batch": 6, "microbatches": 2},

@@ -43,6 +43,7 @@ class LaneSettings:
         ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
             `mix` and one micro-batch).
         prompts_first: steps that encode decode none, and go before those that decode (only with `mix`).
+        whole_prompts: a prompt waits for a step that has room for all of it, or is empty (only with `mix`).
         slack: prompts fill a step as far as running requests have time, in place of `token_budget` (only with `mix`).
         thresholds: what ends a phase, once its iterations are done (only without `mix`).
     """
@@ -60,6 +61,7 @@ class LaneSettings:
     reuse_is_planned: bool = False
     ahead: bool = False
     prompts_first: bool = False
+    whole_prompts: bool = False
     slack: Slack | None = None
     thresholds: Thresholds | None = None
 
@@ -278,11 +280,21 @@ class OneLaneRule:
                 continue
             chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
         while room.is_open and self._has_slot(batch):
+            if self.settings.whole_prompts and not self._holds_next(room, pool):
+                break
             admitted = pool.admit(batch)
             if admitted is None:
                 break
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
         return tuple(chunks)
+
+    def _holds_next(self, room: Room, pool: Pool) -> bool:
+        """Whether the next prompt fits what is left of a step, uncut unless it is longer than any step."""
+        budget = self.settings.token_budget
+        return all(
+            room.holds(request.input_length if budget is None else min(request.input_length, budget))
+            for request in pool.waiting.ahead(1)
+        )
 
     def _has_slot(self, batch: MicroBatch) -> bool:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch

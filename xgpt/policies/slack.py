@@ -102,6 +102,9 @@ class Room(Protocol):
     def is_open(self) -> bool:
         """Whether there is room for a further token."""
 
+    def holds(self, length: int) -> bool:
+        """Whether there is room for a whole prompt of that length."""
+
     def take(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt from `start` on, up to `end`, the step takes, at least one: they are taken
         from the room, which must be open.
@@ -117,6 +120,9 @@ class TokenRoom:
     @property
     def is_open(self) -> bool:
         return self._left is None or self._left > 0
+
+    def holds(self, length: int) -> bool:
+        return self._left is None or length <= self._left
 
     def take(self, start: int, end: int) -> int:
         if self._left is None:
@@ -144,6 +150,9 @@ class TimeRoom:
     def is_open(self) -> bool:
         used, budget = self._used, self._budget
         return used < budget.most_tokens and (used < budget.least_tokens or self._is_over_in_time(0, 1))
+
+    def holds(self, length: int) -> bool:
+        return self._used + length <= self._budget.most_tokens and self._is_over_in_time(0, length)
 
     def take(self, start: int, end: int) -> int:
         budget, used = self._budget, self._used

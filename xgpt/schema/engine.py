@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
@@ -27,6 +29,8 @@ class EngineSpec(Frozen):
     """Whether a step is decided while the one before it runs, before that one's tokens are known."""
     mixes: bool = True
     """Whether a step both encodes and decodes by default; otherwise steps that encode come first."""
+    cuts_prompts: bool = True
+    """Whether a prompt is cut to fit a step by default; otherwise it waits for one that has room for all of it."""
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest of them."""
     step_s: NonNegativeFloat | None = None
@@ -43,8 +47,6 @@ class EngineSpec(Frozen):
     """Seconds from a request's arrival at the server until the scheduler sees it."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
-    stream_interval: PositiveInt = 1
-    """Tokens of an answer that are sent together."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that it takes by itself; None: what the cluster says."""
     shares_rest: bool = False
@@ -61,6 +63,12 @@ class EngineSpec(Frozen):
     """Tokens in a step at most, where nothing else is set."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Where each figure comes from, by its field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget(cls, data: Any) -> Any:
+        """Drop a figure of older files that no prediction read."""
+        return {k: v for k, v in data.items() if k != "stream_interval"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _check(self) -> EngineSpec:
