@@ -1,6 +1,6 @@
 """A compressed day on this machine: real replicas behind a front, kept to by `xgpt autoscale`.
 
-    python -m benchmarks.live_day [--seconds 240] [--bound 2.5] STATE
+    python -m benchmarks.live_day [--seconds 180] [--bound 4] STATE
 
 A replica is OPT-125M of random weights on one core. The day has 0.4 times the arrival rate that one replica keeps, then
 1.5 times, then 0.4 times again. Two days are drawn apart: the first is planned, the second is sent as it comes, and
@@ -171,8 +171,8 @@ def _has_mark(path: Path, directory: str) -> bool:
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
 @click.argument("state", type=click.Path(path_type=Path))
-@click.option("--seconds", type=float, default=240, show_default=True)
-@click.option("--bound", "bound_s", type=float, default=2.5, show_default=True, help="On the whole request, s.")
+@click.option("--seconds", type=float, default=180, show_default=True)
+@click.option("--bound", "bound_s", type=float, default=4, show_default=True, help="On the whole request, s.")
 def main(state: Path, seconds: float, bound_s: float) -> None:
     state.mkdir(parents=True, exist_ok=True)
     live = run(state.resolve(), seconds, bound_s)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 import xgpt
 from tests.fleets import fleet_of
 from tests.planned import SHORT, cpus
 from xgpt.app.fleet.drivers.local import LocalWorld
+from xgpt.io import dump_json
 from xgpt.schema import ModelSpec
 from xgpt.schema.fleet import FleetPlan
 
@@ -37,11 +44,15 @@ def tiny_fleet() -> FleetPlan:
     return fleet.model_copy(update={"kinds": (fleet.kinds[0].model_copy(update={"plan": plan}),)})
 
 
-def test_a_restarted_controller_finds_its_fleet_and_drains_it(tmp_path: Path) -> None:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fleet = tiny_fleet()
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_a_restarted_controller_finds_its_fleet_and_drains_it(tmp_path: Path) -> None:
+    port, fleet = free_port(), tiny_fleet()
     world = LocalWorld(fleet, tmp_path, port, 0.0)
     try:
         world.open()
@@ -72,3 +83,65 @@ def test_a_restarted_controller_finds_its_fleet_and_drains_it(tmp_path: Path) ->
     finally:
         world.close()
     assert LocalWorld(fleet, tmp_path, port, 0.0).replicas(0.0) == []
+
+
+@contextmanager
+def autoscaling(directory: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "xgpt", "autoscale", str(directory / "fleet.json"), "--look", "1"]
+    command += ["--port", str(port), "--state", str(directory / "state")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as keeper:
+        try:
+            yield keeper
+        finally:
+            keeper.kill()
+
+
+def until_said(keeper: subprocess.Popen[str], what: str) -> None:
+    """Read on until the controller has said this; it says something at every look."""
+    assert keeper.stderr is not None
+    until_s, said = time.monotonic() + READY_S, list[str]()
+    for line in keeper.stderr:
+        said.append(line)
+        if what in line:
+            return
+        if time.monotonic() > until_s:
+            break
+    raise AssertionError(f"the controller has not said {what!r} but {said[-5:]}")
+
+
+@pytest.mark.long
+def test_a_controller_killed_in_mid_change_loses_no_request_and_no_replica(tmp_path: Path) -> None:
+    """It orders the day's two replicas and is killed; the next one drains what nothing asks for and is killed; the
+    third one finds a replica that has drained, and ends it."""
+    port, fleet = free_port(), tiny_fleet()
+    kind = fleet.kinds[0].model_copy(update={"rates_per_s": (100.0,), "start_s": 2.0, "drain_s": 18.0})
+    days = tuple(of.model_copy(update={"replicas": (2,), "rate_per_s": 150.0}) for of in fleet.intervals)
+    fleet = fleet.model_copy(update={"kinds": (kind,), "intervals": days})
+    (tmp_path / "fleet.json").write_text(dump_json(fleet))
+    world = LocalWorld(fleet, tmp_path / "state", port, 0.0)
+    ending, answers = threading.Event(), list[int]()
+
+    def ask() -> None:
+        body = {"model": "tiny", "prompt": [2, 5, 7], "max_tokens": 16}
+        while not ending.wait(0.05):
+            answers.append(
+                httpx.post(f"{world.url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
+            )
+
+    with ThreadPoolExecutor(2) as clients:
+        try:
+            with autoscaling(tmp_path, port) as keeper:
+                until_said(keeper, "start 2 of")
+            with autoscaling(tmp_path, port) as keeper:
+                asking = [clients.submit(ask) for _ in range(2)]
+                until_said(keeper, "drain ")
+            assert len([one for one in world.replicas(0.0) if one.state != "draining"]) == 1
+            with autoscaling(tmp_path, port) as keeper:
+                until_said(keeper, "replicas: 1 ready;")
+                ending.set()
+                assert [one.result() for one in asking] == [None, None]
+            assert [one.state for one in world.replicas(0.0)] == ["ready"]
+        finally:
+            ending.set()
+            world.close()
+    assert len(answers) > 20 and set(answers) == {200}
