@@ -124,14 +124,18 @@ class Controller:
         wanted = self._wanted(problem)
         start = np.maximum(wanted - present, 0)
         fewer = np.maximum(present - wanted, 0)
-        needs = f"{problem.needs[0]:.3g} requests/s to hold, {float(problem.rates[0] @ present):.3g} held"
+        held = float(problem.rates[0] @ present)
+        needs = f"{problem.needs[0]:.3g} requests/s to hold, {held:.3g} held"
         drain: tuple[str, ...] = ()
         if not fewer.any():
             self._fewer_since_s = None
         elif self._fewer_since_s is None:
             self._fewer_since_s = look.now_s
-        elif look.now_s - self._fewer_since_s >= self._change_s:
-            drain = self._leaving(kept, fewer, look.now_s, problem, start)
+        if self._fewer_since_s is not None:
+            if look.now_s - self._fewer_since_s >= self._change_s:
+                drain = self._leaving(kept, fewer, look.now_s, problem, start)
+            elif held >= problem.needs[0]:  # others would be cheaper: as long as that may be noise, none is started
+                start = np.zeros_like(start)
         return Orders(tuple(start.tolist()), drain, float(problem.needs[0]), needs)
 
     def _problem(self, look: Look, present: Ints) -> FleetProblem:

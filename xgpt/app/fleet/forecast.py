@@ -32,9 +32,11 @@ class _Predictor:
 
     Attributes:
         least: of the square.
+        slight: requests a second that are added to both before they are compared.
     """
 
     least: float
+    slight: float
     square: float = FIRST_ERROR**2
     pending: deque[tuple[float, float]] = field(default_factory=deque)
     """(when, rate) that it has predicted and that has not come yet."""
@@ -43,7 +45,8 @@ class _Predictor:
         """Compare what was predicted for now with what came, chance taken off."""
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
-            error = log(max(rate, 1e-9) / max(predicted, 1e-9)) ** 2 - noise**2
+            came = rate + self.slight
+            error = log(came / (predicted + self.slight)) ** 2 - (noise * rate / came) ** 2
             self.square += MEMORY_OF_ERRORS * (max(error, self.least) - self.square)
 
 
@@ -63,7 +66,10 @@ class Forecast:
         self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
         self._looks: deque[tuple[float, float, int]] = deque()
         """(end, seconds, requests) of each."""
-        self._season, self._trend = _Predictor(SEASON_ERROR**2), _Predictor(TREND_ERROR**2)
+        # What the smallest replica holds by itself is no error: else a night without requests would make any load of
+        # the morning one beyond measure.
+        slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
+        self._season, self._trend = (_Predictor(of**2, slight) for of in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
         """Today's load, relative to the season."""
         self.rate = float(self._rates[0])

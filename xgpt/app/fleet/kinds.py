@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import predicted_rate, with_capacity
+from xgpt.app.arrivals import with_capacity
 from xgpt.app.planning import kinds_of
 from xgpt.app.problems import scheduler
 from xgpt.errors import InfeasibleError
@@ -14,6 +14,7 @@ from xgpt.machine import num_cores
 from xgpt.schema import ClusterSpec, Plan, Profile, Workload
 from xgpt.schema.fleet import ReplicaKind
 from xscheduler.replanning.decide import weights_loading_s
+from xscheduler.replanning.reestimate import reestimate
 
 if TYPE_CHECKING:
     from xgpt.app.request import PolicyChoice
@@ -108,23 +109,17 @@ def _rate(plan: Plan) -> float:
 
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
-    """Return the kind of replica of a plan: its rate under other lengths is the simulated one, changed as the closed
-    form's is."""
-    devices = plan.devices_per_replica
-    whole = predicted_rate(plan, profile) or 0.0
-    rates = []
-    for workload in lengths:
-        under = (
-            (predicted_rate(plan.model_copy(update={"workload": workload}), profile) or 0.0)
-            if len(lengths) > 1
-            else whole
-        )
-        rates.append(_rate(plan) * under / whole if whole else _rate(plan))
+    """Return the kind of replica of a plan: its rate under other lengths is the simulated one, changed as the work of a
+    request is. (The closed form's rate would fall to nothing under lengths of which more than the allowed share break
+    the bound even alone: no replica helps those, and the bounds are of the whole day's requests.)"""
+    devices, quantile = plan.devices_per_replica, plan.constraint.quantile
+    whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
+    rates = tuple(_rate(plan) * reestimate(plan, profile, of, quantile)["throughput"] / whole for of in lengths)
     return ReplicaKind(
         name=f"{plan.cluster.name}/{devices}",
         plan=plan,
         price_per_hour=devices * (plan.cluster.price_per_device_hour or 1.0),
-        rates_per_s=tuple(rates),
+        rates_per_s=rates,
         start_s=startup_s + weights_loading_s(plan, profile),
         drain_s=plan.estimate.latency_s,
     )

@@ -132,6 +132,13 @@ def test_a_season_at_another_level_is_scaled() -> None:
     assert forecast.season(2400) * forecast.level == pytest.approx(16, rel=0.05)
 
 
+def test_a_load_after_a_pause_is_taken_for_what_it_is() -> None:
+    """No requests at all are no error of a hundred times."""
+    day = controlled(fleet_of([2.0] * 12), lambda t: np.where((t > 1200) & (t < 1800), 0.0, 2.0), 3600, first=2)
+    assert len(day.replicas) <= 6
+    assert max(need for _, _, need in day.held) < 6
+
+
 @pytest.mark.parametrize(("num_told", "held"), [(50, 2.0), (5000, 0.5)])
 def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_told: int, held: float) -> None:
     """Fifty requests of a season's lengths are longer by three tenths by chance; five thousand are not."""
