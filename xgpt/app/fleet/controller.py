@@ -144,8 +144,7 @@ class Controller:
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
         spans = list(pairwise(edges))
-        factor = fleet.load_factor
-        needs = np.asarray([factor * self.forecast.most(*span, DEVIATIONS) for span in spans])
+        needs = np.asarray([self.forecast.most(*span, DEVIATIONS, fleet.load_factor) for span in spans])
         rates = np.asarray([self._rates(look, span[0]) for span in spans])
         bound_s = fleet.constraint.latency_bound_s or fleet.constraint.ttft_s or self._change_s
         held = float(rates[0] @ present)

@@ -151,17 +151,19 @@ class Forecast:
         """Relative standard error of a forecast at the lead time."""
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
-    def most(self, from_s: float, to_s: float, deviations: float) -> float:
-        """Return the highest rate expected between two times ahead, with its error added.
+    def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
+        """Return the highest rate to hold between two times ahead, with reserves for the forecast's error and for
+        chance. These are independent, so the squares of their logarithms add up.
 
         Args:
             deviations: of the error.
+            factor: multiple of a known load that is held.
         """
         points = np.linspace(from_s, to_s, 5)
         grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))
-        return max(
-            self.at(ahead) * exp(deviations * self.error * grow) for ahead, grow in zip(points, grown, strict=True)
-        )
+        chance = log(factor)
+        reserves = np.hypot(max(chance, 0.0), deviations * self.error * grown) + min(chance, 0.0)
+        return max(self.at(ahead) * exp(reserve) for ahead, reserve in zip(points, reserves, strict=True))
 
 
 def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
