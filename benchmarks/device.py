@@ -29,7 +29,7 @@ from benchmarks import engines, roofline
 from xgpt.checkpoint import read_spec
 from xgpt.io import write_atomic
 from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import DType, ModelSpec
+from xgpt.schema import DType, ModelSpec, RunDType
 from xrunner.attention import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.build import warm_up, whole_worker
@@ -153,7 +153,7 @@ def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
     from xgpt.resolve import load_model
 
     spec, _ = load_model("opt-125m" if small else "llama-3.1-8b")
-    dtype: DType = "float32" if device == "cpu" else "bfloat16"
+    dtype: RunDType = "float32" if device == "cpu" else "bfloat16"
     document = roofline.measure(spec, device, dtype, 2 if small else seconds, 64 if small else 1024)
     click.echo("\n" + roofline.tables(document) + "\n")
     return document
@@ -161,9 +161,9 @@ def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:
 
 def ahead(device: str, small: bool) -> dict[str, Any]:
     """Seconds of each engine for the same requests, in turns."""
-    dtype: DType = "float32" if device == "cpu" else "bfloat16"
+    dtype: RunDType = "float32" if device == "cpu" else "bfloat16"
     pair = twins(LLAMA[0], LLAMA[1] | (SMALL if small else {}), dtype, device)
-    path = engines.make_workload(8 if small else engines.NUM_REQUESTS, pair.spec.vocab_size, 0)
+    path = engines.make_workload("mixed", 8 if small else engines.NUM_REQUESTS, pair.spec.vocab_size, 0)
     requests = [(tuple(request["prompt"]), request["num_output"]) for request in json.loads(path.read_text())]
     kind, place = DTYPES[dtype], torch.device(device)
     pair.own.prepack()

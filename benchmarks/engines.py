@@ -1,14 +1,16 @@
 """This engine and those that a user would pick instead: the same requests, the same weights, the same machine.
 
-    python -m benchmarks.engines [--model opt-125m] [--engine own --engine vllm …] [--rounds 3] [--python vllm=PATH]
-                                 [--longest-first]
+    python -m benchmarks.engines [--model opt-125m] [--workload mixed] [--engine own --engine vllm …] [--rounds 3]
+                                 [--requests 64] [--python vllm=PATH] [--longest-first]
 
-64 requests, inputs uniform 32 to 256 tokens, outputs uniform 16 to 128, greedy, exactly those lengths, random weights,
-all at hand at the start; in float32, and by name in bfloat16 and int8. Each engine runs in an environment of its own,
+Requests of which inputs are uniform 32 to 256 tokens and outputs 16 to 128 (`mixed`), all 128 and 512 (`long-output`),
+or all 1,024 and 32 (`long-input`); greedy, exactly those lengths, random weights, all at hand at the start; in float32,
+and by name in bfloat16 and int8. Each engine runs in an environment of its own,
 made at the first use (`--python` takes one that is there), and stays loaded; runs are interleaved, and an engine that
 does not run is stopped. Before each run a matrix product tells in which state the machine's clock is. This engine lets
 in first the request that may generate most; with `--longest-first` all engines are given the requests in that order.
-Writes results/engines.MODEL.json.
+Prints the processor, its instructions and the
+layouts of weights that were chosen. Writes results/engines.MODEL.WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -31,11 +34,18 @@ import click
 import numpy as np
 
 from xgpt.app.bench import gflops
+from xgpt.app.doctor import instructions
 from xgpt.io import cache_dir, write_atomic
+from xgpt.machine import num_cores
 
 SCRIPTS = Path(__file__).parent / "peers"
 NUM_REQUESTS = 64
-INPUTS, OUTPUTS = (32, 256), (16, 128)
+WORKLOADS = {
+    "mixed": ((32, 256), (16, 128)),
+    "long-output": ((128, 128), (512, 512)),
+    "long-input": ((1024, 1024), (32, 32)),
+}
+"""Least and most tokens of inputs, and of outputs."""
 
 
 class Peer(NamedTuple):
@@ -97,6 +107,7 @@ class Run(NamedTuple):
 
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), default="opt-125m", show_default=True)
+@click.option("--workload", "kind", type=click.Choice(list(WORKLOADS)), default="mixed", show_default=True)
 @click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="All where none is named.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
@@ -105,6 +116,7 @@ class Run(NamedTuple):
 @click.option("--seed", default=0, show_default=True)
 def main(
     model: str,
+    kind: str,
     engines: tuple[str, ...],
     rounds: int,
     num_requests: int,
@@ -117,7 +129,8 @@ def main(
     given = dict(item.split("=", 1) for item in pythons)
     commands = {name: given.get(name) or environment(name) for name in names}
     checkpoint = make_checkpoint(model, seed)
-    workload = make_workload(num_requests, MODELS[model][1].get("vocab_size", 50272), seed, longest_first)
+    workload = make_workload(kind, num_requests, MODELS[model][1].get("vocab_size", 50272), seed, longest_first)
+    click.echo(processor())
     runs: list[Run] = []
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -134,13 +147,15 @@ def main(
     click.echo(table(runs))
     document = {
         "model": model,
+        "workload": kind,
+        "processor": processor(),
         "date": datetime.date.today().isoformat(),
         "requests": num_requests,
         "longest_first": longest_first,
         "seed": seed,
         "runs": [run._asdict() for run in runs],
     }
-    write_atomic(Path(f"results/engines.{model}.json"), json.dumps(document, indent=1) + "\n")
+    write_atomic(Path(f"results/engines.{model}.{kind}.json"), json.dumps(document, indent=1) + "\n")
 
 
 def environment(name: str) -> str:
@@ -183,12 +198,11 @@ def make_checkpoint(model: str, seed: int) -> Path:
     return directory
 
 
-def make_workload(num_requests: int, vocab_size: object, seed: int, longest_first: bool = False) -> Path:
+def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, longest_first: bool = False) -> Path:
     """The requests as a file."""
     assert isinstance(vocab_size, int)
     rng = np.random.default_rng(seed)
-    inputs = rng.integers(INPUTS[0], INPUTS[1] + 1, num_requests)
-    outputs = rng.integers(OUTPUTS[0], OUTPUTS[1] + 1, num_requests)
+    inputs, outputs = (rng.integers(least, most + 1, num_requests) for least, most in WORKLOADS[kind])
     requests = [
         {"prompt": rng.integers(10, vocab_size, length).tolist(), "num_output": int(num_output)}
         for length, num_output in zip(inputs, outputs, strict=True)
@@ -199,6 +213,14 @@ def make_workload(num_requests: int, vocab_size: object, seed: int, longest_firs
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(requests))
     return path
+
+
+def processor() -> str:
+    """Its name, the instructions that matter here, and how many cores there are."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().split("\n") if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {num_cores()} cores: {instructions().value}"
 
 
 def start(python: str, name: str, checkpoint: Path, workload: Path) -> subprocess.Popen[str]:
@@ -219,11 +241,13 @@ def start(python: str, name: str, checkpoint: Path, workload: Path) -> subproces
 
 
 def read(process: subprocess.Popen[str], word: str) -> str:
-    """What stands behind a word in the next line that begins with it; engines print lines of their own."""
+    """What stands behind a word in the next line that begins with it; of an engine's other lines, notes are shown."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(word):
             return line.removeprefix(word).strip()
+        if line.startswith("NOTE"):
+            click.echo(line.removeprefix("NOTE").strip())
     raise click.ClickException(f"an engine ended with status {process.wait()} before it said {word}")
 
 

@@ -4,7 +4,8 @@
 
 Random weights say little of quantisation, so a byte-level Llama is trained on the sources of Python's standard library
 (minutes on two cores; kept for the next run). On text that it has not seen: perplexity, the divergence of the
-next-token distribution from float32's, and how often the likeliest token is the same. Writes results/quantisation.json.
+next-token distribution from float32's, how often the likeliest token is the same, and the cosine between what each
+layer makes of a token and what it does in float32, of the layer where it is least. Writes results/quantisation.json.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ def main(steps: int) -> None:
     checkpoint = trained(train, steps)
     windows = test[: NUM_WINDOWS * CONTEXT].reshape(NUM_WINDOWS, CONTEXT)
     rows = compare(checkpoint, windows)
-    click.echo("| precision | perplexity | over float32 | KL, nats | same likeliest token |\n|---|---|---|---|---|")
+    click.echo(
+        "| precision | perplexity | over float32 | KL, nats | same likeliest token | cosine, mean | least token's |"
+    )
+    click.echo("|---|---|---|---|---|---|---|")
     for row in rows:
         click.echo(
             f"| {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | {row['kl']:.6f} | "
-            f"{100 * row['same_token']:.2f}% |"
+            f"{100 * row['same_token']:.2f}% | {row['cosine']:.6f} | {row['least_cosine']:.6f} |"
         )
     write_atomic(Path("results/quantisation.json"), json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
 
@@ -101,7 +105,7 @@ def trained(text: np.ndarray, steps: int) -> Path:
 
 def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
     """A row for each precision; float32's is the reference."""
-    reference: Tensor | None = None
+    reference: tuple[Tensor, Tensor] | None = None
     rows: list[dict[str, Any]] = []
     targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
     for precision in PRECISIONS:
@@ -115,31 +119,45 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
                 block_size=BLOCK_SIZE,
             )
         )
-        log_p = torch.cat([log_probabilities(worker, window) for window in windows])
-        reference = log_p if reference is None else reference
+        results = [outputs(worker, window) for window in windows]
+        log_p, layers = (torch.cat(parts, dim=-2) for parts in zip(*results, strict=True))
+        reference = reference or (log_p, layers)
+        cosine = F.cosine_similarity(layers, reference[1], dim=-1)  # [layers, tokens]
         perplexity = float(F.nll_loss(log_p, targets).exp())
         rows.append(
             {
                 "precision": precision,
                 "perplexity": perplexity,
                 "over_float32": perplexity / (rows[0]["perplexity"] if rows else perplexity) - 1,
-                "kl": float(F.kl_div(log_p, reference, log_target=True, reduction="batchmean")),
-                "same_token": float((log_p.argmax(dim=1) == reference.argmax(dim=1)).double().mean()),
+                "kl": float(F.kl_div(log_p, reference[0], log_target=True, reduction="batchmean")),
+                "same_token": float((log_p.argmax(dim=1) == reference[0].argmax(dim=1)).double().mean()),
+                "cosine": float(cosine.mean(dim=1).min()),
+                "least_cosine": float(cosine.min()),
             }
         )
     return rows
 
 
-def log_probabilities(worker: Worker, window: np.ndarray) -> Tensor:
-    """Of every next token, after each token of a prompt but its last. # [tokens - 1, vocab]"""
+def outputs(worker: Worker, window: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of every next token, after each token of a prompt but its last, and what layers make of them.
+
+    # [tokens - 1, vocab], [layers, tokens, hidden]
+    """
+    layers: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda module, given, hidden: layers.append(hidden.clone()))
+        for layer in worker.model.get_submodule("layers").children()
+    ]
     length = np.asarray([len(window)], np.int32)
     blocks = np.arange(len(window) // BLOCK_SIZE, dtype=np.int32)[None]
     batch = make_batch(window.astype(np.int64), Sequences(length, length, blocks), block_size=BLOCK_SIZE, num_decodes=0)
     batch.logit_rows = torch.arange(len(window) - 1)
     with torch.inference_mode():
         logits = worker.logits(batch)
+    for hook in hooks:
+        hook.remove()
     assert logits is not None
-    return logits.log_softmax(dim=-1)
+    return logits.log_softmax(dim=-1), torch.stack(layers)
 
 
 if __name__ == "__main__":

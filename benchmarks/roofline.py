@@ -1,12 +1,12 @@
 """Time of a model's steps against batch, context and prompt, and how near the device's limits they come.
 
-    python -m benchmarks.roofline [--model opt-125m] [--device cuda] [--dtype bfloat16] [--seconds 120]
+    python -m benchmarks.roofline [--model opt-125m] [--device cuda] [--dtype int8] [--seconds 120]
 
 Steps of the worker that serves, without the loop around it: decodes that rise in batch, decodes that rise in context,
 and prompts. The floor of a step is the larger of two times: its weights and keys and values at the memory's rate, and
 its products at the rate of one large matrix product. Both rates are measured here, in the same rounds as the steps:
 rounds go over all points, and a point's time is the mean of its calls in all rounds. Weights are random. Writes
-results/roofline.MODEL.DEVICE.json.
+results/roofline.MODEL.DEVICE.DTYPE.json.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
 
 from xgpt.io import write_atomic
 from xgpt.resolve import load_model
-from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, DType, ModelSpec
+from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, RunDType
 from xprofiler.bench import Bench, timed
+from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.layers import Linear
-from xrunner.weights import DTYPES
+from xrunner.packed import fastest
+from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
@@ -39,6 +41,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = (16, 64, 256, 512, 1024, 2048)
 ROUNDS = 8
+READ = {"cpu": 2**28, "cuda": 2**31}
+"""Elements of float32 that are read and copied for the memory's rate."""
+PRODUCT = {"cpu": 2048, "cuda": 8192}
+"""Rows and columns of the product for the rate of products."""
 
 
 @dataclass
@@ -68,29 +74,32 @@ class Point:
 @click.command()
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The GPU where there is one.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="float32 on a CPU, else bfloat16.")
+@click.option("--dtype", type=click.Choice(get_args(RunDType)), help="float32 on a CPU, else bfloat16.")
 @click.option("--seconds", default=120.0, show_default=True, help="For all rounds; the first is always finished.")
 @click.option("--context", default=128, show_default=True, help="Of decodes that rise in batch.")
 @click.option("--batch", default=16, show_default=True, help="Of decodes that rise in context.")
-def main(model: str, device: str | None, dtype: DType | None, seconds: float, context: int, batch: int) -> None:
+def main(model: str, device: str | None, dtype: RunDType | None, seconds: float, context: int, batch: int) -> None:
     """Measure, print a table of each kind, write all of it."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     spec, _ = load_model(model)
     document = measure(spec, device, dtype, seconds, context, batch)
     click.echo(tables(document))
-    write_atomic(Path(f"results/roofline.{model}.{device}.json"), json.dumps(document, indent=1) + "\n")
+    write_atomic(Path(f"results/roofline.{model}.{device}.{dtype}.json"), json.dumps(document, indent=1) + "\n")
 
 
 def measure(
-    spec: ModelSpec, device: str, dtype: DType, seconds: float, context: int = 128, batch: int = 16
+    spec: ModelSpec, device: str, dtype: RunDType, seconds: float, context: int = 128, batch: int = 16
 ) -> dict[str, Any]:
     """Every point, and the machine's two rates."""
     sizes = [("decode by batch", n, context) for n in BATCHES]
     sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
     num_blocks = max(n * -(-length // BLOCK_SIZE) for _, n, length in sizes)
+    layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
-        WorkerSettings(spec=spec, dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+        WorkerSettings(
+            spec=spec, dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device, layouts=layouts
+        )
     )
     for layer in worker.cache.layers:
         layer.fill_(0.01)  # untouched memory is read faster than any that holds something
@@ -133,15 +142,15 @@ def in_rounds(points: list[Point], seconds: float) -> None:
                 spent += seconds_of_call
 
 
-def machine(device: str, dtype: DType) -> list[Point]:
+def machine(device: str, dtype: RunDType) -> list[Point]:
     """What the machine can do at best: read memory, copy it, multiply matrices."""
-    is_gpu = device == "cuda"
-    source = torch.ones(2 ** (31 if is_gpu else 28), dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    size = 8192 if is_gpu else 2048
-    linear = Linear(partial(torch.randn, dtype=DTYPES[dtype], device=device), size, size, bias=False)
-    linear.prepack()
-    x = torch.randn(size, size, dtype=DTYPES[dtype], device=device)
+    source = torch.ones(READ[device], dtype=torch.float32, device=device)
+    target, size = torch.empty_like(source), PRODUCT[device]
+    state = state_dtype(dtype, device)
+    linear = Linear(partial(torch.randn, dtype=state, device=device), size, size, bias=False)
+    if device == "cpu":
+        linear.prepack(dtype, fastest([(size, size)], dtype))
+    x = torch.randn(size, size, dtype=state, device=device)
     return [
         Point("memory", 0, 0, 4 * source.numel(), 0, source.sum),
         Point("memory", 0, 0, 8 * source.numel(), 0, lambda: target.copy_(source)),
@@ -149,21 +158,21 @@ def machine(device: str, dtype: DType) -> list[Point]:
     ]
 
 
-def decode(worker: Worker, dtype: DType, what: str, batch: int, context: int) -> Point:
+def decode(worker: Worker, dtype: RunDType, what: str, batch: int, context: int) -> Point:
     """Measure a step in which `batch` requests decode; the last token's context counts itself."""
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(context - 1, 1)] * batch)
-    num_bytes = matrix_bytes(spec, dtype) + batch * context * spec.kv_bytes_per_token(dtype)
+    num_bytes = matrix_bytes(spec, dtype) + batch * context * kv_bytes(worker)
     flops = batch * (2 * (layer_params(spec) + head_params(spec)) + attention_flops(spec, context))
     return Point(what, batch, context, num_bytes, flops, partial(worker.next_tokens, step))
 
 
-def prompt(worker: Worker, dtype: DType, length: int) -> Point:
+def prompt(worker: Worker, dtype: RunDType, length: int) -> Point:
     """A step of one whole prompt."""
     assert length <= SLICE_TOKENS
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(0, length)])
-    num_bytes = matrix_bytes(spec, dtype) + length * spec.kv_bytes_per_token(dtype)
+    num_bytes = matrix_bytes(spec, dtype) + length * kv_bytes(worker)
     flops = 2 * length * layer_params(spec) + 2 * head_params(spec) + length * attention_flops(spec, (length + 1) / 2)
     return Point("prompt", 1, length, num_bytes, flops, partial(worker.next_tokens, step))
 
@@ -176,9 +185,14 @@ def head_params(spec: ModelSpec) -> int:
     return spec.vocab_size * spec.hidden_size
 
 
-def matrix_bytes(spec: ModelSpec, dtype: DType) -> float:
+def matrix_bytes(spec: ModelSpec, dtype: RunDType) -> float:
     """What every step reads of the weights: all but an embedding of its own."""
     return (layer_params(spec) + head_params(spec)) * BYTES_PER_ELEMENT[dtype]
+
+
+def kv_bytes(worker: Worker) -> float:
+    """Of one token, over all layers, as the cache keeps them."""
+    return worker.model.spec.num_layers * worker.model.spec.kv_elements_per_layer * worker.cache.layers[0].itemsize
 
 
 def attention_flops(spec: ModelSpec, context: float) -> float:

@@ -322,7 +322,7 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
     return math.prod(map(int, sizes)) if name in ("step", "encode step", "encode attention") else 0
 
 
-def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a call with all that it has launched, and nothing launched before it."""
     _wait_for_gpu()
     started = clock()

@@ -19,6 +19,7 @@ from xgpt.schema import DType, ModelSpec, Precision
 from xrunner.layers import Linear
 from xrunner.models import Model
 from xrunner.parallel import Cut, Part, build, cuts, materialise
+from xrunner.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -147,8 +148,9 @@ class Checkpoint:
             if stored.get_shape() != weight.stored_shape:
                 accepted = f"{weight.name} must have the shape {weight.stored_shape} that config.json implies"
                 raise InputError("model", f"{path}: {stored.get_shape()}", accepted)
-            if stored.get_dtype() not in STORED_DTYPES:
-                accepted = f"{weight.name} must be stored as one of {', '.join(STORED_DTYPES)}"
+            if stored.get_dtype() not in STORED_DTYPES and not self._has_scales(found, stored):
+                accepted = f"{weight.name} must be stored as one of {', '.join(STORED_DTYPES)}, or in "
+                accepted += f"{' or '.join(EIGHT_BITS)} with a scale for all of it, each row or each {BLOCK} x {BLOCK}"
                 raise InputError("model", f"{path}: {stored.get_dtype()}", accepted)
 
         for name, others in copies.items():
@@ -168,10 +170,20 @@ class Checkpoint:
         tensor = file.get_tensor(found) if is_whole else file.get_slice(found)[weight.stored_place]
         if weight.entry is not None:
             tensor = tensor[0]
+        if tensor.dtype in (torch.float8_e4m3fn, torch.int8):
+            scales = self._whole(name_of_scales(self._files, found) or "")
+            tensor = scaled(tensor, scales, weight.stored_shape, weight.stored_place)
         weight.out.copy_(tensor.t() if weight.transposed else tensor)
         if weight.out.numel() and not all(bool(end.isfinite()) for end in weight.out.aminmax()):
             dtype = str(weight.out.dtype).removeprefix("torch.")
             raise InputError("model", f"{path}: {found}", f"it must be finite in {dtype}; it holds NaN or infinity")
+
+    def _has_scales(self, name: str, stored: Any) -> bool:
+        """Whether a weight is a matrix in eight bits with scales that fit it."""
+        scales, shape = name_of_scales(self._files, name), stored.get_shape()
+        if stored.get_dtype() not in EIGHT_BITS or scales is None or len(shape) != 2:
+            return False
+        return fits(list(self._whole(scales).shape), shape)
 
     def _whole(self, name: str) -> Tensor:
         _, file, found = self._find(name)
@@ -255,6 +267,9 @@ def load_model(
             another shape for it.
     """
     part = part or Part.whole(spec)
+    if spec.quantization is not None and torch.device(device).type != "cpu":
+        accepted = "xgpt's own engine runs checkpoints in eight bits on CPUs: take another, or --engine vllm"
+        raise InputError("model.quantization", spec.quantization.kind, accepted)
     model = _checked(part, dtype, source)
     materialise(model, state_dtype(dtype, device), device)
     for weight in weights_of(model, part):

@@ -61,6 +61,7 @@ class LaneMemory:
         kept_blocks: int = 0,
     ) -> None:
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
+        spec = spec.unpacked if precision.packs else spec
         self.lane = lane
         self.kept_blocks = kept_blocks
         self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)

@@ -15,7 +15,7 @@ from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 
-NUM_BLOCKS, BLOCK_SIZE = 2048, 16
+NUM_BLOCKS, BLOCK_SIZE = 4096, 16
 ROOM = 1.15
 """Over a level load: a request let in late must still be done when the longest output is."""
 
@@ -23,6 +23,7 @@ ROOM = 1.15
 def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
     spec = read_spec(Path(checkpoint))
     layouts = fastest_layouts(spec, precision, (1,))
+    print("NOTE", precision, "layouts:", ", ".join(f"{shape} {name}" for shape, name in layouts.items()) or "one alone")
     worker = build_worker(
         WorkerSettings(
             spec=spec,

@@ -41,7 +41,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     Args:
         root: where proc is found.
     """
-    return [_python(), _devices(), _instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
+    return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 
 
 def _python() -> Finding:
@@ -63,7 +63,8 @@ def _devices() -> Finding:
     return Finding(name="devices", value=f"{cluster.devices_per_node} x {device.name} ({memory})")
 
 
-def _instructions(root: Path) -> Finding:
+def instructions(root: Path = Path("/")) -> Finding:
+    """The instructions of this machine's processor that products gain from."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

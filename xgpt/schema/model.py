@@ -317,6 +317,11 @@ class ModelSpec(ModelShape):
         """Keys and values of one token over all decoder layers; cross-attention's where an encoder reads it."""
         return self.num_layers * self.kv_elements_per_layer * BYTES_PER_ELEMENT[dtype]
 
+    @property
+    def unpacked(self) -> ModelSpec:
+        """The model with its weights in the dtype that products run in, however a checkpoint stores them."""
+        return self if self.quantization is None else self.model_copy(update={"quantization": None})
+
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
         """Bytes of the weights of decoder layers [first, last), all of them by default."""
         total, size = self.decoder_params(first, last), BYTES_PER_ELEMENT[dtype]

@@ -42,12 +42,13 @@ def family_of(spec: ModelSpec) -> type[Model]:
     """The class of a model's family.
 
     Raises:
-        InputError: this version does not run that family, or not with quantised weights.
+        InputError: this version does not run that family, or not with weights of so few bits.
     """
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"families that run: {', '.join(sorted(FAMILIES))}")
-    if spec.quantization is not None:
-        accepted = "xgpt's own engine runs checkpoints in float32, float16 or bfloat16: take one, or --engine vllm"
+    if spec.quantization is not None and not spec.quantization.computes_in_eight_bits:
+        accepted = "xgpt's own engine runs checkpoints in float32, float16, bfloat16 or eight bits: take one, or "
+        accepted += "--engine vllm"
         raise InputError("model.quantization", spec.quantization.kind, accepted)
     return FAMILIES[spec.family]
 
