@@ -43,9 +43,9 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FACTOR_STEP = 0.05
-"""Between the load factors that are tried, relative."""
-MOST_TRIED = 8
-"""Load factors that are tried."""
+"""Between the load factors that are tried, at least."""
+MOST_TRIED = 10
+"""Load factors that are tried: upwards in growing steps until one keeps the share, then between that and the last."""
 SAVED_REQUESTS = 1_000_000
 """Simulated requests beyond which no smaller load factor is tried: that saves a little, and takes minutes."""
 
@@ -222,29 +222,26 @@ def _settled(
     Raises:
         InfeasibleError: no factor that was tried keeps it.
     """
-
-    def simulated(of: FleetSolution) -> tuple[float, RequestTimes]:
-        times = model.simulate(of.replicas, interval_s)
-        return share_kept(model, times), times
-
-    factor = 1.0
-    share, times = simulated(solution)
-    best = (factor, solution, times) if share >= quantile else None
-    step = -FACTOR_STEP if best else FACTOR_STEP
-    for _ in range(MOST_TRIED - 1):
-        if best and (step > 0 or len(model.day.requests) > SAVED_REQUESTS):
-            break
-        factor += step
-        step = step if best else 1.5 * step
-        other = solve_fleet(replace(problem, needs=factor * problem.needs))
-        if (other.replicas == solution.replicas).all():
-            continue
-        solution = other
-        share, times = simulated(solution)
+    known: dict[bytes, RequestTimes] = {}
+    best: tuple[float, FleetSolution, RequestTimes] | None = None
+    failed = 0.0
+    factor, step = 1.0, FACTOR_STEP
+    for _ in range(MOST_TRIED):
+        key = solution.replicas.tobytes()
+        if key not in known:
+            known[key] = model.simulate(solution.replicas, interval_s)
+        share = share_kept(model, known[key])
         if share >= quantile:
-            best = factor, solution, times
-        elif step < 0:
+            best = factor, solution, known[key]
+        else:
+            failed = factor
+        if best is None:
+            factor, step = factor + step, 1.5 * step
+        elif best[0] - failed < 1.01 * FACTOR_STEP or len(model.day.requests) > SAVED_REQUESTS:
             break
+        else:
+            factor = (best[0] + failed) / 2 if failed else best[0] - FACTOR_STEP
+        solution = solve_fleet(replace(problem, needs=factor * problem.needs))
     if best is None:
         raise InfeasibleError(
             f"attain: {share:.4f} of the requests keep the bounds even with {factor:.2g} times the replicas that the "
