@@ -14,13 +14,24 @@ from vllm import LLM
 from tests.vllm.offline import MOST_TOKENS, ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
 from xgpt.io import dump_json, read_step_log, sha256
-from xgpt.schema import AdmissionOrder, ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.schema import (
+    AdmissionOrder,
+    ChunkedSettings,
+    OrcaSettings,
+    Plan,
+    RraSettings,
+    SingleLaneSettings,
+    SlackBudget,
+    StepTimes,
+    Thresholds,
+)
 from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, FrontSide, Stepped, Up
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
 RRA = RraSettings(encode_batch=6, decode_iterations=5)
+THRESHOLDS = Thresholds(waiting_requests=4, oldest_wait_ms=50)
 
 
 def ordered(order: AdmissionOrder) -> Plan:
@@ -29,6 +40,32 @@ def ordered(order: AdmissionOrder) -> Plan:
     row_tokens = 200 if order == "das" else None
     admission = plan.admission.model_copy(update={"order": order, "row_tokens": row_tokens})
     return plan.model_copy(update={"admission": admission})
+
+
+TIMES = StepTimes(
+    tokens=(0, 512),
+    tokens_s=(0.002, 0.3),
+    prompts=(0, 512),
+    prompts_s=(0, 0.02),
+    decode_s=1e-4,
+    context_s=1e-7,
+    error=0,
+)
+"""About what a core takes for the checkpoint's steps."""
+
+
+def by_the_clock(policy: SingleLaneSettings) -> Plan:
+    """A plan whose steps are decided by times, and whose requests enter in time."""
+    plan = plan_with(policy)
+    update = {
+        "constraint": plan.constraint.model_copy(update={"ttft_s": 2.0, "tpot_s": 0.1}),
+        "estimate": plan.estimate.model_copy(update={"step_times": TIMES}),
+        "admission": plan.admission.model_copy(update={"order": "in-time"}),
+    }
+    return plan.model_copy(update=update)
+
+
+SLACK = ChunkedSettings(token_budget=96, max_batch=12, slack=SlackBudget(least_tokens=4, most_tokens=256))
 
 
 class Running(NamedTuple):
@@ -78,6 +115,8 @@ def steps(log: list[StepRecord]) -> list[tuple[Any, ...]]:
         pytest.param(plan_with(ChunkedSettings(token_budget=96, max_batch=12)), id="chunked"),
         pytest.param(plan_with(OrcaSettings(max_batch=10)), id="orca"),
         pytest.param(plan_with(OrcaSettings(max_batch=40), kv="quantile", kv_tokens=1280), id="preempting"),
+        pytest.param(by_the_clock(SLACK), id="slack"),
+        pytest.param(by_the_clock(RRA.model_copy(update={"thresholds": THRESHOLDS})), id="phases"),
         pytest.param(ordered("edf"), id="edf"),
         pytest.param(ordered("das"), id="das"),
     ],
