@@ -22,7 +22,7 @@ from xrunner.server.api.errors import ApiError
 from xrunner.server.api.protocol import Allowance
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
-from xrunner.server.observe.metrics import Metrics
+from xrunner.server.observe.metrics import NO_BOUNDS, Bounds, Metrics
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
 
@@ -57,6 +57,7 @@ class Submission:
 
     Attributes:
         inbox: where their tokens go.
+        bounds: the key's own.
         end_s: after which they are of no use, on the clock of `time.perf_counter`; infinite: never.
         has_deadline: that is what the client has said.
         read_s: when the body had come, on the same clock.
@@ -66,6 +67,7 @@ class Submission:
 
     inbox: Inbox
     account: Account
+    bounds: Bounds
     stop_token_ids: frozenset[int]
     output_length: int | None
     end_s: float
@@ -100,6 +102,7 @@ class Stream:
     unwritten_s: float = 0.0
     """End of the step of its oldest token that has not been written to a client."""
     promise: Promise | None = None
+    bounds: Bounds = NO_BOUNDS
     seen: Seen | None = None
     """What the watch knows of it."""
 
@@ -137,7 +140,7 @@ class EngineThread:
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
-        self.live = None if watch is None else Live(engine, self._backlog, watch)
+        self.live = None if watch is None else Live(engine, self._backlog, watch, self.metrics.goodput)
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]
@@ -268,6 +271,7 @@ class EngineThread:
             len(prompt),
             deadline_s=submission.end_s if submission.has_deadline else None,
             promise=submission.promise,
+            bounds=submission.bounds,
         )
         self.metrics.handover_s.observe(stream.submitted_s - submission.read_s)
         if self.watch is not None:
@@ -387,7 +391,8 @@ class EngineThread:
                 whole_s = end_s - stream.submitted_s
                 metrics.e2e_s.observe(whole_s)
                 gap_s = (end_s - stream.first_token_s) / max(stream.output_tokens - 1, 1)
-                metrics.note_bounds(stream.account, stream.first_token_s - stream.submitted_s, gap_s, whole_s)
+                took = Bounds(stream.first_token_s - stream.submitted_s, gap_s, whole_s)
+                metrics.note_bounds(stream.account, took, stream.bounds)
                 metrics.requests.labels(token.finish).inc()
                 metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
                 self._note_deadline(stream, end_s)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FIELD = "api_key_file"
 MIN_KEY_LENGTH = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within")
+NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|({'|'.join(NUMBERS)})=(\S*)")
 
 
@@ -33,6 +33,8 @@ class Key:
         is_admin: may also read what the server tells of all accounts: /plan, /metrics, the page.
         requests_per_minute, tokens_per_minute: None: as many as there is room for.
         answer_within_s: as of `Limits`, for this key's requests; None: the server's.
+        ttft_s, tpot_s: bounds that its requests are counted by, as is `answer_within_s`; with none of these three, the
+            plan's are.
     """
 
     account: Account = ANYONE
@@ -40,6 +42,8 @@ class Key:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     answer_within_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -72,9 +76,9 @@ class ApiKeys:
         """Keys from what stands in such a file.
 
         A key a line; before it may stand a name, behind it settings: `share=3`, `priority=1`, `requests_per_minute=60`,
-        `tokens_per_minute=1e5`, `answer_within=10`, `admin`. Empty lines and those that begin with # are left out. A
-        key without a name is the operator's own and may do everything; one with a name is a client's, and `admin` only
-        where that is said.
+        `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`. Empty lines and those that begin
+        with # are left out. A key without a name is the operator's own and may do everything; one with a name is a
+        client's, and `admin` only where that is said.
 
         Raises:
             InputError: there is none, or a line is not understood. Never shows a key.
@@ -161,8 +165,7 @@ def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
             raise InputError(FIELD, where, f"{match[1]} stands twice")
         numbers[match[1]] = _number(match[1], match[2], where)
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)))
-    limits = (numbers.get(name) for name in ("requests_per_minute", "tokens_per_minute", "answer_within"))
-    return Key(account, is_admin, *limits)
+    return Key(account, is_admin, *(numbers.get(name) for name in NUMBERS[2:]))
 
 
 def _number(name: str, text: str, where: str) -> float:

@@ -23,6 +23,7 @@ from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_dead
 from xrunner.server.api.writers import Delta, PromptTokens, Writer
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits
+from xrunner.server.observe.metrics import Bounds
 from xrunner.server.request_info import ABORT, RequestInfo
 
 LAST_WORDS_S = 1.0
@@ -152,9 +153,11 @@ class Answer(Response):
         outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
         self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
         seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
+        key = self._info.key
         submission = Submission(
             inbox=self._inbox,
-            account=self._info.key.account,
+            account=key.account,
+            bounds=Bounds(key.ttft_s, key.tpot_s, key.answer_within_s),
             stop_token_ids=self._stop_token_ids,
             output_length=self._request.output_length,
             end_s=self._end_s,

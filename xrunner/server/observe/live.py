@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,15 @@ SHOWN_DECISIONS = 20
 class Live:
     """Reads engine and watch when asked, and every two seconds for the page's lines."""
 
-    def __init__(self, engine: ServedEngine, backlog: Backlog, watch: Watch) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        backlog: Backlog,
+        watch: Watch,
+        goodput: Callable[[], dict[str, dict[str, int]]] = dict,
+    ) -> None:
         self._engine = engine
+        self._goodput = goodput
         self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -84,6 +92,7 @@ class Live:
                 "input": _bins(plan.workload.input, observed_input),
                 "output": _bins(plan.workload.output, observed_output),
             },
+            "keys": self._goodput(),
             "decisions": self.history(SHOWN_DECISIONS),
         }
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -25,6 +26,17 @@ OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
+class Bounds(NamedTuple):
+    """Seconds to a request's first token, between its tokens in the mean, and to its last; None: no bound."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    whole_s: float | None = None
+
+
+NO_BOUNDS = Bounds()
+
+
 class Metrics:
     """Changed from the event loop alone; the gauges read the pool when asked."""
 
@@ -41,10 +53,12 @@ class Metrics:
         )
         self._bounds = Counter(
             "xgpt_key_bounds",
-            "Requests with all their tokens, by API key and by whether they kept the plan's bounds: the goodput.",
+            "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput.",
             ["key", "kept"],
             registry=registry,
         )
+        self._kept: dict[str, tuple[int, int]] = {}
+        """Of each key, such requests that kept its bounds, and that did not."""
         self.deadlines = Counter(
             "xgpt_deadlines",
             "Requests with a deadline that ended, by whether they met it.",
@@ -146,13 +160,24 @@ class Metrics:
             self._accounts.labels(account.name, "prompt").inc(prompt_tokens)
             self._accounts.labels(account.name, "output").inc(output_tokens)
 
-    def note_bounds(self, account: Account, ttft_s: float, gap_s: float, whole_s: float) -> None:
-        """Count a request that has all its tokens by whether it kept the bounds of the plan that runs."""
-        if self._watch is None or not (constraint := self._watch.plan.constraint).bounds_latency:
+    def note_bounds(self, account: Account, took: Bounds, bounds: Bounds) -> None:
+        """Count a request that has all its tokens by whether it kept its key's bounds, or those of the plan that runs
+        where the key has none of its own."""
+        if bounds == NO_BOUNDS and self._watch is not None:
+            constraint = self._watch.plan.constraint
+            bounds = Bounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
+        if bounds == NO_BOUNDS:
             return
-        pairs = ((constraint.ttft_s, ttft_s), (constraint.tpot_s, gap_s), (constraint.latency_bound_s, whole_s))
-        kept = all(bound is None or took <= bound for bound, took in pairs)
-        self._bounds.labels(account.name, "yes" if kept else "no").inc()
+        pairs = zip(took, bounds, strict=True)
+        is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
+        name = account.name
+        self._bounds.labels(name, "yes" if is_kept else "no").inc()
+        kept, broken = self._kept.get(name, (0, 0))
+        self._kept[name] = kept + is_kept, broken + (not is_kept)
+
+    def goodput(self) -> dict[str, dict[str, int]]:
+        """Of each key, the requests with all their tokens that kept its bounds, and that did not."""
+        return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(self._kept.items())}
 
     async def render(self) -> bytes:
         observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)

@@ -23,7 +23,7 @@ ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-ope
 FILE = f"""
 # name  key  settings
 alice {ALICE} share=3 priority=1 requests_per_minute=60 tokens_per_minute=1e5
-bob {BOB} answer_within=2.5
+bob {BOB} answer_within=2.5 ttft=0.5 tpot=0.05
 {OPS}
 """
 
@@ -37,7 +37,7 @@ def test_a_line_names_a_key_and_says_what_it_grants() -> None:
     found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "unknown-unknown-unknown")]
     assert found == [
         Key(Account("alice", 3.0, 1), is_admin=False, requests_per_minute=60, tokens_per_minute=1e5),
-        Key(Account("bob"), is_admin=False, answer_within_s=2.5),
+        Key(Account("bob"), is_admin=False, answer_within_s=2.5, ttft_s=0.5, tpot_s=0.05),
         Key(Account("line-5"), is_admin=True),
         None,
     ]
@@ -138,7 +138,8 @@ def test_a_key_has_a_promise_of_its_own_and_its_goodput_is_counted() -> None:
     estimate = fake_plan().estimate.model_copy(update={"encode_tokens": 0.03, "encode_batch": 0.01})
     plan = fake_plan(estimate=estimate)
     plan = plan.model_copy(update={"constraint": Constraint(ttft_s=0.5)})
-    keys = ApiKeys.parse(f"alice {ALICE} answer_within=2.5\nbob {BOB}\n{OPS}")
+    carol = "carols-carols-carols"
+    keys = ApiKeys.parse(f"alice {ALICE} answer_within=2.5\nbob {BOB}\ncarol {carol} ttft=30\n{OPS}")
     executor = FakeExecutor(step_s=0.02)
 
     def ask(key: str, **fields: object) -> httpx.Response:
@@ -150,16 +151,20 @@ def test_a_key_has_a_promise_of_its_own_and_its_goodput_is_counted() -> None:
 
     with (
         running(fake_app(fake_engine(executor, max_batch=1), Watch(plan), keys=keys)) as url,
-        ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(3) as pool,
     ):
         long = pool.submit(ask, BOB, max_tokens=60)
         assert eventually(lambda: bool(executor.running))
         late = pool.submit(ask, BOB, max_tokens=1)
-        assert eventually(lambda: "xgpt_requests_waiting 1.0" in metrics())
+        patient = pool.submit(ask, carol, max_tokens=1)
+        assert eventually(lambda: "xgpt_requests_waiting 2.0" in metrics())
         assert ask(ALICE, n=2).status_code == 429
-        assert [answer.result().status_code for answer in (long, late)] == [200, 200]
-        found = [line for line in metrics().splitlines() if line.startswith("xgpt_key_bounds_total")]
+        assert [answer.result().status_code for answer in (long, late, patient)] == [200, 200, 200]
+        found = sorted(line for line in metrics().splitlines() if line.startswith("xgpt_key_bounds_total"))
         assert found == [
-            'xgpt_key_bounds_total{kept="yes",key="bob"} 1.0',
             'xgpt_key_bounds_total{kept="no",key="bob"} 1.0',
+            'xgpt_key_bounds_total{kept="yes",key="bob"} 1.0',
+            'xgpt_key_bounds_total{kept="yes",key="carol"} 1.0',  # as late, by a bound of its own
         ]
+        live = httpx.get(f"{url}/live", headers=bearer(OPS), trust_env=False, timeout=10).json()
+        assert live["keys"] == {"bob": {"kept": 1, "broken": 1}, "carol": {"kept": 1, "broken": 0}}
