@@ -82,9 +82,7 @@ class Trial:
         Args:
             slack: give up, and return None, once a goal's quantile exceeds its bounds this many times; None: go on.
         """
-        plan, last = self.plan, self.num_warm_up + self.num_requests
-        arrivals_ns = (self._arrivals_s * (1e9 * plan.replicas / rate)).astype(int).tolist()
-        stream = Stream(self._inputs, self._outputs, plan.workload.output.lengths[-1], arrivals_ns, self._cached)
+        plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
         goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
         run = self._run(stream)
@@ -92,11 +90,17 @@ class Trial:
             return None
         counted = slice(self.num_warm_up, last)
         arrived, first, end, outputs = (
-            np.asarray(of[counted], float) for of in (arrivals_ns, run.first_ns, run.end_ns, self._outputs)
+            np.asarray(of[counted], float) for of in (stream.arrivals_ns, run.first_ns, run.end_ns, self._outputs)
         )
         gaps = (end - first) / np.maximum(outputs - 1, 1)
         times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
         return times.later(plan.request_path_s)
+
+    def stream(self, rate: float) -> Stream:
+        """Return what one replica is sent where requests arrive at this rate in all."""
+        arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int).tolist()
+        longest = self.plan.workload.output.lengths[-1]
+        return Stream(self._inputs, self._outputs, longest, arrivals_ns, self._cached)
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests always wait."""
