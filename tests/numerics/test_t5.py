@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from xrunner.generation import Generation
 from xrunner.layers import RelativeBias
 from xrunner.models import EncoderDecoderModel
 from xrunner.weights import load_checkpoint
-from xrunner.worker import slices
 from xscheduler.schedule import Scheduler
 from xsimulator.events import replay
 
@@ -150,7 +148,7 @@ def test_pieces_and_slices_change_nothing(checkpoint, monkeypatch):
     directory, _ = checkpoint("t5-tied")
     whole, _ = run(directory, ORCA)
     pieces, begun = run(directory, CHUNKED)
-    monkeypatch.setattr(worker_module, "slices", partial(slices, most=7))
+    monkeypatch.setattr(worker_module, "SLICE_TOKENS", 7)
     sliced, _ = run(directory, ORCA)
     assert begun and whole == pieces == sliced
 
