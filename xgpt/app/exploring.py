@@ -80,6 +80,8 @@ class Explorer:
             yield {"part": "looser", "rows": looser(of, kinds)}
         planned = solve(request)
         yield settled(planned)
+        if best is None or _runs_as(best) != _runs_as(planned.best):
+            yield {"part": "timeline", **timeline(planned.best, of)}
         if current is not None:
             yield {"part": "current", **scored(of, current, planned.best)}
 
@@ -95,6 +97,11 @@ class Explorer:
         of, outline = self._kept[key]
         constraint = request.constraint.model_copy(update={"headroom": of.problem.constraint.headroom})
         return of.under(constraint), outline
+
+
+def _runs_as(plan: Plan) -> tuple[object, ...]:
+    """What decides how a plan's steps look."""
+    return plan.policy, plan.stages, plan.cluster.num_devices
 
 
 def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:

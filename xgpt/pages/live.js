@@ -21,7 +21,7 @@ function lines(id, label, samples, key, marks, scale = 1) {
   for (const mark of shown)
     shape(svg, "line", {x1: LEFT, x2: WIDTH - 4, y1: y(mark.value), y2: y(mark.value), stroke: mark.colour, "stroke-dasharray": "5 4"});
   const points = known.map((sample, i) => `${x(sample.at_s)},${y(values[i])}`).join(" ");
-  shape(svg, "polyline", {points, fill: "none", stroke: "#0b5fa5", "stroke-width": 1.8});
+  shape(svg, "polyline", {points, fill: "none", stroke: "var(--blue)", "stroke-width": 1.8});
   shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end"}, `${Math.round((last - first) / 60)} min`);
 }
 
@@ -29,10 +29,10 @@ function histogram(id, label, bins) {
   const top = 1.1 * Math.max(1e-9, ...bins.planned, ...(bins.observed || []));
   const {svg, x, y} = axes(id, label, 0, bins.edges[bins.edges.length - 1], top);
   bins.planned.forEach((share, i) =>
-    shape(svg, "rect", {x: x(bins.edges[i]), width: x(bins.edges[i + 1]) - x(bins.edges[i]), y: y(share), height: y(0) - y(share), fill: "#b9d0e6"}));
+    shape(svg, "rect", {x: x(bins.edges[i]), width: x(bins.edges[i + 1]) - x(bins.edges[i]), y: y(share), height: y(0) - y(share), fill: "var(--pale)"}));
   if (bins.observed) {
     const points = bins.observed.flatMap((share, i) => [`${x(bins.edges[i])},${y(share)}`, `${x(bins.edges[i + 1])},${y(share)}`]);
-    shape(svg, "polyline", {points: points.join(" "), fill: "none", stroke: "#d1731a", "stroke-width": 1.8});
+    shape(svg, "polyline", {points: points.join(" "), fill: "none", stroke: "var(--orange)", "stroke-width": 1.8});
   }
   shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end"}, `${Math.round(bins.edges[bins.edges.length - 1])} tokens`);
 }
@@ -86,9 +86,9 @@ function show(live) {
   byId("batch").textContent = `${now.running} (${now.waiting})`;
   byId("kv").textContent = `${(100 * now.kv_share).toFixed(1)}%`;
   byId("ratio").textContent = number(now.step_ratio);
-  lines("throughput-chart", "throughput over time", samples, "throughput_rps", [{value: plan.throughput_rps, colour: "#5b6775"}]);
-  lines("latency-chart", "latency over time", samples, "latency_p99_s", [{value: plan.latency_s, colour: "#5b6775"}, {value: plan.latency_bound_s, colour: "#b3261e"}]);
-  lines("batch-chart", "running requests over time", samples, "running", [{value: plan.decode_batch, colour: "#5b6775"}]);
+  lines("throughput-chart", "throughput over time", samples, "throughput_rps", [{value: plan.throughput_rps, colour: "var(--quiet)"}]);
+  lines("latency-chart", "latency over time", samples, "latency_p99_s", [{value: plan.latency_s, colour: "var(--quiet)"}, {value: plan.latency_bound_s, colour: "var(--bad)"}]);
+  lines("batch-chart", "running requests over time", samples, "running", [{value: plan.decode_batch, colour: "var(--quiet)"}]);
   lines("kv-chart", "K/V memory over time", samples, "kv_share", [], 100);
   histogram("input-chart", "input lengths", lengths.input);
   histogram("output-chart", "output lengths", lengths.output);

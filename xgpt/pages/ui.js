@@ -1,5 +1,5 @@
-const COLOURS = {rra: "#d1731a", waa: "#8a4fa8", chunked: "#0b5fa5", orca: "#1a7f4b", static: "#6b7785"};
-const KINDS = {encode: "#d1731a", decode: "#0b5fa5", "encode and decode": "#8a4fa8"};
+const COLOURS = {rra: "var(--orange)", waa: "var(--violet)", "waa-c": "var(--violet)", "waa-m": "var(--pink)", chunked: "var(--blue)", orca: "var(--green)", static: "var(--grey)", slack: "var(--teal)", phases: "var(--ochre)"};
+const KINDS = {encode: "var(--orange)", decode: "var(--blue)", "encode and decode": "var(--violet)"};
 const FIELDS = ["model", "cluster", "devices", "workload", "bound", "quantile", "ttft", "tpot", "objective", "engine", "price", "current"];
 const NUMBERS = {devices: "devices", bound: "latency_bound_s", quantile: "quantile", ttft: "ttft_s", tpot: "tpot_s", price: "price"};
 const FLAGS = {model: "--model", cluster: "--cluster", devices: "--devices", workload: "--workload", bound: "--latency-bound", quantile: "--quantile", ttft: "--ttft", tpot: "--tpot", objective: "--objective", engine: "--engine", price: "--price"};
@@ -138,7 +138,7 @@ function tradeOff(part) {
   shape(svg, "text", {x: width - right, y: height - 6, "text-anchor": "end"}, "latency, s");
   shape(svg, "text", {x: left, y: height - 6}, "requests/s, saturated");
   part.lines.forEach((line, i) => {
-    const colour = COLOURS[line.name] || "#b3261e";
+    const colour = COLOURS[line.name] || "var(--ink)";
     const path = line.points.map(([latency, rate], j) => (j ? `H${x(latency)}V${y(rate)}` : `M${x(latency)},${y(rate)}`)).join("") + `H${x(high)}`;
     shape(svg, "path", {d: path, fill: "none", stroke: colour, "stroke-width": 2});
     shape(svg, "rect", {x: width - right + 10, y: 16 + 20 * i, width: 14, height: 4, fill: colour});
@@ -164,7 +164,7 @@ function timeline(part) {
   });
   part.rows.forEach((name, i) => shape(svg, "text", {x: left - 6, y: 24 + (bar + 4) * i + 13, "text-anchor": "end"}, name));
   for (const [row, start, stop, kind] of part.bars)
-    shape(svg, "rect", {class: "step", x: x(start), width: Math.max(0.5, x(stop) - x(start)), y: 24 + (bar + 4) * row, height: bar, fill: KINDS[kind] || "#6b7785"});
+    shape(svg, "rect", {class: "step", x: x(start), width: Math.max(0.5, x(stop) - x(start)), y: 24 + (bar + 4) * row, height: bar, fill: KINDS[kind] || "var(--grey)"});
   const base = height - 22, top = Math.max(1, ...part.decoding.map((step) => step[1]));
   const y = (count) => base - 55 * count / top;
   shape(svg, "polyline", {points: part.decoding.flatMap(([at, count], i, all) => [`${x(at)},${y(count)}`, `${x(i + 1 < all.length ? all[i + 1][0] : last)},${y(count)}`]).join(" "), fill: "none", stroke: KINDS.decode, "stroke-width": 1.5});
@@ -180,8 +180,8 @@ function memory(part) {
   part.kv.forEach((kv, i) => {
     const y = 4 + (bar + 4) * i;
     shape(svg, "text", {x: left - 6, y: y + 12, "text-anchor": "end"}, `device ${i}`);
-    shape(svg, "rect", {x: left, width: x(part.rest[i]) - left, y, height: bar, fill: "#6b7785"});
-    shape(svg, "rect", {x: x(part.rest[i]), width: x(kv + part.rest[i]) - x(part.rest[i]), y, height: bar, fill: "#0b5fa5"});
+    shape(svg, "rect", {x: left, width: x(part.rest[i]) - left, y, height: bar, fill: "var(--grey)"});
+    shape(svg, "rect", {x: x(part.rest[i]), width: x(kv + part.rest[i]) - x(part.rest[i]), y, height: bar, fill: "var(--blue)"});
     shape(svg, "text", {x: x(kv + part.rest[i]) + 4, y: y + 12}, number(kv + part.rest[i]));
   });
   shape(svg, "line", {class: "bound", x1: x(part.usable), x2: x(part.usable), y1: 0, y2: height - 22});
