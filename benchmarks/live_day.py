@@ -3,7 +3,7 @@
     python -m benchmarks.live_day [--seconds 180] [--bound 4] STATE
 
 A replica is OPT-125M of random weights on one core. The day has 0.4 times the arrival rate that one replica keeps, then
-1.5 times, then 0.4 times again. Two days are drawn apart: the first is planned, the second is sent as it comes, and
+1.25 times, then 0.4 times again. Two days are drawn apart: the first is planned, the second is sent as it comes, and
 simulated with the same controller. Its figures are written to STATE/live.json; benchmarks.fleet shows them.
 """
 
@@ -32,7 +32,7 @@ from xgpt.io import dump_json, write_atomic
 
 MODEL, VOCABULARY = "opt-125m", 50_000
 LOOK_S, STARTUP_S = 3.0, 8.0
-PARTS = ((0.4, 0.25), (1.5, 0.5), (0.4, 0.25))
+PARTS = ((0.4, 0.25), (1.25, 0.5), (0.4, 0.25))
 """Multiples of a replica's rate, and shares of the day."""
 LIVE = "live.json"
 LEAD_S = 40.0

@@ -214,7 +214,8 @@ def _problem(request: FleetRequest, model: FleetModel, limits: Sequence[DeviceLi
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet.
+    """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet; where
+    several come to the same fleet, the highest of these.
 
     Replicas that share a load keep more of it than each would alone, and a load that changes within an interval less:
     which weighs more, the simulated day tells.
@@ -224,23 +225,25 @@ def _settled(
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
-    failed = 0.0
+    failed = passed = 0.0
     factor, step = 1.0, FACTOR_STEP
     for _ in range(MOST_TRIED):
         key = solution.replicas.tobytes()
         if key not in known:
             known[key] = model.simulate(solution.replicas, interval_s)
         share = share_kept(model, known[key])
-        if share >= quantile:
-            best = factor, solution, known[key]
-        else:
+        if share < quantile:
             failed = factor
+        else:
+            passed = factor
+            if best is None or (best[1].replicas != solution.replicas).any():
+                best = factor, solution, known[key]
         if best is None:
             factor, step = factor + step, 1.5 * step
-        elif best[0] - failed < 1.01 * FACTOR_STEP or len(model.day.requests) > SAVED_REQUESTS:
+        elif passed - failed < 1.01 * FACTOR_STEP or len(model.day.requests) > SAVED_REQUESTS:
             break
         else:
-            factor = (best[0] + failed) / 2 if failed else best[0] - FACTOR_STEP
+            factor = (passed + failed) / 2 if failed else passed - FACTOR_STEP
         solution = solve_fleet(replace(problem, needs=factor * problem.needs))
     if best is None:
         raise InfeasibleError(
