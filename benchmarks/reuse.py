@@ -3,27 +3,30 @@
     python -m benchmarks.reuse overhead
     python -m benchmarks.reuse soak [--requests 20000]
     python -m benchmarks.reuse curve TRACE.jsonl...
-    python -m benchmarks.reuse served [--quick]
+    python -m benchmarks.reuse served [--requests 60]
+    python -m benchmarks.reuse page -o docs/results/reuse.md
 
-`served` plans a scaled agent trace for this machine, once counting on reuse and once not, runs both plans and one of
-them without reuse, and compares predictions with measurements. It measures a profile first where none is given.
+Each keeps its part of the page in `--work DIR`, and `page` puts them together. `served` plans a scaled agent trace for
+this machine, once counting on reuse and once not, runs both plans and one of them without reuse, and compares
+predictions with measurements. What of it is in DIR already (profile, plans, a plan's run) is not made again.
 """
 
 from __future__ import annotations
 
-import datetime
+import json
 import os
-import platform
-import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import numpy as np
 
+from benchmarks.lib.made import page as made_page
 from tools.structured import BLOCK, shared_prompts, write
-from xgpt.io import load_json
+from xgpt.io import load_json, write_atomic
 from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
 from xgpt.reuse import ReuseCurve
 from xgpt.schema import ANYONE, Plan, Profile
@@ -38,89 +41,142 @@ from xsimulator.reuse import exact_share
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9
 """Of the machine, so that memory has to be divided."""
-ROWS = """| plan | reuse | closed form, req/s | simulated | measured | error | at the pace \
-| TTFT simulated | measured | error | at the pace | found simulated | measured |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
-PAGE = """# Reuse of prompts
+REPEATS = 7
+"""Times that an overhead is measured; the least counts."""
+PARTS = ("served", "curve", "overhead", "soak")
+SERVED = """## Planned and measured
 
-Written by `{command}` on {date}: {machine}, xgpt {version}, OPT-125M (random weights), chunked, of whose memory
-{memory} GiB are taken for the machine's, so that it has to be divided. {count} requests of an agent's tools: twelve
-prompts of 400 tokens in the mean, drawn with probabilities in proportion to n^-0.8, a question of 60 and an answer of
-40 behind them; all at hand. TTFT counts from admission. At the pace: with every step as much longer than its
-prediction as the run's steps were.
+`python -m benchmarks.reuse served --requests {count}`: OPT-125M (random weights), chunked, of whose memory {memory} GiB
+are taken for the machine's, so that it has to be divided. Requests of an agent's tools, always waiting: {prompts}
+prompts of {prompt_tokens} tokens in the mean, drawn with probabilities in proportion to n^-0.8, a question of
+{mean_input:.0f} and an answer of {mean_output:.0f} behind them. The simulated engine runs the same requests as the
+machine, of which {count} are measured. TTFT counts from admission. At the pace: with every step as much longer than its
+prediction as the run's steps were (pace).
 
-{rows}
+| plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
+|---|---|---|---|---|---|---|---|---|---|
+{rates}
+
+| plan | reuse | TTFT simulated | measured | error | at the pace | found, simulated | measured |
+|---|---|---|---|---|---|---|---|
+{firsts}
 
 {gain}
 """
 
 
 @click.group()
-def main() -> None:
+@click.option("--work", default="results/reuse", show_default=True, type=click.Path(path_type=Path))
+@click.pass_context
+def main(context: click.Context, work: Path) -> None:
     """Reuse of prompts."""
+    work.mkdir(parents=True, exist_ok=True)
+    context.obj = work
+
+
+@main.command()
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path))
+@click.pass_obj
+def page(work: Path, output: Path) -> None:
+    """Write what the other commands have kept as one page."""
+    parts = [part.read_text(encoding="utf-8") for name in PARTS if (part := work / f"{name}.md").exists()]
+    text = "Written by `python -m benchmarks.reuse`: [what is reused, and how plans count on it](../guide/reuse.md)."
+    write_atomic(output, made_page("Reuse of prompts", text, "\n".join(parts)))
+
+
+@contextmanager
+def _part(work: Path, name: str) -> Iterator[list[str]]:
+    """Show lines as a part of the page, and keep them."""
+    lines: list[str] = []
+    yield lines
+    text = "\n".join(lines) + "\n"
+    click.echo(text)
+    write_atomic(work / f"{name}.md", text)
 
 
 @main.command()
 @click.option("--requests", default=300, show_default=True)
-def overhead(requests: int) -> None:
-    """Microseconds to hash a prompt and to find, share, name and release its blocks."""
-    click.echo("| blocks of a prompt | hashed, us | rule, us | us a block |\n|---|---|---|---|")
-    base = None
-    for count in (1, 8, 64, 512):
-        hashed, ruled = min((_overhead(count, requests) for _ in range(3)), key=sum)
-        base = base if base is not None else hashed + ruled
-        each = (hashed + ruled - base) / max(1, count - 1)
-        click.echo(f"| {count} | {1e6 * hashed:.1f} | {1e6 * ruled:.1f} | {1e6 * each:.2f} |")
+@click.pass_obj
+def overhead(work: Path, requests: int) -> None:
+    """Microseconds to hash a prompt and to find, share, name and release its blocks, on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    counts = (1, 2, 4, 8, 16, 64, 512)
+    least = [np.min([_overhead(count, requests) for _ in range(REPEATS)], axis=0) for count in counts]
+    found = 1e6 * np.asarray([(hashed, shared - alone) for hashed, alone, shared in least])
+    total = found.sum(axis=1)
+    each, request = np.polyfit(counts, total, 1, w=1 / total)
+    with _part(work, "overhead") as lines:
+        lines += ["## Overhead", ""]
+        lines.append(
+            f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the least of {REPEATS} rounds of "
+            f"{requests} requests. By the line through them a request costs {request:.1f} us, and each block of "
+            f"{BLOCK} tokens {each:.2f} us."
+        )
+        lines += ["", "| blocks of a prompt | hashed, us | rule, us | together | the line |", "|---|---|---|---|---|"]
+        for count, (hashed, ruled) in zip(counts, found, strict=True):
+            line = request + each * count
+            lines.append(f"| {count} | {hashed:.1f} | {ruled:.1f} | {hashed + ruled:.1f} | {line:.1f} |")
 
 
-def _overhead(count: int, requests: int) -> tuple[float, float]:
-    """Return seconds a request for the keys, and for what sharing adds to the rule."""
+def _overhead(count: int, requests: int) -> tuple[float, float, float]:
+    """Return seconds a request for the keys, and for the rule without and with sharing."""
     prompt, prefixes = tuple(range(count * BLOCK)), Prefixes()
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(requests):
         chain = prefixes.extend((), prompt, BLOCK, ANYONE)
-    hashed = (time.perf_counter() - start) / requests
+    hashed = (time.thread_time() - start) / requests
     seconds = []
     for keys in ((), chain):
         pool = Pool(4 * count + 8, BLOCK)
         lane = OneLane(LaneSettings(mix=True, max_batch=1), pool)
-        start = time.perf_counter()
+        start = time.thread_time()
         for id_ in range(requests):
             lane.submit(Request(id_, len(prompt), 1, chain=keys))
             step = lane.next_step()
             assert step is not None
             lane.settle(step, [id_])
-        seconds.append((time.perf_counter() - start) / requests)
-    return hashed, seconds[1] - seconds[0]
+        seconds.append((time.thread_time() - start) / requests)
+    return hashed, seconds[0], seconds[1]
 
 
 @main.command()
 @click.option("--requests", default=20_000, show_default=True)
-def soak(requests: int) -> None:
+@click.pass_obj
+def soak(work: Path, requests: int) -> None:
     """Run requests that share, grow, are preempted and cancelled through the engine, and count its blocks."""
     rng = np.random.default_rng(0)
-    for kv in ("reserve", "quantile"):
-        pool = Pool(400, BLOCK, kv=kv)  # type: ignore[arg-type]
-        engine = Engine(OneLane(LaneSettings(mix=True, token_budget=256, max_batch=32), pool), _Echo(), reuse=True)
-        started, submitted = time.perf_counter(), 0
-        while submitted < requests or not pool.is_idle:
-            while submitted < requests and pool.num_waiting < 40:
-                begin = (int(rng.zipf(1.5)) % 97,) * int(rng.integers(1, 400))
-                prompt = (*begin, *rng.integers(0, 9, int(rng.integers(1, 60))).tolist())
-                engine.submit(Generation(submitted, prompt, 200, output_length=int(rng.integers(1, 200))))
-                submitted += 1
-            if rng.random() < 0.02:
-                engine.cancel(submitted - 1 - int(rng.integers(60)))
-            engine.step()
+    with _part(work, "soak") as lines:
+        lines += ["## No block lost", "", "`python -m benchmarks.reuse soak`: requests that share, grow, are preempted"]
+        lines += ["and cancelled; after them every block can be handed out again, each once.", ""]
+        for kv in ("reserve", "quantile"):
+            preempted, seconds = _soaked(kv, requests, rng)
+            lines.append(f"- `{kv}`: {requests} requests in {seconds:.0f} s, {preempted} preemptions, no block lost")
+
+
+def _soaked(kv: str, requests: int, rng: np.random.Generator) -> tuple[int, float]:
+    """Return preemptions and seconds."""
+    pool = Pool(400, BLOCK, kv=kv)  # type: ignore[arg-type]
+    engine = Engine(OneLane(LaneSettings(mix=True, token_budget=256, max_batch=32), pool), _Echo(), reuse=True)
+    started, submitted = time.perf_counter(), 0
+    while submitted < requests or not pool.is_idle:
+        while submitted < requests and pool.num_waiting < 40:
+            begin = (int(rng.zipf(1.5)) % 97,) * int(rng.integers(1, 400))
+            prompt = (*begin, *rng.integers(0, 9, int(rng.integers(1, 60))).tolist())
+            engine.submit(Generation(submitted, prompt, 200, output_length=int(rng.integers(1, 200))))
+            submitted += 1
+        if rng.random() < 0.02:
+            engine.cancel(submitted - 1 - int(rng.integers(60)))
         engine.step()
-        blocks = pool.blocks
-        assert blocks.num_used == 0 == pool.reserved_blocks, "a block is lost"
-        table = blocks.share([])
-        for _ in range(blocks.count):  # every block can be handed out again, each once
-            blocks.grow(table)
-        assert sorted(table.blocks) == list(range(blocks.count))
-        seconds = time.perf_counter() - started
-        click.echo(f"{kv}: {submitted} requests in {seconds:.0f} s, {pool.num_preemptions} preemptions, no block lost")
+    engine.step()
+    blocks = pool.blocks
+    assert blocks.num_used == 0 == pool.reserved_blocks, "a block is lost"
+    table = blocks.share([])
+    for _ in range(blocks.count):  # every block can be handed out again, each once
+        blocks.grow(table)
+    assert sorted(table.blocks) == list(range(blocks.count))
+    seconds = time.perf_counter() - started
+    return pool.num_preemptions, seconds
 
 
 class _Echo(OneAtATime):
@@ -144,89 +200,119 @@ class _Echo(OneAtATime):
 
 @main.command()
 @click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-def curve(traces: tuple[Path, ...]) -> None:
+@click.pass_obj
+def curve(work: Path, traces: tuple[Path, ...]) -> None:
     """The share of prompt tokens that caches of eight sizes find, predicted in one pass and replayed block by block."""
-    for path in traces:
-        trace = read_lengths(path)
-        assert trace.prefixes is not None, f"{path} does not say what requests have in common"
-        size = trace.prefixes.block_size
-        start = time.perf_counter()
-        found = ReuseCurve(trace, size)
-        seconds = time.perf_counter() - start
-        longest = int((trace.input + trace.output).max())
-        sizes = np.geomspace(1.2 * longest, max(float(found.sizes(8)[-1]), 3.0 * longest), 8)
-        click.echo(f"\n{path.name}: {len(trace.input)} requests, reusable at most {found.most:.1%}, {seconds:.2f} s")
-        click.echo("| cache, tokens | predicted | replayed | difference, points |\n|---|---|---|---|")
-        for tokens in sizes:
-            predicted, replayed = found.share(tokens), exact_share(trace, int(tokens) // size, size)
-            click.echo(f"| {tokens:.0f} | {predicted:.1%} | {replayed:.1%} | {100 * (predicted - replayed):+.2f} |")
+    with _part(work, "curve") as lines:
+        lines += [
+            "## Found by size of cache",
+            "",
+            "`python -m benchmarks.reuse curve`: the share of prompt tokens found,",
+        ]
+        lines.append("predicted in one pass over the trace, and replayed block by block on the engine's own blocks.")
+        lines.append("`conversation_trace` and `synthetic_trace` are of Mooncake's FAST'25 release.")
+        for path in traces:
+            trace = read_lengths(path)
+            assert trace.prefixes is not None, f"{path} does not say what requests have in common"
+            size = trace.prefixes.block_size
+            start = time.perf_counter()
+            found = ReuseCurve(trace, size)
+            seconds = time.perf_counter() - start
+            longest = int((trace.input + trace.output).max())
+            sizes = np.geomspace(1.2 * longest, max(float(found.sizes(8)[-1]), 3.0 * longest), 8)
+            about = f"{len(trace.input):,} requests, reusable at most {found.most:.1%}, {seconds:.2f} s"
+            lines += ["", f"{path.name}: {about}.", "", "| cache, tokens | predicted | replayed | difference, points |"]
+            lines.append("|---|---|---|---|")
+            for tokens in sizes:
+                predicted, replayed = found.share(tokens), exact_share(trace, int(tokens) // size, size)
+                row = f"| {tokens:,.0f} | {predicted:.1%} | {replayed:.1%} | {100 * (predicted - replayed):+.2f} |"
+                lines.append(row)
+
+
+AGENTS = {"prompts": 12, "prompt_tokens": 400, "mean_input": 60.0, "mean_output": 40.0}
+"""Of `shared_prompts`."""
+
+
+class Shown(NamedTuple):
+    """What a run shows.
+
+    Attributes:
+        rate: requests a second at saturation.
+        first_s: mean time from admission to the first token.
+        found: share of the prompt tokens.
+        pace: measured over predicted time of the same steps; 1 where simulated.
+    """
+
+    rate: float
+    first_s: float
+    found: float
+    pace: float = 1.0
 
 
 @main.command()
-@click.option("--quick", is_flag=True, help="A few requests, to see that it runs.")
-@click.option("--requests", default=300, show_default=True)
-@click.option("--profile", type=click.Path(path_type=Path), help="The machine's profile of opt-125m, if it is at hand.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write, as docs/results/reuse.md.")
-def served(quick: bool, requests: int, profile: Path | None, output: Path | None) -> None:
+@click.option("--requests", default=60, show_default=True, help="That are measured, once as many run as may.")
+@click.pass_obj
+def served(work: Path, requests: int) -> None:
     """Plans with and without reuse on this machine, predicted and measured."""
+    trace = _within(shared_prompts(2000, np.random.default_rng(0), **AGENTS), 1800)  # type: ignore[arg-type]
+    steps, aware, unaware = _planned(work, trace)
+    rates, firsts, measured = [], [], []
+    for name, plan, reuse in (
+        ("weighs batch against cache", aware, True),
+        ("ignores reuse", unaware, True),
+        ("ignores reuse", unaware, False),
+    ):
+        kept = work / f"run-{requests}-{'aware' if plan is aware else 'unaware'}-{'on' if reuse else 'off'}.json"
+        if not kept.exists():
+            write_atomic(kept, json.dumps(_measured(plan, steps, trace, requests, reuse=reuse)))
+        shown = Shown(*json.loads(kept.read_text()))
+        of = _simulated(plan, steps, trace, requests, reuse=reuse)
+        measured.append(shown.rate)
+        mode, policy = "on" if reuse else "off", plan.policy
+        cells = [name, mode, f"{policy.token_budget}", f"{policy.max_batch}", f"{plan.estimate.throughput_rps:.2f}"]  # type: ignore[union-attr]
+        cells += _compared(of.rate, shown.rate, 1 / shown.pace, "")
+        rates.append(f"| {' | '.join([*cells, f'{shown.pace:.2f}'])} |")
+        cells = [name, mode, *_compared(of.first_s, shown.first_s, shown.pace, " s")]
+        firsts.append(f"| {' | '.join([*cells, f'{of.found:.1%}', f'{shown.found:.1%}'])} |")
+        click.echo(rates[-1] + "\n" + firsts[-1])
+    gain = (
+        f"Weighing batch against cache serves {measured[0] / measured[1]:.2f} times what the plan that ignores reuse "
+        f"does, and {measured[0] / measured[2]:.2f} times what that one does with reuse off."
+    )
+    with _part(work, "served") as lines:
+        filled = {"rates": "\n".join(rates), "firsts": "\n".join(firsts), "gain": gain}
+        lines.append(SERVED.format(count=requests, memory=MEMORY_GIB, **AGENTS, **filled))
+
+
+def _compared(predicted: float, measured: float, at_pace: float, unit: str) -> list[str]:
+    errors = (f"{100 * (of * predicted / measured - 1):+.1f}%" for of in (1.0, at_pace))
+    return [f"{predicted:.2f}{unit}", f"{measured:.2f}{unit}", *errors]
+
+
+def _planned(work: Path, trace: TraceLengths) -> tuple[Profile, Plan, Plan]:
+    """Return step times, the plan that counts on reuse, and the one of the lengths alone."""
     import xgpt
     from xgpt.resolve import load_cluster
 
-    count = 120 if quick else requests
-    trace = shared_prompts(
-        2 * count, np.random.default_rng(0), prompts=12, prompt_tokens=400, mean_input=60.0, mean_output=40.0
-    )
-    trace = _within(trace, 1800)
     cluster = load_cluster("local")
     device = cluster.device.model_copy(update={"memory_bytes": int(MEMORY_GIB * 2**30)})
-    small = cluster.model_copy(update={"device": device})
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "agents.jsonl"
-        path.write_text(write(trace))
-        lengths = Path(directory) / "lengths.csv"
-        pairs = zip(trace.input.tolist(), trace.output.tolist(), strict=True)
-        lengths.write_text("input,output\n" + "".join(f"{i},{o}\n" for i, o in pairs))
-        asked = {"model": "opt-125m", "cluster": small, "objective": "saturated", "policy": "chunked"}
-        steps = xgpt.profile(model="opt-125m") if profile is None else load_json(profile, Profile, "profile")
-        asked |= {"latency_bound_s": 60.0, "profile": steps}
-        aware = xgpt.plan(**asked, workload=path)
-        unaware = xgpt.plan(**asked, workload=lengths)
-        rows, rates = [ROWS], []
-        for name, plan, reuse in (
-            ("counts on reuse", aware, True),
-            ("ignores it", unaware, True),
-            ("", unaware, False),
-        ):
-            num = (count - 60) // 2
-            figures = xgpt.simulate(plan, workload=str(path if reuse else lengths), num_requests=num).figures
-            rate, share, first_s, pace = _measured(plan, steps, trace, count, reuse=reuse)
-            rates.append(rate)
-            cells = [name, "on" if reuse else "off", f"{plan.estimate.throughput_rps:.2f}"]
-            for predicted, measured, unit, factor in (
-                (figures["throughput_rps"], rate, "", 1 / pace),
-                (figures["ttft_s"], first_s, " s", pace),
-            ):
-                error, at_pace = (100 * (of * predicted / measured - 1) for of in (1.0, factor))
-                cells += [f"{predicted:.2f}{unit}", f"{measured:.2f}{unit}", f"{error:+.1f}%", f"{at_pace:+.1f}%"]
-            cells += [f"{figures.get('reused_share', 0.0):.1%}", f"{share:.1%}"]
-            rows.append(f"| {' | '.join(cells)} |")
-            click.echo(rows[-1])
-    gain = (
-        f"Counting on reuse serves {rates[0] / rates[1]:.2f} times what ignoring it does, and {rates[0] / rates[2]:.2f}"
-    )
-    page = PAGE.format(
-        command=f"python -m benchmarks.reuse served --requests {count}",
-        date=datetime.date.today().isoformat(),
-        machine=f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        version=xgpt.__version__,
-        memory=MEMORY_GIB,
-        rows="\n".join(rows),
-        gain=f"{gain} that ignores it does with reuse off.",
-        count=count,
-    )
-    click.echo(page)
-    if output is not None:
-        output.write_text(page, encoding="utf-8")
+    agents, lengths, times = work / "agents.jsonl", work / "lengths.csv", work / "profile.json"
+    write_atomic(agents, write(trace))
+    pairs = zip(trace.input.tolist(), trace.output.tolist(), strict=True)
+    write_atomic(lengths, "input,output\n" + "".join(f"{i},{o}\n" for i, o in pairs))
+    if not times.exists():
+        write_atomic(times, xgpt.profile(model="opt-125m").model_dump_json())
+    steps = load_json(times, Profile, "profile")
+    asked = {
+        "model": "opt-125m",
+        "cluster": cluster.model_copy(update={"device": device}),
+        "objective": "saturated",
+        "policy": "chunked",
+        "latency_bound_s": 60.0,
+        "profile": steps,
+    }
+    aware, unaware = (xgpt.plan(**asked, workload=path) for path in (agents, lengths))  # type: ignore[arg-type]
+    return steps, aware, unaware
 
 
 def _within(trace: TraceLengths, most: int) -> TraceLengths:
@@ -235,30 +321,42 @@ def _within(trace: TraceLengths, most: int) -> TraceLengths:
     return TraceLengths(trace.input[fits], trace.output[fits], trace.timestamp_s[fits], trace.prefixes.take(fits))
 
 
-def _measured(
-    plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool
-) -> tuple[float, float, float, float]:
-    """Return requests a second at saturation, the share found, the mean time to first token from admission, s, and the
-    measured over the predicted time of the same steps."""
+def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
+    """What the simulated engine makes of the first requests, all at hand."""
+    from xgpt.app.simulating import requests_to_send, run_requests
+
+    sent = trace.take(np.arange(requests_to_send(plan, count, saturated=True)))
+    sent = sent._replace(timestamp_s=None, prefixes=sent.prefixes if reuse else None)
+    return _read(plan, run_requests(plan, profile, sent, plan.workload.output.lengths[-1]), count)
+
+
+def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
+    """What this machine makes of the first requests, all at hand."""
     from xgpt.app.engines import build_engine
-    from xgpt.app.simulating import read_log, reused_share
+    from xgpt.app.simulating import requests_to_send
     from xsimulator.executed import paces
 
     log: list[StepRecord] = []
     engine = build_engine(plan, log.append, reuse=reuse)
+    longest = plan.workload.output.lengths[-1]
     try:
-        for number in range(count):
+        for number in range(requests_to_send(plan, count, saturated=True)):
             output = int(trace.output[number])
-            prompt = _prompt(trace, number)
-            engine.submit(Generation(number, prompt, max(output, 1), output_length=output, promised_output=None))
+            engine.submit(Generation(number, _prompt(trace, number), longest, output_length=output))
         while engine.step() is not None:
             pass
     finally:
         engine.close()
-    found = read_log(plan, plan.workload, log, (count - 60) // 2, saturated=True)
     pace = paces(plan, profile, log)
     assert pace is not None
-    return found.throughput_rps, reused_share(log), found.ttft_s, pace.ratio
+    return _read(plan, log, count)._replace(pace=pace.ratio)
+
+
+def _read(plan: Plan, log: list[StepRecord], count: int) -> Shown:
+    from xgpt.app.simulating import read_log, reused_share
+
+    found = read_log(plan, plan.workload, log, count, saturated=True)
+    return Shown(found.throughput_rps, found.ttft_s, reused_share(log))
 
 
 def _prompt(trace: TraceLengths, number: int) -> tuple[int, ...]:
