@@ -17,4 +17,4 @@ def page(title: str, text: str, body: str) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
-    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit {commit.stdout.strip()}, {date.today()}.\n"
+    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit `{commit.stdout.strip()}`, {date.today()}.\n"
