@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from xgpt.policies.orders import InTimeOrder
 from xgpt.policies.request import Request
 from xgpt.policies.rule import LaneSettings, are_met
-from xgpt.policies.slack import LaneForecast, TimeRoom
+from xgpt.policies.slack import LaneForecast, Slack, TimeRoom
 from xsimulator.arrivals import Kv, Stream
 from xsimulator.step_cost import LaneCost
 from xsimulator.stepped_arrivals import Batch, Step
@@ -77,10 +77,8 @@ class TimedRun(SteppedRun):
             heappush(self._due[batch], (self.now_ns - slack.tpot_ns * iteration, request))
         self._joined[batch].clear()
 
-    def _spare_s(self) -> float | None:
-        """Until the first request in decode is due its next token, of all micro-batches; None: none is in decode."""
-        slack = self._settings.slack
-        assert slack is not None
+    def _spare_s(self, slack: Slack) -> float | None:
+        """What a step may take until the first request in decode is due, of all micro-batches; None: none decodes."""
         firsts: list[int] = []
         for batch, due in self._due.items():
             while due and self.end_ns[due[0][1]] >= 0:
@@ -90,14 +88,14 @@ class TimedRun(SteppedRun):
             joined = [of for request, of in self._joined[batch] if self.end_ns[request] < 0]
             firsts += [self.now_ns + slack.tpot_ns * (iteration - of) for of in joined]
         due_ns = slack.due_ns(min(firsts), 1) if firsts else self.now_ns
-        spare_s = self._forecast.seconds_until(due_ns, self.now_ns, len(self._under_way), slack.num_stages)
-        return spare_s if firsts else None
+        spare_ns = self._forecast.until_ns(due_ns, self.now_ns, len(self._under_way))
+        return slack.step_s(spare_ns) if firsts else None
 
     def _fill(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
         self._take_in()
         if settings.slack is None:
             return super()._fill(settings, batch)
-        room = TimeRoom(settings.slack, self._spare_s(), batch.decoding, batch.context)
+        room = TimeRoom(settings.slack, self._spare_s(settings.slack), batch.decoding, batch.context)
         chunks = self._fill_room(room, settings, batch)
         if chunks or batch.decoding:
             self._forecast.begin(self.now_ns, room.seconds, settings.slack.num_stages)

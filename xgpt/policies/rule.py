@@ -262,7 +262,7 @@ class OneLaneRule:
             for r in each.decoding.values()
         ]
         first_due_ns = min(due_ns, default=now_ns)
-        spare_s = forecast.seconds_until(first_due_ns, now_ns, pool.num_under_way, slack.num_stages)
+        spare_s = slack.step_s(forecast.until_ns(first_due_ns, now_ns, pool.num_under_way))
         context = sum([r.input_length + r.generated for r in running])
         room = TimeRoom(slack, spare_s if due_ns else None, len(running), context)
         chunks = self._fill_room(room, pool, batch)

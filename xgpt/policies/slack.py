@@ -47,12 +47,14 @@ class Slack(NamedTuple):
     Attributes:
         tpot_ns: time between a request's tokens by which it is due the next.
         num_stages: of the lane.
+        num_microbatches: of the lane, in strict turns.
     """
 
     budget: SlackBudget
     clock: StepClock
     tpot_ns: int
     num_stages: int = 1
+    num_microbatches: int = 1
 
     def due_ns(self, first_ns: int, generated: int) -> int:
         """When the next token is due of a request whose first token came then, and which has this many."""
@@ -61,34 +63,42 @@ class Slack(NamedTuple):
     def of_microbatch(self, count: int) -> Slack:
         """One micro-batch's share."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
-        return self._replace(budget=self.budget.model_copy(update={"least_tokens": least, "most_tokens": most}))
+        budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
+        return self._replace(budget=budget, num_microbatches=count)
+
+    def step_s(self, spare_ns: int) -> float:
+        """Return the seconds that a step may take where the first request is due its next token after so long.
+
+        Micro-batches take turns: while one's requests wait for a token, each of the others runs a step. So a step has
+        the part of a token's time that makes all of them equal, and an equal part of what there is beyond: were one to
+        take all, the others' steps would be late behind it, and stages idle in their turns.
+        """
+        count, stages = self.num_microbatches, self.num_stages
+        if count == 1:
+            return spare_ns / 1e9
+        equal_ns = self.tpot_ns * stages / max(stages, count)
+        return (equal_ns + (spare_ns - self.tpot_ns) / count) / 1e9
 
 
 class LaneForecast:
-    """When the steps under way in a lane will have passed its stages, taken for equal.
-
-    end = max(begin + seconds, end of the step before + seconds / stages)
-    """
+    """When the steps under way in a lane will have passed its first stage, all stages taken for equal."""
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
         """When steps were scheduled, and nanoseconds of each on a stage."""
 
-    def seconds_until(self, due_ns: int, now_ns: int, num_under_way: int, num_stages: int) -> float:
-        """Return what a step that is scheduled now may take and be over by then.
+    def until_ns(self, due_ns: int, now_ns: int, num_under_way: int) -> int:
+        """Return what a step that is scheduled now has until then, once the first stage is free.
 
         Args:
             num_under_way: of the steps that have begun, how many have not ended.
         """
         while len(self._begun) > num_under_way:
             self._begun.popleft()
-        free_ns = end_ns = 0
+        free_ns = 0
         for begun_ns, stage_ns in self._begun:
-            start_ns = max(begun_ns, free_ns)
-            free_ns = start_ns + stage_ns
-            end_ns = max(start_ns + num_stages * stage_ns, end_ns + stage_ns)
-        own_ns = due_ns - max(now_ns, free_ns)
-        return (min(own_ns, num_stages * (due_ns - end_ns)) if end_ns > now_ns else own_ns) / 1e9
+            free_ns = max(begun_ns, free_ns) + stage_ns
+        return due_ns - max(now_ns, free_ns)
 
     def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
         """Note a step that is scheduled now."""

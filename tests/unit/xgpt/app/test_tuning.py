@@ -14,7 +14,9 @@ from xgpt.app.solving import Planned, solve
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InputError
 from xgpt.schema import Plan, SlackBudget
+from xsimulator.capacity import Trial
 from xsimulator.events import replay
+from xsimulator.step_times import with_step_times
 
 ASKED = {
     "model": "llama-3.1-8b",
@@ -52,6 +54,17 @@ def test_a_tuned_plan_keeps_no_lower_rate_and_its_log_replays(choice: str, base:
         plan, found.problem.profile, found.problem.workload, 200, rng, ArrivalProcess.at(0.8 * rate_of(plan))
     )
     assert replay(policies.build(plan), log) == log
+
+
+def test_slack_keeps_the_steps_of_a_pipeline_alike() -> None:
+    """One micro-batch took all the time that there was, the next was late behind it: a third of the rate was left."""
+    of = {"model": "llama-3.1-70b", "cluster": "h100x8", "devices": 4, "workload": "azure-conv"}
+    found = planned(**of, ttft_s=1.0, tpot_s=0.1, policy="chunked", fix={"pp": 2, "tp": 2})
+    fixed = with_step_times(found.best, found.problem.profile)
+    assert fixed.policy.kind == "chunked" and fixed.policy.microbatches == 2
+    slack = fixed.policy.model_copy(update={"slack": SlackBudget(least_tokens=32, most_tokens=8192)})
+    plan = fixed.model_copy(update={"policy": slack})
+    assert Trial(plan, found.problem.profile).at(0.75 * rate_of(fixed), 1.0) is not None
 
 
 @pytest.mark.parametrize(

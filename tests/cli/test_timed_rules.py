@@ -1,0 +1,87 @@
+"""Policies whose steps go by the clock, as a user runs them: planned, served, their log replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.commands import Xgpt
+from tests.numerics.checkpoints import VOCABULARY, save
+from tests.planned import cpus
+from xgpt import policies
+from xgpt.app import tuning
+from xgpt.app.bench import served
+from xgpt.client import ClientRequest, replay
+from xgpt.io import dump_json, load_json, read_step_log
+from xgpt.schema import ClusterSpec, Plan, SlackBudget
+from xgpt.schema.step_log import StepRecord
+from xsimulator import events
+
+RNG = np.random.default_rng(3)
+PROMPTS = [RNG.integers(3, VOCABULARY, n).tolist() for n in RNG.integers(1, 90, 60)]
+OUTPUTS = RNG.integers(1, 30, 60).tolist()
+ARRIVALS_S = np.cumsum(RNG.exponential(0.01, 60)).tolist()
+LENGTHS = {
+    "input": {"kind": "uniform", "min": 1, "max": 90},
+    "output": {"kind": "uniform", "min": 1, "max": 30},
+}
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "NUM_TRIALS", 4)
+    monkeypatch.setattr(tuning, "DRAWS", (1,))
+    monkeypatch.setattr(tuning, "NUM_PROCESSES", 1)
+
+
+def slow() -> ClusterSpec:
+    """A device about as fast as a core of this machine is with so small a model."""
+    cluster = cpus(1)
+    efficiency = cluster.device.efficiency.model_copy(update={"step_s": 2e-3, "matrix": 0.2})
+    device = cluster.device.model_copy(update={"efficiency": efficiency})
+    return cluster.model_copy(update={"device": device})
+
+
+def planned(xgpt: Xgpt, checkpoint: Path, policy: str) -> Plan:
+    Path("cluster.yaml").write_text(dump_json(slow()))
+    Path("lengths.yaml").write_text(json.dumps({"name": "short", "source": "made up", **LENGTHS}))
+    output = f"{policy}.json"
+    problem = ("--model", str(checkpoint), "--cluster", "cluster.yaml", "--workload", "lengths.yaml")
+    bounds = ("--latency-bound", "inf", "--ttft", "0.1", "--tpot", "0.004")
+    ran = xgpt("plan", *problem, *bounds, "--policy", policy, "-o", output)
+    assert ran.code == 0, ran.err
+    return load_json(Path(output), Plan, "plan")
+
+
+def run(plan: Plan, directory: Path) -> tuple[list[list[int]], list[StepRecord]]:
+    """Serve the plan, send all requests as they arrive: the answers, and the log."""
+    requests = [
+        ClientRequest(prompt, output, max(OUTPUTS), send_at_s)
+        for prompt, output, send_at_s in zip(PROMPTS, OUTPUTS, ARRIVALS_S, strict=True)
+    ]
+    directory.mkdir()
+    with served(plan, directory, directory / "steps.jsonl") as url:
+        results = asyncio.run(replay(url, requests, concurrency=None))
+    assert not [result.error for result in results if result.error is not None]
+    return [result.token_ids for result in results], read_step_log(directory / "steps.jsonl")
+
+
+def test_what_goes_by_the_clock_is_served_and_replayed(xgpt: Xgpt, tmp_path: Path) -> None:
+    checkpoint, _ = save(tmp_path / "model", "llama", "grouped")
+    fixed = planned(xgpt, checkpoint, "chunked")
+    expected, _ = run(fixed, tmp_path / "fixed")
+    plans = {choice: planned(xgpt, checkpoint, choice) for choice in ("slack", "phases")}
+    if getattr(plans["slack"].policy, "slack", None) is None:  # tuning may keep to the fixed budget that it begins with
+        budget = SlackBudget(least_tokens=8, most_tokens=256)
+        policy = plans["slack"].policy.model_copy(update={"slack": budget})
+        plans["slack"] = plans["slack"].model_copy(update={"policy": policy})
+    for choice, plan in plans.items():
+        tokens, log = run(plan, tmp_path / choice)
+        assert tokens == expected
+        # The simulated engine, fed with the log's arrivals and times, decides every step alike.
+        assert events.replay(policies.build(plan), log) == log
+        assert any(step.encode and step.decode for step in log) == (choice == "slack")
