@@ -14,6 +14,8 @@ from tests.cli.commands import Xgpt
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     assert "Did you mean 'plan'?" in xgpt.fails(2, "plna")
+    assert "Did you mean --latency-bound?" in xgpt.fails(2, "plan", "--latency-bund", "3")
+    assert "It is one of `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
     assert "There are plan, fleet, profile," in xgpt.fails(2, "zzz")
 
 

@@ -90,6 +90,19 @@ def cli() -> None:
     """
 
 
+def _elsewhere(error: click.NoSuchOption) -> str:
+    """Say what an option that a command has not is called there, or which other commands have it."""
+    named = [name for name in COMMANDS if _takes(name, error.option_name)]
+    if named:
+        return f" It is one of `xgpt {'`, `xgpt '.join(named)}`."
+    return f" Did you mean {', '.join(error.possibilities)}?" if error.possibilities else ""
+
+
+def _takes(name: str, option: str) -> bool:
+    command = cli.get_command(click.Context(cli), name)
+    return command is not None and any(option in parameter.opts for parameter in command.params)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; every error is one line on standard error and an exit code (see xgpt.errors)."""
     try:
@@ -98,6 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)
+    except click.NoSuchOption as error:
+        _fail(f"No such option {error.option_name!r}.{_elsewhere(error)}", 2)
     except click.BadParameter as error:
         _fail(error.format_message().removesuffix(".") + _way_out(error), 2)
     except click.ClickException as error:

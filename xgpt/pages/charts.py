@@ -183,10 +183,9 @@ def day(of: Day, *, alt: str, caption: str) -> Chart:
             running.stairs(above, of.hours, baseline=below, fill=True, color=colour, alpha=0.75, label=name)
             below = above
         running.set_ylabel("replicas")
-        running.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6)
-        keeping.stairs(
-            [float("nan") if share is None else 100 * share for share in of.kept], of.hours, color=COLOURS[2]
-        )
+        running.legend(loc="upper left", ncols=6)
+        kept = [float("nan") if share is None else 100 * share for share in of.kept]
+        keeping.stairs(kept, of.hours, baseline=None, color=COLOURS[2])
         keeping.axhline(100 * of.asked, color="#b3261e", linewidth=1.2, linestyle="--")
         keeping.set_ylabel("% kept")
         costing.stairs(of.costs, of.hours, fill=True, color=COLOURS[0], alpha=0.75)
@@ -195,5 +194,7 @@ def day(of: Day, *, alt: str, caption: str) -> Chart:
         costing.set_xlabel("hours")
         for axes in (arriving, running, costing):
             axes.set_ylim(bottom=0)
+        running.set_ylim(top=1.4 * max(1, *below))  # for the legend
+        running.set_xlim(of.hours[0], of.hours[-1])
         figure.align_ylabels()
         return _draw(figure, alt, caption)
