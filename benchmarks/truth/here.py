@@ -27,7 +27,7 @@ def rows(folder: Path, most: int | None) -> Iterator[Row]:
         predicted: Figures = {}
         measured: Figures = {}
         for name, figure in checked(report).items():
-            error = figure.error if figure.error_at_pace is None else figure.error_at_pace
+            error = figure.error if figure.of_model is None else figure.of_model
             measured[NAMES[name]] = figure.measured
             predicted[NAMES[name]] = figure.measured * (1 + error)
         load = "saturated" if report.arrival_rate_per_s is None else "open loop"
