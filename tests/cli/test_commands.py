@@ -28,6 +28,15 @@ def test_an_unknown_name_lists_what_exists(xgpt: Xgpt, kind: str) -> None:
         assert name in line
 
 
+def test_one_bound_is_enough_and_none_is_refused(xgpt: Xgpt, tmp_path: Path) -> None:
+    line = xgpt.fails(2, "plan", *PROBLEM)
+    assert "--latency-bound" in line and "--ttft" in line
+    path = tmp_path / "plan.json"
+    assert xgpt("plan", "--ttft", "2", *PROBLEM, "-o", str(path)).code == 0
+    constraint = load_json(path, Plan, "plan").constraint
+    assert (constraint.latency_bound_s, constraint.ttft_s) == (None, 2)
+
+
 def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
     assert "did you mean chunked?" in xgpt.fails(2, "plan", "--latency-bound", "4", "--policy", "chunkd")
     line = xgpt.fails(2, "plan", "--latency-bound", "4", *PROBLEM, "--policy", "best")

@@ -232,10 +232,19 @@ def _latency_option(text: str) -> Callable[[F], F]:
         "--latency-bound",
         "latency_bound_s",
         type=Seconds(allow_inf=True),
-        required=True,
+        callback=_is_bounded,
         metavar="S|inf",
         help=text,
     )
+
+
+def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
+    """Refuse a command that names no bound at all: options that are not given are read last."""
+    parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
+    is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
+    if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
+        raise click.UsageError("Missing option '--latency-bound'; give it in seconds, or --ttft or --tpot", context)
+    return bound_s
 
 
 def _parts() -> list[Callable[[F], F]]:
