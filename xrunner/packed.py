@@ -59,6 +59,8 @@ ROWS = (1, 8, 32, 128, 512)
 MOST_PRODUCT = 2**33
 """Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
 REPEATS = 5
+EVICTING = 2**24
+"""Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
 
 
 class WeightLayout(NamedTuple):
@@ -177,22 +179,23 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     names = layouts_of(dtype)
     if len(names) < 2:
         return {}
-    chosen = {}
+    chosen, others = {}, torch.ones(EVICTING)
     for shape in sorted(set(shapes)):
         weight = torch.randn(shape)
         products = [LAYOUTS[name].pack(weight, "none") for name in names]
         rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
-        seconds = torch.tensor([_timed(products, torch.randn(n, shape[1])) for n in rows])  # [rows, layouts]
+        seconds = torch.tensor([_timed(products, torch.randn(n, shape[1]), others) for n in rows])  # [rows, layouts]
         mean = (seconds / seconds.amin(dim=1, keepdim=True)).mean(dim=0)
         chosen[shape_name(shape)] = names[int(mean.argmin())]
     return chosen
 
 
-def _timed(products: list[PackedLinear], x: Tensor) -> list[float]:
-    """The least seconds of each product with x, by turns."""
+def _timed(products: list[PackedLinear], x: Tensor, others: Tensor) -> list[float]:
+    """The least seconds of each product with x, by turns, each after `others` have been read."""
     best = [float("inf")] * len(products)
     for repeat in range(1 + REPEATS):
         for i, product in enumerate(products):
+            others.sum()
             started = time.perf_counter()
             product(x, None)
             if repeat:  # the first makes what the others find

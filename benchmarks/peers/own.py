@@ -16,6 +16,8 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 
 NUM_BLOCKS, BLOCK_SIZE = 4096, 16
+FEWEST = 128
+"""Tokens of a step that mixes prompts and decodes: products of fewer rows take longer a row."""
 ROOM = 1.15
 """Over a level load: a request let in late must still be done when the longest output is."""
 
@@ -52,9 +54,12 @@ def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
 
 
 def level_budget(requests: list[Request]) -> int:
-    """Tokens a step where all steps have as many: prompts fill up what decodes leave, and no step is small."""
+    """Tokens a step where all steps have as many: prompts fill up what decodes leave, and no step is small.
+
+    With few requests such a step would be too small for products to be fast: prompts then come in larger pieces.
+    """
     num_tokens = sum(len(request["prompt"]) + request["num_output"] for request in requests)
-    return ceil(ROOM * num_tokens / max(request["num_output"] for request in requests))
+    return max(FEWEST, ceil(ROOM * num_tokens / max(request["num_output"] for request in requests)))
 
 
 answer(load)
