@@ -183,7 +183,7 @@ def check_engine(plan: Plan, engine: str) -> None:
     of = plan.profile.engine
     if of in (None, engine):
         return
-    run = f"serve it with `engine={of}`, or " if of in ("native", "vllm") else ""
+    run = f"serve it with `xgpt serve --engine {of}`, or " if of in ("native", "vllm") else ""
     make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
     raise InputError("plan.profile.engine", of, f"the plan rests on step times of {of}, not of {engine}: {run}{make}")
 

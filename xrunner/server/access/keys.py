@@ -119,6 +119,8 @@ def _digest(key: bytes) -> bytes:
 def _read(path: Path) -> dict[bytes, Key]:
     try:
         return _parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        raise InputError(FIELD, str(path), "there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(FIELD, str(path), f"it cannot be read: {error}") from None
 

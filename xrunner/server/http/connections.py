@@ -134,7 +134,9 @@ class Listener(socket.socket):
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
-            raise MachineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+            way_out = "; take another with `port`" if error.errno == errno.EADDRINUSE else ""
+            raise MachineError(f"cannot listen on {host}:{port}: {reason}{way_out}") from None
         with bound:
             return cls(bound)
 
