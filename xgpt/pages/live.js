@@ -1,4 +1,4 @@
-const WIDTH = 480, HEIGHT = 150, LEFT = 44, BOTTOM = 18;
+const WIDTH = 480, HEIGHT = 150, LEFT = 52, BOTTOM = 18;
 
 function axes(id, label, low, high, top) {
   const svg = picture(id, label, WIDTH, HEIGHT);
@@ -37,7 +37,9 @@ function histogram(id, label, bins) {
   shape(svg, "text", {x: WIDTH - 4, y: HEIGHT - 4, "text-anchor": "end"}, `${Math.round(bins.edges[bins.edges.length - 1])} tokens`);
 }
 
-const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_")).map(([key, value]) => `${key} ${value}`).join(", ");
+// What a plan for one device has one of.
+const isOne = (key, value) => value === 1 && ["ep_degree", "microbatches"].includes(key);
+const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_") && !isOne(key, value)).map(([key, value]) => `${key} ${value}`).join(", ");
 
 const inWords = (decision) => `${decision.action}: ${decision.reason}`;
 
