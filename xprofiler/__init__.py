@@ -5,7 +5,7 @@ A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` 
 
 from xgpt import __version__
 
-GENERATION = 8
+GENERATION = 9
 """To be raised whenever steps are executed, or measured, in another way: older profiles are not planned with."""
 
 NATIVE_VERSION = f"{__version__}, steps of generation {GENERATION}"
