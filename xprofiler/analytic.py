@@ -269,6 +269,8 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
+        if spec.norms_span_heads:
+            shared += kernels.all_reduce(8 * tokens / kernels.size, t)  # squares of queries and keys, in float32
         return products(tokens) + shared + kernels.efficiency.layer_s
 
     encode_attention, decode_attention = _attention(spec, kernels, t)

@@ -190,6 +190,8 @@ def _layer(
     encode, decode, products = _attention(spec, tables, t, slower)
     products = products + _feed_forward(spec, tables, kernels, group, experts)
     reduced = 2 * tables.all_reduce(tokens * spec.hidden_size, t)
+    if spec.norms_span_heads:  # the squares of queries and keys, in float32
+        reduced = reduced + tables.all_reduce(4 * tokens, t)
     # Read and written in half precision: two norms with their residuals, rotations with writing K/V, the activation.
     q, kv = spec.num_heads // t * spec.head_dim, max(1, spec.num_kv_heads // t) * spec.head_dim
     dense = 1 - spec.num_expert_layers() / spec.num_layers

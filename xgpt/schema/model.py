@@ -208,6 +208,11 @@ class ModelSpec(ModelShape):
         return self.num_encoder_layers > 0
 
     @property
+    def norms_span_heads(self) -> bool:
+        """Whether queries and keys are normed over all heads together, of which each device of a group has some."""
+        return self.family == "minimax_m2"
+
+    @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
         """Types that its activations fit in: T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
