@@ -146,7 +146,7 @@ def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
         return [Arm(), Arm("shuffled")]
     log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     passed = iterations_until_joined(log) / plan.policy.decode_microbatches
-    return [Arm(), Arm("shuffled"), *(Arm(buffer=round(times * passed)) for times in BUFFERS)]
+    return [Arm(), Arm("shuffled"), *dict.fromkeys(Arm(buffer=max(1, round(times * passed))) for times in BUFFERS)]
 
 
 def iterations_until_joined(log: Sequence[StepRecord]) -> float:

@@ -290,22 +290,24 @@ def figure_10() -> Iterator[Claim]:
         "ExeGPT Fig. 10",
         f"planned on {NUM_PLANNED} lengths, run on all: bounds kept",
         "all",
-        f"{here.num_kept} of {len(here.over_at_quantile)}",
+        f"{sum(share <= 1 for share in here.of_bound)} of {len(here.of_bound)}",
         "all",
-        here.num_kept == len(here.over_at_quantile),
+        max(here.of_bound) <= 1,
+        "which lengths were seen, as plans here keep no headroom: the slowest request of the quantile's length takes "
+        f"{max(here.of_bound):.3f} of its bound; it holds where plans keep that much more headroom",
     )
 
 
 class OnRealLengths(NamedTuple):
-    """Throughput over FT's where FT keeps the bound, over FT's at the quantile's length, and the bounds kept."""
+    """Throughput over FT's where FT keeps the bound, over FT's at the quantile's length, and latency over the bound."""
 
     over: list[float]
     over_at_quantile: list[float]
-    num_kept: int
+    of_bound: list[float]
 
 
 def _on_real_lengths(longest_output: int) -> OnRealLengths:
-    over, over_at_quantile, num_kept = [], [], 0
+    over, over_at_quantile, of_bound = [], [], []
     rng = np.random.default_rng(0)
     for model, cluster in (("opt-13b", "a40x4"), ("gpt3-39b", "a40x16")):
         for task in ("azure-conv", "azure-code"):
@@ -318,11 +320,11 @@ def _on_real_lengths(longest_output: int) -> OnRealLengths:
                 if plan is None:
                     continue
                 found = simulated(plan, problem(model, cluster, whole, bound_s))
-                num_kept += bound_s is None or found.latency_s <= bound_s
+                of_bound.append(0.0 if bound_s is None else found.latency_s / bound_s)
                 over_at_quantile.append(found.throughput_rps / baseline.at(bound_s, at_quantile=True))
                 if baseline.at(bound_s):
                     over.append(found.throughput_rps / baseline.at(bound_s))
-    return OnRealLengths(over, over_at_quantile, num_kept)
+    return OnRealLengths(over, over_at_quantile, of_bound)
 
 
 def simulated(plan: Plan, of: Problem) -> Measured:
