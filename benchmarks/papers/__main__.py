@@ -4,7 +4,7 @@
 
 A part stands behind some rows of the table, and names the function that makes them; without parts, all are made, with
 --quick those that neither search nor measure. What stands in the JSON lines is not made again, so a whole run can be
-made in pieces, and broken off; --again makes the named parts anew. The page says of which commit each part is.
+made in pieces, and broken off; --again makes the named parts anew. The page says which parts are of one commit.
 """
 
 from __future__ import annotations
@@ -128,15 +128,15 @@ def page(parts: dict[str, Made]) -> str:
     claims = [(name, one) for name, made in parts.items() for one in made.found if isinstance(one, Claim)]
     num_held = sum(claim.holds for _, claim in claims)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    commits = ", ".join(dict.fromkeys(made.commit for made in parts.values()))
-    text = f"{PAGE}{date.today()}, {versions}, commit {commits}; {num_held} of {len(claims)} rows hold.\n\n"
-    text += f"{claims_table(claims)}\n## Parts\n\n"
-    text += "| part | command | code | kind | s | commit |\n|---|---|---|---|---|---|\n"
+    commits = list(dict.fromkeys(made.commit for made in parts.values()))
+    text = f"{PAGE}{date.today()}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
+    text += f"{claims_table(claims)}\n## Parts\n\nParts of the same run were made by the same commit.\n\n"
+    text += "| part | command | code | kind | s | run |\n|---|---|---|---|---|---|\n"
     for name, made in parts.items():
         make = PARTS[name].make
         code = f"`{make.__module__}.{make.__name__}`"
         text += f"| {name} | `python -m benchmarks.papers {name}` | {code} | {PARTS[name].kind} "
-        text += f"| {made.seconds:.0f} | {made.commit} |\n"
+        text += f"| {made.seconds:.0f} | {commits.index(made.commit) + 1} |\n"
     for made in parts.values():
         for one in made.found:
             if isinstance(one, Table):
