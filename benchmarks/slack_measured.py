@@ -3,7 +3,7 @@
     python -m benchmarks.slack_measured --plan FILE [--model opt-125m] [--workload summarization]
     python -m benchmarks.slack_measured --run FILE [--seconds 400] [--engine vllm]
 
---plan profiles the machine, takes bounds from what it can do (multiples of the nearest TPOT, and of a prompt's time),
+--plan profiles the machine, takes bounds from what it can do (multiples of a decode's and a prompt's time),
 plans each way under each pair, and writes them to FILE with their simulated capacities: before anything is served.
 --run serves the pair whose predicted gain is highest, each plan at rates up and down from its prediction, until one at
 which 99% keep the bounds is followed by another, `STEP` higher, at which they do not; all plans are sent the same
@@ -25,24 +25,21 @@ from benchmarks.slack import best_fixed, best_of
 from xgpt.app.arrivals import rate_of
 from xgpt.app.bench import Load, bench_plan
 from xgpt.app.plan_text import settings_text
-from xgpt.app.planning import plan_each
 from xgpt.app.problems import resolve
 from xgpt.app.profiles import measured_profile, profile_of
 from xgpt.app.request import plan_request
 from xgpt.arrival_process import ArrivalProcess
-from xgpt.errors import InfeasibleError
 from xgpt.io import dump_json
 from xgpt.policies.slack import StepClock
 from xgpt.schema import EngineKind, Plan
-from xscheduler.problem import Problem
 from xsimulator.step_times import with_step_times
 
 STEP = 0.06
 """Rates that are tried lie this share apart."""
 REQUESTS = 300
 """That count at each rate: three of them may break their bounds."""
-FACTORS = ((1.2, 4.0), (1.2, 8.0), (2.0, 4.0), (2.0, 8.0))
-"""Bounds: TPOT as a multiple of the nearest that a fixed budget keeps, TTFT as one of a longest prompt's own time."""
+FACTORS = ((4.0, 4.0), (8.0, 4.0))
+"""Bounds: TPOT as a multiple of a decode step of one request, TTFT as one of the longest prompt's own time."""
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
@@ -83,11 +80,11 @@ def predictions(
     times = with_step_times(loose, free.profile).estimate.step_times
     assert times is not None
     prompt_s = StepClock(times).prompt_ns(free.workload.input.lengths[-1]) / 1e9
-    nearest_s = _nearest_tpot(free)
-    click.echo(f"nearest TPOT {1000 * nearest_s:.3g} ms, longest prompt {1000 * prompt_s:.4g} ms")
+    decode_s = StepClock(times).tokens(1) + StepClock(times).decodes(1, 0)
+    click.echo(f"a decode {1000 * decode_s:.3g} ms, longest prompt {1000 * prompt_s:.4g} ms")
     cases = []
     for tpot, ttft in pairs:
-        limits = {"ttft_s": float(f"{ttft * prompt_s:.2g}"), "tpot_s": float(f"{tpot * nearest_s:.2g}")}
+        limits = {"ttft_s": float(f"{ttft * prompt_s:.2g}"), "tpot_s": float(f"{tpot * decode_s:.2g}")}
         case = free.under(free.constraint.model_copy(update=limits))
         plans = {"fixed": best_fixed(case), "slack": best_of(case, "slack"), "phases": best_of(case, "phases")}
         found = {name: plan for name, plan in plans.items() if plan is not None}
@@ -96,15 +93,6 @@ def predictions(
             {**limits, "plans": {name: json.loads(dump_json(plan)) for name, plan in found.items()}, "runs": []}
         )
     return cases
-
-
-def _nearest_tpot(free: Problem) -> float:
-    try:
-        plan_each(free.under(free.constraint.model_copy(update={"tpot_s": 1e-6})), "chunked")
-    except InfeasibleError as error:
-        assert error.nearest_bound_s is not None
-        return error.nearest_bound_s
-    raise AssertionError("a bound of a microsecond is kept")
 
 
 def run(path: Path, seconds: float, engine: EngineKind) -> None:
