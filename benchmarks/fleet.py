@@ -258,7 +258,7 @@ def main(
     state: Path, traces: Path | None, mooncake: Path | None, names: str | None, seconds: float, page: Path | None
 ) -> None:
     state.mkdir(parents=True, exist_ok=True)
-    ends_s = time.monotonic() + seconds
+    ends_s, missing = time.monotonic() + seconds, list[str]()
     lines = [
         "| load | fleet | within the bounds | the same, headroom free | device-hours | of the optimum's | starts |"
     ]
@@ -269,6 +269,7 @@ def main(
         rows = run(case, state, ends_s)
         if len(rows) < len(TARGETS) + 3:
             print(f"{case.name}: not done, {sorted(rows)}")
+            missing.append(case.name)
             continue
         optimum = rows["clairvoyant"].device_hours
         lines += [
@@ -278,7 +279,8 @@ def main(
         ]
     print("\n".join(lines))
     if page is not None:
-        write_atomic(page, made.page("A day's fleet", TEXT, "\n".join(lines) + lived(state / LIVE)))
+        open_ = f"\n\nNot run here: {', '.join(missing)}." if missing else ""
+        write_atomic(page, made.page("A day's fleet", TEXT, "\n".join(lines) + open_ + lived(state / LIVE)))
 
 
 def lived(path: Path) -> str:
