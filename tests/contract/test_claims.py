@@ -15,6 +15,7 @@ from xgpt.app.arrivals import COARSE, rate_of
 from xgpt.app.planning import plan_each
 from xgpt.app.problems import scheduler
 from xgpt.app.request import PolicyChoice
+from xgpt.app.saturation import AGREES
 from xgpt.app.simulating import simulate
 from xgpt.app.verifying import request_law
 from xgpt.errors import InfeasibleError
@@ -30,6 +31,8 @@ CLUSTER = load_cluster("a40x4")
 ROUNDING = 1e-9
 SHARES = (0.4, 1.2)
 """Bounds, as shares of the latency of the plan without one."""
+CHANCE = 0.25
+"""By which share a few requests may take another time than many of the same lengths."""
 ARRIVAL_SHARES = (0.7, 1.1, 2.5)
 """The same, with waiting counted."""
 
@@ -104,7 +107,8 @@ def claims_hold(case: Case) -> None:
             continue
         kept = True
         best = next(iter(plans.values()))
-        slack = 1 + (best.search.gap or 0.0)
+        settled = "throughput_rps" in best.estimate.simulated  # and nothing is proven
+        slack = 1 + (AGREES if settled else best.search.gap or 0.0)
         assert best.estimate.throughput_rps * slack >= best_rps * (1 - ROUNDING), "a tighter bound serves more"
         best_rps = max(best_rps, best.estimate.throughput_rps)
         for plan in plans.values():
@@ -136,17 +140,26 @@ def figures_are_simulated(case: Case, plan: Plan) -> None:
     """Other requests than those that settled the plan show what it says."""
     subject, rng = case.subject, np.random.default_rng(case.seed + 1)
     error = plan.estimate.latency_error
+    # Between two lengths the latency of a quantile may jump: what lies a little to either side counts.
+    q, near = plan.constraint.quantile, 0.2 * (1 - plan.constraint.quantile)
     if error is not None:
         law = request_law(plan, subject.profile, seed=case.seed % 1000 + 1)
-        # Between two lengths the latency of a quantile may jump: what lies a little to either side counts.
-        q, near = plan.constraint.quantile, 0.2 * (1 - plan.constraint.quantile)
         low, high = law.quantile(q - near), law.quantile(q + near)
         room = 4 * (error + law.error(q)) + 0.01
         assert low * (1 - room) <= plan.estimate.latency_s <= high * (1 + room), (low, plan.estimate.latency_s, high)
     # A batch that begins all at once ends its short requests first: of a few batches its long ones are in the mean.
     num_requests = ceil(200 + 12 * plan.estimate.decode_batch)
     measured, _ = simulate(plan, subject.profile, subject.workload, num_requests, rng)
-    assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.25)
+    assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=CHANCE)
+    if error is None:
+        assert measured.latency_s == pytest.approx(plan.estimate.latency_s, rel=CHANCE)
+    else:
+        low, high = np.quantile(measured.latencies_s, [q - near, q + near])
+        assert low / (1 + CHANCE) <= plan.estimate.latency_s <= (1 + CHANCE) * high, (
+            low,
+            plan.estimate.latency_s,
+            high,
+        )
 
 
 def rates_hold(case: Case) -> None:
@@ -205,6 +218,12 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 # Tails that few admissions do not tell: requests that wait in a pipeline of waa's; batches of which a few are slow.
 @example(Case(284712975, 3, "waa", "request", monotone=True, quantile=0.99))
 @example(Case(2055536846, 1, "static", "request", monotone=True, quantile=0.99))
+# Outputs of one token, which say nothing of the time of longer ones: of waa's decode lane; of a batch that has ended.
+@example(Case(1813625218, 3, "waa", "request", monotone=True, quantile=0.9))
+@example(Case(3689056080, 3, "static", "request", monotone=False, quantile=0.99))
+# Outputs of one length, or of two of which one is rare: requests that began together stay together.
+@example(Case(1247510167, 1, "orca", "length", monotone=False, quantile=0.99))
+@example(Case(1966559322, 4, "waa", "length", monotone=False, quantile=0.9))
 def test_claims_hold(case: Case) -> None:
     claims_hold(case)
 

@@ -268,5 +268,6 @@ def proof_in_words(plan: Plan) -> str:
     )
     simulated = f", {search.simulations} plans simulated," if search.simulations else ""
     if plan.estimate.simulated:
-        proof += f"; simulated, not in closed form: {', '.join(plan.estimate.simulated)} and the arrival rate"
+        rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
+        proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from xgpt.app.arrivals import best_by_arrivals
 from xgpt.app.problems import scheduler
 from xgpt.app.request import POLICY_GROUPS, PolicyChoice
+from xgpt.app.saturation import settled, with_simulated_figures
 from xgpt.app.tuning import tune
 from xgpt.app.verifying import best_of_each
 from xgpt.errors import InfeasibleError, InputError, nearest
@@ -58,12 +59,16 @@ def plan_each(
     of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
         plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
+        if problem.reused is None:
+            plans = {kind: with_simulated_figures(plan, problem.profile) for kind, plan in plans.items()}
         if policy in TUNED:  # never without a word in `auto`: it takes its time
             (base,) = plans.values()
             others = [finish(plan) for plan in _others(of, TUNED[policy])]
             return {policy: tune(base, policy, problem.profile, others=others, order=order)}
         return _distinct(plans)
     plans = best_of_each(of, kinds, progress)
+    if problem.reused is None:
+        plans = settled(of, plans, progress)
     _check_stable(problem.constraint, plans)
     ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
     return _distinct({kind: finish(plan) for kind, plan in ordered})
@@ -175,10 +180,9 @@ def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan 
     try:
         if problem.constraint.maximises_arrivals:
             return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
-        plans = best_of_each(of, kinds)
+        return next(iter(settled(of, best_of_each(of, kinds)).values()))
     except InfeasibleError:
         return None
-    return max(plans.values(), key=lambda plan: plan.estimate.throughput_rps)
 
 
 def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:

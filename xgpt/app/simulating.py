@@ -243,7 +243,7 @@ def request_latencies(
         seen = SeenSteps.of_run(run)
     else:
         seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
-    return request_law(seen, lengths, skipped, num_requests, encode_emits=_encode_emits(plan))
+    return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
 
 
 def replay_trace(
@@ -397,7 +397,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         quantile_output=quantile(workload.output, plan.constraint.quantile),
         skip_requests=warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
-        encode_emits=_encode_emits(plan),
+        encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,
     )
 
@@ -406,9 +406,9 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> Reques
     """What the first requests of a log of this plan took from their arrival on."""
     from xsimulator.measures import request_times
 
-    return request_times(log, num_requests, encode_emits=_encode_emits(plan))
+    return request_times(log, num_requests, encode_emits=encode_emits(plan))
 
 
-def _encode_emits(plan: Plan) -> bool:
+def encode_emits(plan: Plan) -> bool:
     """Whether the step that ends a prompt makes its first token."""
     return plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder
