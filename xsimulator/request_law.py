@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema.step_log import StepRecord
-from xsimulator.arrivals import Run
+from xsimulator.arrivals import BOTH, Run
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -122,6 +122,7 @@ class SeenSteps:
         mixed: some step encodes and decodes.
         steps: of each micro-batch, the steps that decode.
         empty: of each micro-batch, the numbers of its decode steps that find nothing from before in decode.
+        ended: of each micro-batch, steps without decodes that leave nothing in decode: all outputs have one token.
         admitted, first_token, last_token: the step that begins a request's prompt, that which makes its first token (of
             an encoder's lane: ends the prompt), and its last; -1: none does. # [requests]
         batch: the micro-batch in which it decodes; -1: none. # [requests]
@@ -134,6 +135,7 @@ class SeenSteps:
     mixed: bool
     steps: dict[int, Ints]
     empty: dict[int, Ints]
+    ended: dict[int, Ints]
     admitted: Ints
     first_token: Ints
     last_token: Ints
@@ -144,10 +146,12 @@ class SeenSteps:
     def of_run(cls, run: Run) -> SeenSteps:
         """What a run by counts has logged."""
         log, requests = run.log, run.state.requests
-        steps, empty = {}, {}
+        steps, empty, ended = {}, {}, {}
+        without = (log["lane"] == BOTH) & (log["decodes"] == 0) & (log["left"] == 0)
         for batch in np.unique(log["batch"][log["decodes"] > 0]).tolist():
             of = np.flatnonzero((log["batch"] == batch) & (log["decodes"] > 0))
             steps[batch], empty[batch] = of, np.flatnonzero(log["left"][of] == 0) + 1
+            ended[batch] = np.flatnonzero(without & (log["batch"] == batch))
         return cls(
             log["start_ns"] / 1e9,
             log["end_ns"] / 1e9,
@@ -155,6 +159,7 @@ class SeenSteps:
             bool(((log["encodes"] > 0) & (log["decodes"] > 0)).any()),
             steps,
             empty,
+            ended,
             *(requests[name] for name in ("admitted_step", "first_step", "last_step", "joined_batch", "joined_step")),
         )
 
@@ -166,6 +171,7 @@ class SeenSteps:
         admitted, first, last, batch_of, joined = (np.full(max(prompts, default=-1) + 1, -1) for _ in range(5))
         steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         empty: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        ended: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         inside: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
         numbers: dict[tuple[str, int], int] = {}
         for i, record in enumerate(log):
@@ -194,6 +200,8 @@ class SeenSteps:
                     others.discard(id_)
             if record.decode and not inside[batch]:
                 empty[batch].append(len(steps[batch]))
+            elif record.lane == "both" and not inside[batch]:
+                ended[batch].append(i)
         return cls(
             np.asarray([record.start_ns for record in log], float) / 1e9,
             np.asarray([record.end_ns for record in log], float) / 1e9,
@@ -201,6 +209,7 @@ class SeenSteps:
             any(record.encode and record.decode for record in log),
             {numbers[batch]: np.asarray(of, int) for batch, of in steps.items() if of},
             {numbers[batch]: np.asarray(empty[batch], int) for batch, of in steps.items() if of},
+            {numbers[batch]: np.asarray(ended[batch], int) for batch, of in steps.items() if of},
             *(admitted, first, last, batch_of, joined),
         )
 
@@ -215,6 +224,7 @@ class SeenSteps:
         """From here on batches are as in the steady state, up to the last admission."""
         first = self.end_s[self.first_token[ids]]
         found = np.repeat((first - self.start_s[self.admitted[ids]])[:, None], len(decodes), axis=1)
+        further = np.full_like(found, np.nan)
         for batch, steps in self.steps.items():
             rows = np.flatnonzero(self.batch[ids] == batch)
             if not len(rows):
@@ -224,6 +234,9 @@ class SeenSteps:
             ends = [int(np.searchsorted(steps, self._last)), len(steps) + 1]
             empty = np.sort(np.concatenate([self.empty[batch], ends]))
             until = np.minimum(empty[np.searchsorted(empty, joined + 1)], len(steps))
+            ended = np.append(self.ended[batch], len(self.end_s))
+            ends_in = ended[np.searchsorted(ended, self.first_token[ids[rows]])]
+            until = np.minimum(until, np.searchsorted(steps, ends_in))
             known = np.minimum(decodes, np.maximum(until - joined, 0)[:, None])  # [rows, decodes]
             last = np.clip(joined[:, None] + known - 1, 0, len(steps) - 1)
             own = np.where(known > 0, end[last] - first[rows, None], 0.0)
@@ -233,8 +246,13 @@ class SeenSteps:
             reach = np.minimum(np.arange(int(decodes.max()) + 1), len(behind) - 1)
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
             own += total[decodes] - total[known]
-            found[rows] += np.where(decodes > 0, own, 0.0)
-        return found
+            further[rows] = np.where(decodes > 0, own, 0.0)
+        # Under WAA a request of one token never comes to the decode lane: had it gone on, it would have met there what
+        # the next one meets that does.
+        known = np.flatnonzero(~np.isnan(further[:, 0]))
+        if len(known):
+            further = further[known[np.minimum(np.searchsorted(known, np.arange(len(ids))), len(known) - 1)]]
+        return found + np.nan_to_num(further)
 
     def _met_over_all(self, steps: Ints, opens: int) -> float:
         """The mean gap between tokens over the mean time from one decode step to the next."""
@@ -249,9 +267,11 @@ class SeenSteps:
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)
         own = np.flatnonzero((self.batch == batch) & (self.last_token >= 0) & (self.first_token >= opens))
         after = np.searchsorted(steps, np.minimum(self.last_token[own] + 1, self._last))
-        for joined, until in zip(self.joined[own].tolist(), after.tolist(), strict=True):
+        firsts = self.end_s[self.first_token[own]].tolist()
+        for joined, until, first_s in zip(self.joined[own].tolist(), after.tolist(), firsts, strict=True):
             if until > joined:
                 total[: until - joined] += gaps[joined:until]
+                total[0] += self.end_s[steps[joined]] - first_s - gaps[joined]
                 count[: until - joined] += 1
         seen = count > 0
         mean = float(total.sum() / max(count.sum(), 1.0))

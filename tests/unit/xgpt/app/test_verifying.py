@@ -15,7 +15,7 @@ from xgpt.app.sizing import cheapest
 from xgpt.app.verifying import request_law
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import Constraint, Plan
+from xgpt.schema import Constraint, Histogram, Plan
 from xgpt.schema.plan import Sla
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
@@ -150,3 +150,15 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     assert choices[-1].why_not is not None and "v100x1" in choices[-1].why_not
     with pytest.raises(InputError, match="price"):
         cheapest([subject("opt-13b", "a40x4", "summarization").under(Constraint(arrival_rate_per_s=1.0))])
+
+
+def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
+    """Two thirds of the requests never come to the decode lane; the tail is of those that do."""
+    of = subject("opt-13b", "a40x4", "summarization")
+    outputs = Histogram(lengths=(1, 30), probabilities=(0.7, 0.3))
+    workload = of.workload.model_copy(update={"output": outputs})
+    constraint = Constraint(sla="request", quantile=0.9)
+    plan = next(iter(plan_each(replace(of, workload=workload).under(constraint), "waa").values()))
+    measured, _ = simulate(plan, of.profile, workload, 1500, np.random.default_rng(1))
+    low, high = np.quantile(measured.latencies_s, [0.86, 0.94])
+    assert 0.97 * low <= plan.estimate.latency_s <= 1.03 * high
