@@ -1,6 +1,6 @@
 """Compares the closed form with request-level simulation on random models, clusters, placements, policies and lengths.
 
-    python -m benchmarks.agreement [--cases 300] [--seed 0] [--jsonl FILE]
+    python -m benchmarks.agreement [--cases 300] [--seed 0] [--part 0/2] [--seconds 300] [--jsonl FILE]
 
 Throughput, and the latency of a request whose output has the 99th percentile's length. K/V memory never binds.
 """
@@ -260,18 +260,21 @@ def compare(seed: int, number: int) -> dict[str, object]:
 @click.command()
 @click.option("--cases", default=300, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@click.option("--part", default="0/1", show_default=True, help="of as many processes, the cases of this one")
+@click.option("--seconds", type=float, help="begin no case after this time")
 @click.option(
     "--jsonl", type=click.Path(path_type=Path), help="write every case here as it ends; cases that stand there stay"
 )
-def main(cases: int, seed: int, jsonl: Path | None) -> None:
+def main(cases: int, seed: int, part: str, seconds: float | None, jsonl: Path | None) -> None:
     """Compare random cases, and print the errors of each policy and every outlier."""
-    rows = []
+    number, parts = map(int, part.split("/"))
+    rows, ends = [], time.monotonic() + (seconds or 1e9)
     if jsonl is not None and jsonl.exists():
         rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
     done = {row["number"] for row in rows}
-    for number in range(cases):
-        if number not in done:
-            rows.append(compare(seed, number))
+    for case in range(number, cases, parts):
+        if case not in done and time.monotonic() < ends:
+            rows.append(compare(seed, case))
             if jsonl is not None:
                 with jsonl.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
