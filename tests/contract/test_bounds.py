@@ -125,15 +125,20 @@ def test_bounds_hold_where_they_once_did_not(kind: str, seed: int, monotone: boo
 
 
 @EVERY_KIND
-def test_a_bound_that_is_none_is_caught(kind: str) -> None:
-    """A placement promised less than it gives."""
+@pytest.mark.parametrize(("swept", "method", "gap"), [(checked.SWEPT, "exhaustive", 0.0), (0, "optuna", None)])
+def test_a_bound_that_is_none_is_caught(
+    monkeypatch: pytest.MonkeyPatch, kind: str, swept: int, method: str, gap: float | None
+) -> None:
+    """A placement promised less than it gives: small spaces are swept whole, larger ones searched in another way."""
+    monkeypatch.setattr(checked, "SWEPT", swept)
     spaces = Spaces(kind, 1, monotone=True)
     tried = spaces.spaces()
     best = exhaustive.search(spaces.spaces()).throughput
     for space in tried:
         space.bound = 0.5 * best
     found = checked.search(tried)
-    assert (found.method, found.gap) == ("optuna", None)
+    assert (found.method, found.gap) == (method, gap)
+    assert found.throughput == best or not swept
 
 
 def test_a_wrong_direction_loses_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,5 +163,5 @@ def test_a_wrong_direction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         spaces = Spaces("rra", seed, monotone=True)
         bound = spaces.bounds()[1]
         found = checked.search(spaces.spaces(bound))
-        assert (found.method, found.gap) == ("optuna", None)
+        assert (found.method, found.gap) == ("exhaustive", 0.0)
         assert found.throughput >= branch_and_bound.search(spaces.spaces(bound)).throughput
