@@ -29,7 +29,7 @@ AGREES = 0.1
 """Share by which a simulation may differ from the closed form, whose figures then stand."""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
-"""Requests that are simulated: so many at least, and so many for each that decodes at once."""
+"""Simulated requests for each that decodes at once; there are no fewer than the least."""
 ABOUT = 1.25
 """By which factor outputs may be longer or shorter than the quantile's to tell the gaps between its tokens."""
 LEAST_ALIKE = 30
