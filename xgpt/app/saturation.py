@@ -38,6 +38,9 @@ SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
 
+TOGETHER = "none: requests that began together stay together, which closed forms do not know"
+PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulation, or break a bound"
+
 
 class Saturated(NamedTuple):
     """What a plan does in simulation while requests always wait.
@@ -176,7 +179,7 @@ def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -
                 best = shown
     if best is None:
         return None, least
-    search = best.search.model_copy(update={"simulations": len(simulated)})
+    search = best.search.model_copy(update={"simulations": len(simulated), "gap": None, "bound": PASSED_OVER})
     return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
 
 
@@ -208,11 +211,7 @@ def _with(plan: Plan, seen: Saturated) -> Plan:
             figures["cost_per_million_tokens"] = e.cost_per_million_tokens * e.throughput_rps / rps
     estimate = e.model_copy(update={**figures, "simulated": tuple(figures)})
     if rps is not None and not plan.constraint.maximises_arrivals:
-        why = (
-            f"none: requests that began together stay together, which closed forms do not know (there it serves "
-            f"{e.throughput_rps:.4g} requests/s in {e.latency_s:.3g} s)"
-        )
-        search = search.model_copy(update={"gap": None, "bound": why, "simulations": max(1, search.simulations)})
+        search = search.model_copy(update={"gap": None, "bound": TOGETHER, "simulations": max(1, search.simulations)})
     return plan.model_copy(update={"estimate": estimate, "search": search})
 
 
