@@ -19,11 +19,14 @@ helper = njit(forceinline=True)
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that Python calls, and keep it on disk; not where no directory can be written."""
+    """Compile a function that Python calls, and keep it on disk; not where no directory can be written.
+
+    Threads run it side by side.
+    """
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, nogil=True)(function)
     except RuntimeError:
-        return njit(function)
+        return njit(nogil=True)(function)
 
 
 def is_kept(function: Callable[..., Any]) -> bool:

@@ -8,9 +8,11 @@ own requests by counts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 
 import numpy as np
@@ -20,6 +22,7 @@ from xgpt.schema import Plan, StageLane
 from xgpt.schema.fleet import ReplicaKind
 from xsimulator.arrivals import Stream
 from xsimulator.capacity import run_of
+from xsimulator.compiled import kept
 from xsimulator.measures import RequestTimes
 from xsimulator.step_cost import LaneCost
 
@@ -76,31 +79,54 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
 
     One that arrives when none takes requests goes to the next that does. # [requests]
     """
-    weights = [1 / max(max(kinds[replica.kind].rates_per_s), 1e-9) for replica in replicas]
-    first = [kinds[replica.kind].plan.estimate.ttft_s for replica in replicas]
-    gap = [kinds[replica.kind].plan.estimate.tpot_s for replica in replicas]
-    to_come = sorted(range(len(replicas)), key=lambda i: replicas[i].from_s)[::-1]
-    open_: list[int] = []
-    outstanding = [0] * len(replicas)
-    leaving: list[tuple[float, int]] = []
-    heapify(leaving)
-    closes_s = inf
-    homes = np.empty(len(requests), int)
-    for i, (now_s, output) in enumerate(zip(requests.arrivals_s.tolist(), requests.outputs.tolist(), strict=True)):
-        while leaving and leaving[0][0] <= now_s:
+    plans = [kinds[replica.kind].plan.estimate for replica in replicas]
+    return _routed(
+        requests.arrivals_s,
+        requests.outputs,
+        np.asarray([(replica.from_s, replica.to_s) for replica in replicas]),
+        np.asarray([1 / max(max(kinds[replica.kind].rates_per_s), 1e-9) for replica in replicas]),
+        np.asarray([(plan.ttft_s, plan.tpot_s) for plan in plans], float),
+    )
+
+
+@kept
+def _routed(arrivals_s, outputs, times_s, weights, paces_s):
+    """`route` over arrays. # times_s, paces_s: [replicas, 2]"""
+    to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
+    num_to_come, num_open, closes_s = len(to_come), 0, inf
+    open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)
+    leaving = [(inf, np.int64(0))]
+    homes = np.empty(len(arrivals_s), np.int64)
+    for i, now_s in enumerate(arrivals_s):
+        while leaving[0][0] <= now_s:
             outstanding[heappop(leaving)[1]] -= 1
-        while to_come and (replicas[to_come[-1]].from_s <= now_s or not open_):
-            open_.append(to_come.pop())
-            closes_s = min(closes_s, replicas[open_[-1]].to_s)
+        while num_to_come and (times_s[to_come[num_to_come - 1], 0] <= now_s or not num_open):
+            num_to_come -= 1
+            open_[num_open] = to_come[num_to_come]
+            closes_s = min(closes_s, times_s[open_[num_open], 1])
+            num_open += 1
         if closes_s <= now_s:
-            kept = [number for number in open_ if replicas[number].to_s > now_s]
-            while not kept and to_come:
-                kept.append(to_come.pop())
-            open_ = kept or open_[-1:]
-            closes_s = min((replicas[number].to_s for number in kept), default=inf)
-        home = min(open_, key=lambda number: (outstanding[number] + 1) * weights[number])
+            last, num_kept = open_[num_open - 1], 0
+            for number in open_[:num_open]:
+                if times_s[number, 1] > now_s:
+                    open_[num_kept] = number
+                    num_kept += 1
+            if not num_kept and num_to_come:
+                num_to_come -= 1
+                open_[0], num_kept = to_come[num_to_come], 1
+            closes_s = inf
+            for number in open_[:num_kept]:
+                closes_s = min(closes_s, times_s[number, 1])
+            if not num_kept:
+                open_[0], num_kept = last, 1
+            num_open = num_kept
+        home, least = open_[0], inf
+        for number in open_[:num_open]:
+            load = (outstanding[number] + 1) * weights[number]
+            if load < least:
+                home, least = number, load
         outstanding[home] += 1
-        heappush(leaving, (now_s + first[home] + gap[home] * output, home))
+        heappush(leaving, (now_s + paces_s[home, 0] + paces_s[home, 1] * outputs[i], home))
         homes[i] = home
     return homes
 
@@ -121,10 +147,11 @@ def simulate_fleet(
     longest = int(requests.outputs.max(initial=1))
     order = np.argsort(homes, kind="stable")
     edges = np.searchsorted(homes[order], np.arange(len(replicas) + 1))
-    for number, replica in enumerate(replicas):
+
+    def run(number: int, replica: Replica) -> None:
         chosen = order[edges[number] : edges[number + 1]]
         if not len(chosen):
-            continue
+            return
         plan = kinds[replica.kind].plan
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
         # A request that came before the replica served has waited for it.
@@ -132,11 +159,15 @@ def simulate_fleet(
         stream = Stream(
             requests.inputs[chosen].tolist(), outputs.tolist(), _longest(plan, longest), entered_ns.tolist()
         )
-        run = run_of(plan, lanes[replica.kind], stream)
-        run.run()
-        first, end = (np.asarray(of, float) / 1e9 for of in (run.first_ns, run.end_ns))
+        done = run_of(plan, lanes[replica.kind], stream)
+        done.run()
+        first, end = (np.asarray(of, float) / 1e9 for of in (done.first_ns, done.end_ns))
         ttft[chosen], whole[chosen] = first - arrivals_s, end - arrivals_s
         tpot[chosen] = (end - first) / np.maximum(outputs - 1, 1)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # what is compiled lets others run
+        for done in [pool.submit(run, number, replica) for number, replica in enumerate(replicas)]:
+            done.result()
     path_s = np.asarray([kinds[replica.kind].plan.request_path_s for replica in replicas])[homes]
     return RequestTimes(ttft + path_s, tpot, whole + path_s)
 
