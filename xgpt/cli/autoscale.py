@@ -82,7 +82,8 @@ def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> 
     from xgpt.errors import InputError
 
     if trace is not None:
-        figures = api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"])
+        with render.at_work("simulating"):
+            figures = api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"])
         if as_json:
             click.echo(json.dumps(figures.figures, indent=1))
         else:

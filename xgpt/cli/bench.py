@@ -41,7 +41,8 @@ def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> 
     from xgpt.io import dump_json, write_atomic
     from xgpt.schema import UrlReport
 
-    found = api.bench(target, calibrate=calibrate is not None, **asked)
+    with render.at_work("serving requests"):
+        found = api.bench(target, calibrate=calibrate is not None, **asked)
     report = found.report
     if calibrate is not None and found.profile is not None:
         write_atomic(Path(calibrate), dump_json(found.profile))

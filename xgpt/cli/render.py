@@ -69,6 +69,22 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Show on standard error what is under way, and for how long; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with Bar(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=console, transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield
+
+
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
     from xgpt.app.arrivals import rate_of

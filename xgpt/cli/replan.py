@@ -56,7 +56,8 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
     from xgpt.schema import Plan
 
     given = load_json(Path(plan_path), Plan, "plan")
-    found = api.replan(given, **asked)
+    with render.at_work("judging what else could run"):
+        found = api.replan(given, **asked)
     if output is not None:
         write_atomic(Path(output), dump_json(found.plan))
     if as_json:

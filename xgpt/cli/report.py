@@ -30,5 +30,7 @@ def command(plan_path: str, output: str, **asked: Any) -> None:
     from xgpt.cli import render
     from xgpt.io import write_atomic
 
-    write_atomic(Path(output), api.report(plan_path, **asked))
+    with render.at_work("simulating, and drawing"):
+        page = api.report(plan_path, **asked)
+    write_atomic(Path(output), page)
     render.show(f"wrote {output}")

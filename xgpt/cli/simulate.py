@@ -38,7 +38,8 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
     from xgpt.io import write_atomic
     from xgpt.schema.outputs import SimulateOutput
 
-    run = api.simulate(plan_path, **asked)
+    with render.at_work("simulating"):
+        run = api.simulate(plan_path, **asked)
     if trace is not None:
         write_atomic(Path(trace), run.chrome_trace())
     if as_json:
