@@ -62,6 +62,26 @@ def test_a_steady_load_keeps_its_fleet() -> None:
     assert all(ready_at(day, time_s) in (5, 6) for time_s in range(900, 3600, 300))
 
 
+def test_a_load_that_rises_does_not_jump_where_intervals_meet() -> None:
+    rates = [0.5, 0.5, 0.5, *np.arange(2.0, 26.0, 3.0), 24.5]
+
+    def rate_at(time_s: np.ndarray) -> np.ndarray:
+        return np.interp(time_s, 300.0 * np.arange(12) + 150, rates)
+
+    day = controlled(fleet_of(rates), rate_at, 3600, first=1)
+    over = [need - rate_at(np.asarray(time_s + 60 + LOOK_S)) for time_s, _, need in day.held if 900 < time_s < 3300]
+    assert max(over) < 6  # an interval's rise is 3
+
+
+def test_a_season_is_a_line_within_intervals_and_steps_where_levels_change() -> None:
+    rates = [2.0, 2.0, 8.0, 8.0, 8.0, 10.0, 12.0, 14.0, 14.0, 9.0, 9.0, 2.0]
+    season = Forecast(fleet_of(rates), 60.0).season
+    for i, rate in enumerate(rates):
+        assert np.mean([season(300.0 * i + 15 * j + 7.5) for j in range(20)]) == pytest.approx(rate)
+    assert (season(599), season(601)) == (2.0, 8.0)
+    assert season(1800) == pytest.approx(season(1799), rel=0.01) == pytest.approx(11, rel=0.01)
+
+
 def test_replicas_leave_when_that_repays() -> None:
     day = controlled(fleet_of([20.0] * 6 + [2.0] * 6), lambda t: np.where(t < 1800, 20.0, 2.0), 3600, first=11)
     assert ready_at(day, 1500) >= 10
