@@ -34,12 +34,12 @@ from xgpt.schema import (
 from xgpt.workload import sample
 from xprofiler import analytic
 from xsimulator.clock import LaneClock, TwoLaneClock
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, measure
 from xsimulator.stages import Lane, degrees, lane, spread
-from xsimulator.step_cost import LaneCost
 
 PLACES = (
     ("opt-13b", "a40x4"),

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.arrivals import SHARP, rate_of, with_capacities
-from xgpt.app.comparing import score_current
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import resolve
-from xgpt.app.request import plan_request
-from xgpt.app.vllm_command import read_vllm_command
+from xgpt.app.compare.comparing import score_current
+from xgpt.app.compare.vllm_command import read_vllm_command
+from xgpt.app.plan.arrivals import SHARP, rate_of, with_capacities
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.request import plan_request
 from xgpt.errors import XgptError
 from xgpt.schema import Plan, Profile
 from xscheduler.problem import Problem

@@ -36,7 +36,7 @@ import numpy as np
 
 import xgpt
 from benchmarks.lib.served_plans import served
-from xgpt.app.plan_text import placement_in_words
+from xgpt.app.report.plan_text import placement_in_words
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import write_atomic

@@ -27,8 +27,8 @@ from scipy.special import ndtri
 from scipy.stats import rankdata
 
 from benchmarks.drift import SMALL
-from xgpt.app.engines import build_engine
-from xgpt.app.profiles import obtain_profile
+from xgpt.app.plan.profiles import obtain_profile
+from xgpt.app.serve.engines import build_engine
 from xgpt.app.simulating import read_log, run_requests
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError

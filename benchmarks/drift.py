@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, Run, real, scaled, shifted, simulated
-from xgpt.app.profiles import measured_profile, obtain_profile
+from xgpt.app.plan.profiles import measured_profile, obtain_profile
 from xgpt.cli.render import show, table
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic

@@ -28,8 +28,8 @@ import numpy as np
 import xgpt
 from benchmarks.lib.aims import AIMS, Checked, checked, summary
 from benchmarks.lib.changing_lengths import Phase, real
-from xgpt.app.plan_text import placement_in_words, settings_text
-from xgpt.app.profiles import profile_of
+from xgpt.app.plan.profiles import profile_of
+from xgpt.app.report.plan_text import placement_in_words, settings_text
 from xgpt.app.simulating import outstanding_requests, requests_to_send
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import click
 
-from xgpt.app.plan_text import settings_text
+from xgpt.app.report.plan_text import settings_text
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.machine import detect

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lib.served_plans import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
-from xgpt.app.engines import build_engine
+from xgpt.app.serve.engines import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.schema import Plan
 from xrunner.cluster.fleet import PERIOD_S, RESTARTS

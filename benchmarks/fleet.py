@@ -29,7 +29,7 @@ from xgpt.app.fleet.day import Day, cut
 from xgpt.app.fleet.kinds import Candidate
 from xgpt.app.fleet.planning import FleetModel, FleetRequest, plan_day, share_kept
 from xgpt.app.fleet.simulated import ControlledDay, Decide, control_day
-from xgpt.app.profiles import profile_of
+from xgpt.app.plan.profiles import profile_of
 from xgpt.io import dump_json, load_json, write_atomic
 from xgpt.resolve import load_workload
 from xgpt.schema.fleet import FleetPlan

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.app.arrivals import rate_of
-from xgpt.app.comparing import score_current
-from xgpt.app.planning import plan_each, plan_uniform
-from xgpt.app.problems import resolve
-from xgpt.app.request import plan_request
-from xgpt.app.vllm_command import CurrentEngine
+from xgpt.app.compare.comparing import score_current
+from xgpt.app.compare.vllm_command import CurrentEngine
+from xgpt.app.plan.arrivals import rate_of
+from xgpt.app.plan.planning import plan_each, plan_uniform
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.request import plan_request
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.resolve import load_engine
 from xgpt.schema import EngineSpec, Plan

@@ -25,11 +25,11 @@ import numpy as np
 from benchmarks.lib.aims import AIMS, checked, summary
 from benchmarks.lib.alone import run_alone
 from xgpt.app.bench import Load, bench_plan
-from xgpt.app.plan_text import settings_text
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import resolve
-from xgpt.app.profiles import measured_profile
-from xgpt.app.request import PolicyChoice, plan_request
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.profiles import measured_profile
+from xgpt.app.plan.request import PolicyChoice, plan_request
+from xgpt.app.report.plan_text import settings_text
 from xgpt.app.simulating import outstanding_requests, requests_to_send
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.cli.render import progress_bar

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from xgpt import policies
-from xgpt.app.engines import build_engine
-from xgpt.app.plan_text import settings_text
+from xgpt.app.report.plan_text import settings_text
+from xgpt.app.serve.engines import build_engine
 from xgpt.app.simulating import read_log, requests_to_send
 from xgpt.cli.render import show, table
 from xgpt.io import write_atomic

@@ -332,7 +332,7 @@ def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *,
 
 def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
     """What this machine makes of the first requests, all at hand."""
-    from xgpt.app.engines import build_engine
+    from xgpt.app.serve.engines import build_engine
     from xgpt.app.simulating import requests_to_send
     from xsimulator.executed import paces
 

@@ -31,8 +31,8 @@ from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, RunDType
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.layers import Linear
-from xrunner.packed import fastest
+from xrunner.kernels.packed import fastest
+from xrunner.models.layers import Linear
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 

@@ -26,9 +26,9 @@ from benchmarks.lib import made
 from benchmarks.lib.all_requests import NUM_BOUNDS
 from benchmarks.papers.settings import faster_transformer
 from benchmarks.scheduler import SCENARIOS, task_problem
-from xgpt.app.arrivals import rate_of
-from xgpt.app.planning import plan_each
-from xgpt.app.verifying import request_latency
+from xgpt.app.plan.arrivals import rate_of
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.verifying import request_latency
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.schema import Constraint, Plan

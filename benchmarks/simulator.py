@@ -21,11 +21,11 @@ from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettin
 from xgpt.workload import sample
 from xprofiler import analytic
 from xsimulator.clock import LaneClock
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.stages import degrees, lane, spread
-from xsimulator.step_cost import LaneCost
 
 NUM_REQUESTS = 10_000
 SWEEP = 20_000

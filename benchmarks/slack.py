@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks.lib.ceiling import ceiling
 from xgpt import policies
-from xgpt.app.arrivals import rate_of, with_capacity
-from xgpt.app.plan_text import settings_text
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import resolve
-from xgpt.app.request import PolicyChoice, plan_request
+from xgpt.app.plan.arrivals import rate_of, with_capacity
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.request import PolicyChoice, plan_request
+from xgpt.app.plan.tuning import DRAWS
+from xgpt.app.report.plan_text import settings_text
 from xgpt.app.simulating import clock_of
-from xgpt.app.tuning import DRAWS
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_engine
 from xgpt.schema import Account, AdmissionOrder, Plan, Profile, SlackBudget
@@ -44,8 +44,8 @@ from xgpt.workload import poisson_arrivals, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
+from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.step_times import with_step_times
 
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
 """With the number of H100 that each runs on."""

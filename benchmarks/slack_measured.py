@@ -22,17 +22,17 @@ import click
 import numpy as np
 
 from benchmarks.slack import best_fixed, best_of
-from xgpt.app.arrivals import rate_of
 from xgpt.app.bench import Load, bench_plan
-from xgpt.app.plan_text import settings_text
-from xgpt.app.problems import resolve
-from xgpt.app.profiles import measured_profile, profile_of
-from xgpt.app.request import plan_request
+from xgpt.app.plan.arrivals import rate_of
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.profiles import measured_profile, profile_of
+from xgpt.app.plan.request import plan_request
+from xgpt.app.report.plan_text import settings_text
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.io import dump_json
 from xgpt.policies.slack import StepClock
 from xgpt.schema import EngineKind, Plan
-from xsimulator.step_times import with_step_times
+from xsimulator.costs.step_times import with_step_times
 
 STEP = 0.06
 """Rates that are tried lie this share apart."""

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.app.bench import gflops
-from xgpt.app.engines import build_replica
-from xgpt.app.planning import plan_each
-from xgpt.app.profiles import obtain_profile, profile_of
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.profiles import obtain_profile, profile_of
+from xgpt.app.serve.engines import build_replica
 from xgpt.app.simulating import outstanding_requests, read_log, simulate, warm_up_requests
 from xgpt.io import load_json
 from xgpt.resolve import load_cluster, load_model

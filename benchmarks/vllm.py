@@ -26,10 +26,10 @@ import httpx
 import numpy as np
 
 from xgpt.app.bench import Load, Server, bench_plan
-from xgpt.app.plan_text import settings_text
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import resolve, scheduler
-from xgpt.app.request import plan_request
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import resolve, scheduler
+from xgpt.app.plan.request import plan_request
+from xgpt.app.report.plan_text import settings_text
 from xgpt.app.simulating import simulate
 from xgpt.errors import InfeasibleError, MachineError
 from xgpt.io import StepLogWriter, sha256, write_atomic
@@ -38,9 +38,9 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.vllm.command import launch
 from xrunner.vllm.process import package_path, preload, python, started
 from xscheduler.problem import Problem
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
 
 DEFAULT_TOKEN_BUDGET = 2048
 """vLLM's own for its server."""

@@ -24,10 +24,10 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, is_lost, requests_of, scaled
-from xgpt.app.plan_text import settings_text
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import resolve
-from xgpt.app.request import plan_request
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.request import plan_request
+from xgpt.app.report.plan_text import settings_text
 from xgpt.app.simulating import outstanding_requests
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.errors import MachineError

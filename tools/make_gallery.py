@@ -18,7 +18,7 @@ from pathlib import Path
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from xgpt.app.arrivals import rate_of as rate
+from xgpt.app.plan.arrivals import rate_of as rate
 from xgpt.schema import Plan
 
 rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file

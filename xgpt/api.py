@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from threading import Event
 
     from xgpt.app.bench import Benched
-    from xgpt.app.comparing import Compared, OnStart
+    from xgpt.app.compare.comparing import Compared, OnStart
     from xgpt.app.doctor import Finding
-    from xgpt.app.exporting import Target
+    from xgpt.app.export.exporting import Target
     from xgpt.app.fleet.operating import SimulatedFleet
-    from xgpt.app.profiles import Progress
+    from xgpt.app.plan.profiles import Progress
+    from xgpt.app.plan.solving import Planned
     from xgpt.app.replanning import Replanned
     from xgpt.app.simulating import Simulated
-    from xgpt.app.solving import Planned
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies.tcb import Batching
     from xgpt.schema.fleet import FleetPlan
@@ -109,8 +109,8 @@ def solve(
     Raises:
         XgptError: as `plan` does.
     """
-    from xgpt.app import solving
-    from xgpt.app.request import plan_request
+    from xgpt.app.plan import solving
+    from xgpt.app.plan.request import plan_request
 
     check(asked, PlanArguments)
     return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
@@ -234,9 +234,9 @@ def compare(
         InfeasibleError: nothing keeps the bounds.
         MachineError: this machine cannot be measured, or a server does not start.
     """
-    from xgpt.app import comparing
     from xgpt.app.bench import Load
-    from xgpt.app.request import plan_request
+    from xgpt.app.compare import comparing
+    from xgpt.app.plan.request import plan_request
 
     check(asked, ProblemArguments)
     request = plan_request(latency_bound_s=latency_bound_s, **asked)
@@ -266,7 +266,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
         InputError: there is no such model, cluster or table, or the model does not run in that dtype there.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.app.profiles import new_profile
+    from xgpt.app.plan.profiles import new_profile
 
     check(asked, ProfileArguments)
     return new_profile(asked, progress)
@@ -301,7 +301,7 @@ def simulate(
     Raises:
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
     """
-    from xgpt.app.profiles import profile_of
+    from xgpt.app.plan.profiles import profile_of
     from xgpt.app.simulating import run_simulation
 
     check(load, LoadArguments)
@@ -351,7 +351,7 @@ def replan(
         InputError: the trace is malformed, or the server runs another model.
         MachineError: the server does not answer, or has seen too few requests.
     """
-    from xgpt.app.profiles import profile_of
+    from xgpt.app.plan.profiles import profile_of
     from xgpt.app.replanning import Replanned, observe_source, propose
     from xscheduler.replanning import Terms
 
@@ -394,7 +394,7 @@ def bench(
         MachineError: the server does not start or dies, or nothing answers at the endpoint.
     """
     from xgpt.app import bench as benches
-    from xgpt.app.profiles import profile_of
+    from xgpt.app.plan.profiles import profile_of
     from xgpt.resolve import workload_of
 
     check(load, BenchArguments)
@@ -441,7 +441,7 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
     """
-    from xgpt.app.exporting import export
+    from xgpt.app.export.exporting import export
     from xgpt.app.fleet.exporting import fleet_files
     from xgpt.schema.fleet import FleetPlan
 
@@ -471,8 +471,8 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
     import numpy as np
 
     from xgpt.app.fleet.reporting import fleet_report
-    from xgpt.app.profiles import profile_of
-    from xgpt.app.reporting import report
+    from xgpt.app.plan.profiles import profile_of
+    from xgpt.app.report.reporting import report
     from xgpt.schema.fleet import FleetPlan
 
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
@@ -495,7 +495,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
     Raises:
         MachineError: the port cannot be had.
     """
-    from xgpt.app.ui import serve
+    from xgpt.app.explore.ui import serve
 
     serve(port, on_ready)
 
@@ -528,7 +528,7 @@ def serve(
         InputError: the plan or an argument is not accepted.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
-    from xgpt.app import serving
+    from xgpt.app.serve import serving
     from xgpt.io import parse
 
     request = parse(asked, serving.ServeRequest, "request")

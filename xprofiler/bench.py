@@ -28,9 +28,9 @@ from xrunner.attention import Batch, Sequences, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
-from xrunner.latent import LatentAttention
-from xrunner.layers import Attention
 from xrunner.models import DecoderModel, EncoderDecoderModel
+from xrunner.models.latent import LatentAttention
+from xrunner.models.layers import Attention
 from xrunner.worker import Worker
 
 BLOCK_SIZE = 16

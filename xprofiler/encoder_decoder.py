@@ -3,7 +3,7 @@
 A step that decodes is a whole step less self- and cross-attention, embedding and head: what is left is the rest of a
 decoder layer. A step that encodes passes the decoder, too, with the token that it starts with: less all of that, and
 less making the prompts' keys and values, what is left is the rest of an encoder layer. So the parts of a step add up to
-whole steps that were measured, as `xsimulator.step_cost` adds them.
+whole steps that were measured, as `xsimulator.costs.step_cost` adds them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from xprofiler.bench import (
 )
 from xrunner.attention import Batch, Sequences, make_batch
 from xrunner.kv_cache import write_kv
-from xrunner.layers import UNSCALED
 from xrunner.models import EncoderDecoderModel
 from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
+from xrunner.models.layers import UNSCALED
 
 TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))

@@ -45,7 +45,7 @@ from xprofiler.bench import (
 )
 from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.packed import fastest
+from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_model
 from xrunner.worker import Worker

@@ -18,9 +18,9 @@ from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usabl
 from xrunner.generation import Generation
 from xrunner.grammar import Grammars, grammars_of
 from xrunner.graphs import GraphedModel
+from xrunner.kernels.packed import layouts_of
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
-from xrunner.packed import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
@@ -41,7 +41,7 @@ class WorkerSettings:
         num_blocks: of the K/V cache.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
         threads: CPU threads of this process; None: leave as they are.
-        layouts: how a CPU keeps weights of each shape (see `xrunner.packed.pack`).
+        layouts: how a CPU keeps weights of each shape (see `xrunner.kernels.packed.pack`).
     """
 
     spec: ModelSpec

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from xgpt.errors import InputError
 from xgpt.schema import ModelSpec
-from xrunner.experts import MixtureOfExperts
 from xrunner.generation import NO_TOKEN
-from xrunner.latent import LatentAttention
-from xrunner.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
 from xrunner.models import EncoderDecoderModel, Model, family_of
+from xrunner.models.experts import MixtureOfExperts
+from xrunner.models.latent import LatentAttention
+from xrunner.models.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
 
 
 class Group(Protocol):

@@ -16,10 +16,10 @@ from torch import Tensor
 from xgpt.checkpoint import STORED_DTYPES, read_spec, weight_files
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec, Precision
-from xrunner.layers import Linear
+from xrunner.kernels.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 from xrunner.models import Model
+from xrunner.models.layers import Linear
 from xrunner.parallel import Cut, Part, build, cuts, materialise
-from xrunner.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,

@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any
 
 from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
-from xsimulator.curves import Grid, Line
+from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
-from xsimulator.curves import Grid, Line
+from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.forecast.placements import Iterations, LeastSteps
 from xsimulator.lengths import Lengths

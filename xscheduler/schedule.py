@@ -22,12 +22,12 @@ from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES, Method
 from xscheduler.space import POLICIES, Models, Space, SpaceLimits
+from xsimulator.costs.group_tables import Degrees
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import CHOICES
-from xsimulator.group_tables import Degrees
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import Lane
-from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 

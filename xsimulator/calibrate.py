@@ -19,10 +19,10 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.schema import Calibration, CrossTimes, Plan, Profile
 from xgpt.schema.step_log import StepRecord
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepParts
 from xsimulator.executed import executed
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepParts
 
 Array = npt.NDArray[np.float64]
 

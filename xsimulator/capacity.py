@@ -16,13 +16,13 @@ from xgpt import policies
 from xgpt.schema import Capacity, Goal, Plan, Profile, StageLane
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import gamma_arrivals, sample
-from xsimulator.arrivals import Array, GoalNs, Limits, Run, Stream
 from xsimulator.clock import LaneClock, TwoLaneClock
-from xsimulator.counted_run import run_by_counts
+from xsimulator.costs.step_cost import LaneCost, lanes_of
+from xsimulator.counts.arrivals import Array, GoalNs, Limits, Run, Stream
+from xsimulator.counts.counted_run import run_by_counts
+from xsimulator.counts.timed_arrivals import TimedRun
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
-from xsimulator.step_cost import LaneCost, lanes_of
-from xsimulator.timed_arrivals import TimedRun
 
 LEAST_REQUESTS = 2000
 """Requests that count, at least."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from xgpt.policies import Schedule, Step
 from xgpt.schema import LaneName
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
-from xsimulator.transfer import TransferCost
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
+from xsimulator.costs.transfer import TransferCost
 
 
 class Span(NamedTuple):

@@ -13,9 +13,9 @@ from xgpt.policies import Step
 from xgpt.schema import Plan, Profile
 from xgpt.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.events import replay
-from xsimulator.step_cost import lanes_of
-from xsimulator.step_counts import StepCounts
 
 Array = npt.NDArray[np.float64]
 

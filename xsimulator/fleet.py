@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from xgpt.schema import Plan, StageLane
 from xgpt.schema.fleet import ReplicaKind
-from xsimulator.arrivals import Stream
 from xsimulator.capacity import run_of
-from xsimulator.compiled import kept
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.counts.arrivals import Stream
+from xsimulator.counts.compiled import kept
 from xsimulator.measures import RequestTimes
-from xsimulator.step_cost import LaneCost
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from xgpt.schema import (
     ModelSpec,
     Precision,
 )
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema.step_log import StepRecord
-from xsimulator.arrivals import BOTH, Run
+from xsimulator.counts.arrivals import BOTH, Run
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from xgpt.errors import InputError
 from xgpt.policies.tcb import RowBatch
 from xgpt.schema import ModelSpec, Profile
-from xsimulator.curves import Array, Grid, Line
+from xsimulator.costs.curves import Array, Grid, Line
 
 
 class RowCost:

@@ -14,7 +14,7 @@ from contextlib import suppress
 import click
 import numpy as np
 
-from xgpt.app.planning import plan_each
+from xgpt.app.plan.planning import plan_each
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan
 from xscheduler.problem import Problem

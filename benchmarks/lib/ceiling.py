@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 from xgpt.policies.slack import StepClock
 from xgpt.schema import Plan, Profile
 from xsimulator.capacity import Trial
-from xsimulator.step_times import with_step_times
+from xsimulator.costs.step_times import with_step_times
 
 PRECISION = 0.01
 NUM_BATCHES, NUM_PIECES, NUM_EXEMPT = 48, 28, 5

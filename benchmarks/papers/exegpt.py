@@ -26,11 +26,11 @@ from xgpt.schema import Plan, StaticSettings
 from xgpt.workload import sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
+from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured
 from xsimulator.stages import lane, whole
-from xsimulator.step_cost import LaneCost, StepCounts
 
 NUM_SIMULATED = 800
 """Requests."""

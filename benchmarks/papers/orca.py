@@ -16,11 +16,11 @@ from xgpt.schema import Constant, OrcaSettings, Plan, Profile, StaticSettings, W
 from xgpt.workload import histogram, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-from xsimulator.curves import Grid
+from xsimulator.costs.curves import Grid
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.stages import lane
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"
 BOUND_S = 0.19

@@ -15,11 +15,11 @@ from xgpt.policies import LaneSettings, lane_settings
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xprofiler import analytic, imported
-from xsimulator.arrivals import Kv, Stream
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.counts.arrivals import Kv, Stream
+from xsimulator.counts.one_lane_arrivals import OneLaneRun
 from xsimulator.memory import LaneMemory
-from xsimulator.one_lane_arrivals import OneLaneRun
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
 
 Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62

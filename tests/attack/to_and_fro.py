@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.unit.xrunner.server.test_watch import FakePlanner
 from xgpt import observer
-from xgpt.app import serving
+from xgpt.app.serve import serving
 from xgpt.cli import main
 from xgpt.io import load_json
 from xgpt.schema import Observation, Plan, Proposal

@@ -18,9 +18,9 @@ import yaml
 from tests.attack.target import save_checkpoint
 from tests.fakes import eventually
 from tests.planned import cpus, problem_of, scored
-from xgpt.app.exporting import export
-from xgpt.app.kubernetes import RENDEZVOUS_PORT
-from xgpt.app.packages import PORT
+from xgpt.app.export.exporting import export
+from xgpt.app.export.kubernetes import RENDEZVOUS_PORT
+from xgpt.app.export.packages import PORT
 from xgpt.io import dump_json
 from xgpt.resolve import load_cluster
 from xgpt.schema import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
-from xgpt.app import profiles
+from xgpt.app.plan import profiles
 from xgpt.io import cache_dir, load_json, sha256
 from xgpt.schema import Plan, Profile
 from xprofiler import analytic

@@ -13,8 +13,8 @@ from tests.cli.commands import Xgpt
 from tests.numerics.checkpoints import VOCABULARY, save
 from tests.planned import cpus
 from xgpt import policies
-from xgpt.app import tuning
 from xgpt.app.bench import served
+from xgpt.app.plan import tuning
 from xgpt.client import ClientRequest, replay
 from xgpt.io import dump_json, load_json, read_step_log
 from xgpt.schema import ClusterSpec, Plan, SlackBudget

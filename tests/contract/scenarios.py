@@ -28,12 +28,12 @@ from xgpt.workload import decoding_share, sample
 from xprofiler import analytic
 from xscheduler.problem import Problem
 from xsimulator.clock import LaneClock
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import OneLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, measure
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 RANDOM = ModelShape(

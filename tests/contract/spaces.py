@@ -13,10 +13,10 @@ from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
 from xscheduler.placement_bounds import PlacementBounds
 from xscheduler.space import POLICIES, Evaluation, Ints, Models, Space, SpaceLimits
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane
-from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(POLICIES)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from xscheduler.box_bounds import box_bounds
 from xscheduler.lower_tables import lowered
 from xscheduler.search import branch_and_bound, checked, exhaustive
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xsimulator.curves import Grid, Line
+from xsimulator.costs.curves import Grid, Line
 
 
 @EVERY_KIND

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
-from xgpt.app.arrivals import COARSE, rate_of
-from xgpt.app.planning import plan_each
-from xgpt.app.problems import scheduler
-from xgpt.app.request import PolicyChoice
-from xgpt.app.saturation import AGREES
+from xgpt.app.plan.arrivals import COARSE, rate_of
+from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.problems import scheduler
+from xgpt.app.plan.request import PolicyChoice
+from xgpt.app.plan.saturation import AGREES
+from xgpt.app.plan.verifying import request_law
 from xgpt.app.simulating import simulate
-from xgpt.app.verifying import request_law
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Plan, Workload

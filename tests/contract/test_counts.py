@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from tests.contract.test_claims import Case
 from xgpt import policies
-from xgpt.app.problems import scheduler
+from xgpt.app.plan.problems import scheduler
 from xgpt.app.simulating import clock_of
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_engine
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import sample
 from xscheduler.space import POLICIES
-from xsimulator.arrivals import Run, Stream
-from xsimulator.counted_run import run_by_counts
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.counts.arrivals import Run, Stream
+from xsimulator.counts.counted_run import run_by_counts
+from xsimulator.counts.timed_arrivals import TimedRun
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.step_cost import lanes_of
-from xsimulator.timed_arrivals import TimedRun
 
 NUM_REQUESTS = 80
 

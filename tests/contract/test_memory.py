@@ -10,12 +10,12 @@ from xgpt.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lan
 from xgpt.schema import OrcaSettings, RraSettings, WaaSettings
 from xgpt.workload import sample
 from xsimulator.clock import LaneClock, TwoLaneClock
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.forecast import OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
 from xsimulator.stages import lane, whole
-from xsimulator.step_cost import LaneCost
 
 BLOCK_SIZE = 16
 PLENTY = 10**6

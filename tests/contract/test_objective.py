@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.arrivals import SHARP, rate_of, with_capacities
-from xgpt.app.planning import plan_each
+from xgpt.app.plan.arrivals import SHARP, rate_of, with_capacities
+from xgpt.app.plan.planning import plan_each
 from xgpt.schema import Constraint, Plan
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, Trial

@@ -17,12 +17,12 @@ from xgpt.schema import Constant, Curve, Histogram, Precision, Profile, RraSetti
 from xgpt.workload import histogram
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import LaneClock
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import degrees, lane, spread, whole
-from xsimulator.step_cost import LaneCost
 
 NUM_CASES = 4
 

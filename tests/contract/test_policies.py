@@ -10,10 +10,10 @@ from xgpt.io import dump_json
 from xgpt.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import FORECASTS, OneLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
 
 KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))

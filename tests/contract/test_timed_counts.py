@@ -16,8 +16,8 @@ from tests.contract.test_counts import NUM_REQUESTS, Arrivals, by_counts, one_by
 from xgpt import policies
 from xgpt.app.simulating import clock_of
 from xgpt.schema import Plan, SlackBudget, Thresholds
+from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, replay
-from xsimulator.step_times import with_step_times
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 
 from tests.fakes import SPEC
 from tests.numerics.steps import random_batch
-from xrunner import fused
 from xrunner.attention import BACKENDS, default_backend
 from xrunner.attention.triton_gpu import MOST_SPLITS, TritonAttention, decode_tile, num_splits, prompt_tile
-from xrunner.layers import Rotary
+from xrunner.kernels import fused
+from xrunner.models.layers import Rotary
 
 pytest.importorskip("triton", reason="triton is not installed: it is for Linux alone")
 

@@ -23,7 +23,7 @@ import yaml
 import xgpt
 from tests.unit.xgpt.app.fleet.test_exporting import deployable
 from tests.unit.xgpt.app.test_exports import CRDS, PLANS
-from xgpt.app.exporting import export
+from xgpt.app.export.exporting import export
 from xgpt.app.fleet.autoscaling import Autoscaler
 from xgpt.app.fleet.controller import Controller
 from xgpt.app.fleet.drivers.kubernetes import ApiServer, Kubernetes

@@ -10,7 +10,7 @@ import torch
 
 from tests.numerics.checkpoints import VOCABULARY
 from xgpt import policies
-from xgpt.app.engines import build_engine
+from xgpt.app.serve.engines import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.engine import Engine

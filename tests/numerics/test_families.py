@@ -14,9 +14,9 @@ from xrunner.attention import BACKENDS, usable_backends
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
+from xrunner.kernels.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Rotary
-from xrunner.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack
+from xrunner.models.layers import Rotary
 from xrunner.weights import load_checkpoint
 from xrunner.worker import Worker
 

@@ -14,9 +14,9 @@ from xgpt.schema import Constraint
 from xprofiler import encoder_decoder, measure
 from xrunner.cluster.fleet import Fleet
 from xscheduler.schedule import Problem
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
 
 
 @pytest.fixture(scope="module")

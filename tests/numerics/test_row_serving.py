@@ -10,8 +10,8 @@ from tests.fakes import fake_app, running
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw
 from tests.planned import planned, problem_of
-from xgpt.app.engines import build_engine
-from xgpt.app.serving import ServeRequest
+from xgpt.app.serve.engines import build_engine
+from xgpt.app.serve.serving import ServeRequest
 from xgpt.errors import InputError
 from xgpt.policies import Pool, Request, build, build_rows
 from xgpt.policies.tcb import lay_out

@@ -22,8 +22,8 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.layers import RelativeBias
 from xrunner.models import EncoderDecoderModel
+from xrunner.models.layers import RelativeBias
 from xrunner.weights import load_checkpoint
 from xscheduler.schedule import Scheduler
 from xsimulator.events import replay

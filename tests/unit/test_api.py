@@ -18,7 +18,7 @@ import pytest
 import xgpt
 from xgpt import api
 from xgpt.app.arguments import BenchArguments, LoadArguments, PlanArguments
-from xgpt.app.request import PlanRequest
+from xgpt.app.plan.request import PlanRequest
 from xgpt.cli import COMMANDS, main
 from xgpt.schema import Constraint
 

@@ -154,9 +154,9 @@ def test_imports_point_one_way() -> None:
         ("xgpt/policies/a.py", "def f():\n    import torch.nn", "imports torch"),
         ("xsimulator/a.py", "def f():\n    from xscheduler import space", "xsimulator.a imports xscheduler.space"),
         ("xrunner/server/a.py", "from xgpt.app.replan import plan", "imports xgpt.app.replan.plan"),
-        ("xrunner/a.py", "import importlib\nimportlib.import_module('xsimulator.curves')", "imports xsimulator.curves"),
+        ("xrunner/a.py", "import importlib\nimportlib.import_module('xsimulator.clock')", "imports xsimulator.clock"),
         ("xrunner/a.py", "def f(n):\n    return __import__(n)", "by a computed name"),
-        ("xprofiler/analytic.py", "import xrunner.layers", "imports xrunner.layers"),
+        ("xprofiler/analytic.py", "import xrunner.models.layers", "imports xrunner.models.layers"),
         ("xprofiler/imported.py", "from torch import nn", "imports torch"),
         ("xrunner/vllm/a.py", "import torch", "imports torch"),
         ("xrunner/vllm/a.py", "from xrunner.engine import Engine", "imports xrunner.engine.Engine"),
@@ -175,10 +175,10 @@ def test_the_check_sees(tmp_path: Path, path: str, source: str, says: str) -> No
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("xprofiler/measure.py", "import torch\nfrom xrunner.layers import Linear"),
+        ("xprofiler/measure.py", "import torch\nfrom xrunner.models.layers import Linear"),
         ("xgpt/cli/plan.py", "import click\ndef f():\n    from xscheduler import space"),
         ("xrunner/server/http/app.py", "import torch\nfrom xgpt import __version__\nfrom ..engine import Engine"),
-        ("xscheduler/box_bounds.py", "from xsimulator.curves import Line\nfrom . import space"),
+        ("xscheduler/box_bounds.py", "from xsimulator.costs.curves import Line\nfrom . import space"),
     ],
 )
 def test_the_check_lets_pass(tmp_path: Path, path: str, source: str) -> None:

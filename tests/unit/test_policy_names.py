@@ -14,11 +14,11 @@ from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")
 ALLOWED = {
-    "xgpt/app/plan_text.py": "what a plan does, in words for people",
+    "xgpt/app/report/plan_text.py": "what a plan does, in words for people",
     "xgpt/cli/options.py": "the choices of --policy: a command's help loads no package",
-    "xgpt/app/request.py": "what these choices stand for",
-    "xgpt/app/planning.py": "what other planners offer, and which policies vLLM runs",
-    "xgpt/app/comparing.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
+    "xgpt/app/plan/request.py": "what these choices stand for",
+    "xgpt/app/plan/planning.py": "what other planners offer, and which policies vLLM runs",
+    "xgpt/app/compare/comparing.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
     "xrunner/vllm/command.py": "how large a step vLLM is told to take, of a policy's own settings",
     "xrunner/vllm/lane.py": "which policies run within one vLLM",
     "xrunner/vllm/waa.py": "runs the two lanes of waa as two of them",

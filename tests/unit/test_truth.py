@@ -8,7 +8,7 @@ import pytest
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
 from benchmarks.truth.sources import Row, repeated
-from xsimulator.step_counts import StepCounts
+from xsimulator.costs.step_counts import StepCounts
 
 INPUT, OUTPUT = 512, 64
 SERVED = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "xgpt", 64, 8192, imported=False)

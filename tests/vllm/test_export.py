@@ -11,7 +11,7 @@ import httpx
 
 from tests.vllm.offline import Requests
 from tests.vllm.plans import exportable, here, plan_with
-from xgpt.app.exporting import PORT, export
+from xgpt.app.export.exporting import PORT, export
 from xgpt.schema import RraSettings
 from xrunner.vllm.process import PYTHON_VARIABLE
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from xgpt.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from xgpt.app.request import PolicyChoice
+    from xgpt.app.plan.request import PolicyChoice
     from xgpt.schema import (
         AdmissionOrder,
         ClusterSpec,

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from xgpt.app.profiles import profile_of
+from xgpt.app.plan.profiles import profile_of
 from xgpt.app.simulating import (
     check_fits,
     outstanding_requests,

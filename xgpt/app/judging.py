@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import best_by_arrivals, rate_of
+from xgpt.app.plan.arrivals import best_by_arrivals, rate_of
+from xgpt.app.plan.verifying import request_latency, request_law, with_law
 from xgpt.app.simulating import check_fits
-from xgpt.app.verifying import request_latency, request_law, with_law
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Observation, Outcome, Plan, Profile
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
-from xsimulator.step_times import with_step_times
+from xsimulator.costs.step_times import with_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

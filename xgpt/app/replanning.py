@@ -136,8 +136,8 @@ class BackgroundPlanner:
     def __init__(self, plan: Plan, profile: Profile) -> None:
         from functools import cache
 
+        from xsimulator.costs.step_cost import LaneCost
         from xsimulator.stages import whole
-        from xsimulator.step_cost import LaneCost
 
         self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))
         self._profile_json = profile.model_dump_json()
@@ -161,7 +161,7 @@ class BackgroundPlanner:
             self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        from xsimulator.step_counts import StepCounts
+        from xsimulator.costs.step_counts import StepCounts
 
         if len(plan.stages) > 1:
             return None

@@ -216,12 +216,12 @@ def request_latencies(
     import numpy as np
 
     from xgpt.workload import TraceLengths, sample
-    from xsimulator.arrivals import Stream
-    from xsimulator.counted_run import counted_run
+    from xsimulator.costs.step_cost import lanes_of
+    from xsimulator.counts.arrivals import Stream
+    from xsimulator.counts.counted_run import counted_run
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
     from xsimulator.request_law import SeenSteps, request_law
-    from xsimulator.step_cost import lanes_of
 
     check_fits(plan, workload)
     skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
@@ -369,7 +369,7 @@ def shares_prompts(plan: Plan) -> bool:
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
     """When the steps of one replica of a plan end."""
     from xsimulator.clock import LaneClock, TwoLaneClock
-    from xsimulator.step_cost import lanes_of
+    from xsimulator.costs.step_cost import lanes_of
 
     lanes = lanes_of(plan, profile)
     if "both" in lanes:

@@ -46,8 +46,8 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.comparing import gain_in_words
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.compare.comparing import gain_in_words
+    from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
     from xgpt.errors import InputError
     from xgpt.io import dump_json, sha256, write_atomic

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from xgpt.app.exporting import Target
+    from xgpt.app.export.exporting import Target
 
 
 @click.command("export")
@@ -32,7 +32,7 @@ def command(plan_path: str, target: Target, output: str) -> None:
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.exporting import start_command
+    from xgpt.app.export.exporting import start_command
     from xgpt.io import write_atomic
 
     files = api.export(plan_path, target)

@@ -38,7 +38,7 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
 
 def kinds_table(fleet: FleetPlan) -> Table:
     """Return a table of the kinds of replicas."""
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.report.plan_text import settings_text
 
     rows = [
         [

@@ -18,7 +18,7 @@ from xgpt.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from xgpt.app.solving import Planned
+    from xgpt.app.plan.solving import Planned
 
 
 @click.command("plan")
@@ -107,7 +107,7 @@ def command(
 
 def _summary(planned: Planned) -> Iterator[object]:
     """What was planned, each policy's plan, and what the chosen one rests on."""
-    from xgpt.app import plan_text
+    from xgpt.app.report import plan_text
     from xgpt.cli import render
 
     problem, best = planned.problem, planned.best

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from xgpt.app.profiles import Progress
+    from xgpt.app.plan.profiles import Progress
+    from xgpt.app.plan.sizing import ClusterChoice
     from xgpt.app.simulating import Simulated
-    from xgpt.app.sizing import ClusterChoice
     from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
 
 
@@ -87,8 +87,8 @@ def at_work(what: str) -> Iterator[None]:
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
-    from xgpt.app.arrivals import rate_of
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.plan.arrivals import rate_of
+    from xgpt.app.report.plan_text import settings_text
 
     rows = []
     for kind, plan in plans.items():
@@ -151,8 +151,8 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
-    from xgpt.app.arrivals import maximised
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.plan.arrivals import maximised
+    from xgpt.app.report.plan_text import settings_text
 
     rows = [
         [
@@ -245,7 +245,7 @@ def url_table(report: UrlReport) -> Table:
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.report.plan_text import settings_text
 
     rows = []
     for kind, report in reports.items():

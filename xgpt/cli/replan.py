@@ -50,7 +50,7 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.plan_text import settings_text
+    from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
     from xgpt.io import dump_json, load_json, write_atomic
     from xgpt.schema import Plan

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.reference import ReferenceAttention
-from xrunner.fused import power_of_two
+from xrunner.kernels.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Attend, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
+from xrunner.models.layers import Attend, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
@@ -124,7 +124,7 @@ class Model(nn.Module):
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Lay all projections out for the device (see `xrunner.packed.pack`). Weights cannot be loaded after this."""
+        """Lay all projections out for the device (`kernels.packed.pack`). Weights cannot be loaded after this."""
         for projection in self.projections():
             projection.prepack(dtype, layouts)
 

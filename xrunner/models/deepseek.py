@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.latent import LatentAttention
-from xrunner.layers import Empty, Rotary
+from xrunner.models.latent import LatentAttention
+from xrunner.models.layers import Empty, Rotary
 from xrunner.models.llama import LlamaModel
 from xrunner.models.qwen3_moe import Qwen3MoeModel
 

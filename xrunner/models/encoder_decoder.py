@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from xgpt.schema import ModelSpec
 from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
 from xrunner.kv_cache import KvCache
-from xrunner.layers import Attend, CrossAttention, Empty, RelativeBias
 from xrunner.models.base import Model
+from xrunner.models.layers import Attend, CrossAttention, Empty, RelativeBias
 
 READING_BLOCK = 16
 """Tokens of a block in which an encoder's prompts lie."""

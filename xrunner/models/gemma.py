@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from xrunner.attention import Batch
-from xrunner.layers import OffsetRmsNorm
+from xrunner.models.layers import OffsetRmsNorm
 from xrunner.models.llama import LlamaModel
 
 

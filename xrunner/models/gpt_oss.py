@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from xrunner.experts import MixtureOfExperts, of_one_expert
-from xrunner.layers import Empty, GatedMlp
+from xrunner.models.experts import MixtureOfExperts, of_one_expert
+from xrunner.models.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 
 GAIN, LIMIT = 1.702, 7.0

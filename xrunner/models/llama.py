@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.experts import MixtureOfExperts, of_one_expert
-from xrunner.layers import Attention, Empty, GatedMlp, RmsNorm
 from xrunner.models.base import DecoderModel
+from xrunner.models.experts import MixtureOfExperts, of_one_expert
+from xrunner.models.layers import Attention, Empty, GatedMlp, RmsNorm
 
 
 class LlamaModel(DecoderModel):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from xgpt.schema import ModelSpec
 from xrunner.attention import Batch
-from xrunner.layers import Attention, Embedding, Empty, Mlp
 from xrunner.models.base import DecoderModel
+from xrunner.models.layers import Attention, Embedding, Empty, Mlp
 
 POSITION_OFFSET = 2
 """The position table's first rows are never used."""

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.layers import UNSCALED, Attention, Empty, GatedMlp, Mlp, RmsNorm
 from xrunner.models.encoder_decoder import EncoderDecoderModel
+from xrunner.models.layers import UNSCALED, Attention, Empty, GatedMlp, Mlp, RmsNorm
 
 
 def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from xgpt.schema import Plan, Profile, Workload
 from xscheduler.problem import reused_by
+from xsimulator.costs.step_cost import lanes_of
 from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.memory import capacity
-from xsimulator.step_cost import lanes_of
 
 
 def reestimate(

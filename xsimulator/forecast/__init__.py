@@ -30,7 +30,7 @@ CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compu
 
 
 TUNED: dict[str, Any] = {"slack": "chunked", "phases": "rra"}
-"""Choices that add to a policy's settings what no closed form tells apart: simulation finds it (`xgpt.app.tuning`)."""
+"""Choices that add to a policy's settings what simulation alone tells apart (`xgpt.app.plan.tuning`)."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 
 DEVIATES = np.asarray([-np.sqrt(3.0), 0.0, np.sqrt(3.0)])[:, None, None]

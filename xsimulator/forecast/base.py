@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import Plan, PolicySettings
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xsimulator.curves import Array, Table
+from xsimulator.costs.curves import Array, Table
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, upper_deviate
 from xsimulator.forecast.pipeline import RandomSteps

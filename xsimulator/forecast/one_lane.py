@@ -13,11 +13,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from xsimulator.curves import ContextTable, Table
+from xsimulator.costs.curves import ContextTable, Table
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast.all_requests import AllRequests
 from xsimulator.forecast.pipeline import Pipeline
 from xsimulator.lengths import Lengths
-from xsimulator.step_cost import LaneCost
 
 T = TypeVar("T")
 

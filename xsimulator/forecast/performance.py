@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 
 
 @dataclass(frozen=True, slots=True)

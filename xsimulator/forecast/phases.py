@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.policies.rule import ADJUSTMENT
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.forecast.performance import upper_deviate
 from xsimulator.lengths import Lengths
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
-from xsimulator.curves import Array
-from xsimulator.step_cost import LaneCost
+from xsimulator.costs.curves import Array
+from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
 """Of RandomSteps: where stages and micro-batches are as many; by the logarithm of their number; where there are more

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 
 NUM_PHASES = 24

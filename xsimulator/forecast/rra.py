@@ -11,7 +11,7 @@ from scipy.special import ndtr
 from xgpt.policies.rule import ADJUSTMENT
 from xgpt.schema import Plan, RraSettings
 from xgpt.workload import decoding_share
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xgpt.schema import StaticSettings
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance

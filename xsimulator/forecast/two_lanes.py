@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xsimulator.curves import Array, Table
+from xsimulator.costs.curves import Array, Table
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.transfer import TransferCost
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.pipeline import Pipeline, RandomSteps, expected_max_deviate
 from xsimulator.lengths import Lengths
-from xsimulator.step_cost import LaneCost
-from xsimulator.transfer import TransferCost
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
 """Requests of a decode micro-batch at which the closed form looks for its steady state."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.schema import Plan, WaaSettings
-from xsimulator.curves import Array
+from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps

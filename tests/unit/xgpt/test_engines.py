@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import xgpt
-from xgpt.app.plan_text import mixing_in_words
+from xgpt.app.report.plan_text import mixing_in_words
 from xgpt.errors import InputError
 from xgpt.io import config_names
 from xgpt.resolve import engine_of, load_engine

@@ -10,9 +10,9 @@ from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
 from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
 
 SLOW = 10.0
 """How much slower everything is in the first pass."""

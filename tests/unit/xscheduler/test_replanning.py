@@ -9,9 +9,9 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.app.judging import judged
+from xgpt.app.plan.verifying import request_latency
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
-from xgpt.app.verifying import request_latency
 from xgpt.observation import observe_lengths
 from xgpt.policies import build
 from xgpt.schema import ChunkedSettings, Constraint, Histogram, Observation, Plan, Profile, TruncatedNormal, Workload

@@ -11,9 +11,9 @@ from xgpt.schema import Calibration
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
-from xsimulator.step_cost import LaneCost
-from xsimulator.step_counts import StepCounts
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
 T5 = problem("t5-11b", "h200x1", "translation", 6.0)

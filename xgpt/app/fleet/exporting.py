@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from xgpt import __version__
+from xgpt.app.export.kubernetes import check_deployable, kustomization, replica_files
+from xgpt.app.export.pods import MAX_CONFIG_BYTES, USER, Names, Object, to_yaml
 from xgpt.app.fleet.operating import fleet_name
-from xgpt.app.kubernetes import check_deployable, kustomization, replica_files
-from xgpt.app.pods import MAX_CONFIG_BYTES, USER, Names, Object, to_yaml
 from xgpt.errors import InputError
 from xgpt.io import dump_json
 from xgpt.schema.fleet import FleetPlan

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xgpt.app.arrivals import with_capacity
-from xgpt.app.planning import kinds_of
-from xgpt.app.problems import scheduler
+from xgpt.app.plan.arrivals import with_capacity
+from xgpt.app.plan.planning import kinds_of
+from xgpt.app.plan.problems import scheduler
 from xgpt.errors import InfeasibleError
 from xgpt.machine import num_cores
 from xgpt.schema import ClusterSpec, Plan, Profile, Workload
@@ -17,7 +17,7 @@ from xscheduler.replanning.decide import weights_loading_s
 from xscheduler.replanning.reestimate import reestimate
 
 if TYPE_CHECKING:
-    from xgpt.app.request import PolicyChoice
+    from xgpt.app.plan.request import PolicyChoice
     from xscheduler.problem import Problem
 
 WORTH = 1.02

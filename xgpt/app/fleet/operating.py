@@ -21,7 +21,7 @@ from xgpt.app.fleet.drivers.local import LocalWorld
 from xgpt.app.fleet.kinds import Candidate, devices_here
 from xgpt.app.fleet.planning import FleetModel, share_kept
 from xgpt.app.fleet.simulated import ControlledDay, control_day
-from xgpt.app.profiles import profile_of
+from xgpt.app.plan.profiles import profile_of
 from xgpt.errors import InputError
 from xgpt.io import parse_arguments
 from xgpt.schema import ClusterSpec, Frozen
@@ -138,7 +138,7 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 def fleet_name(fleet: FleetPlan) -> str:
     """Return a fleet's name as Kubernetes takes it: of letters, digits and dashes."""
-    from xgpt.app.pods import Names
+    from xgpt.app.export.pods import Names
 
     return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
 

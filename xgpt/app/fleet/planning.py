@@ -15,8 +15,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from xgpt.app.fleet.day import Day, Intervals, cut, read_day
 from xgpt.app.fleet.kinds import Candidate, candidates, devices_here
-from xgpt.app.problems import resolve
-from xgpt.app.request import PlanRequest, plan_request
+from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.request import PlanRequest, plan_request
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import parse_arguments
 from xgpt.resolve import workload_of
@@ -32,11 +32,11 @@ from xscheduler.fleet import (
     solve_fleet,
     starts_of,
 )
+from xsimulator.costs.step_cost import lanes_of
 from xsimulator.fleet import Replica, replicas_of, simulate_fleet
-from xsimulator.step_cost import lanes_of
 
 if TYPE_CHECKING:
-    from xgpt.app.profiles import Progress
+    from xgpt.app.plan.profiles import Progress
     from xsimulator.measures import RequestTimes
 
 Array = npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ SAVED_REQUESTS = 1_000_000
 
 
 class FleetRequest(Frozen):
-    """What a fleet is planned for, besides what `xgpt.app.request.PlanRequest` says of each of its clusters.
+    """What a fleet is planned for, besides what `xgpt.app.plan.request.PlanRequest` says of each of its clusters.
 
     Attributes:
         trace: a trace with times, or rates and workloads over hours.

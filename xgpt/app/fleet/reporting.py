@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xgpt.app.plan_text import settings_text
+from xgpt.app.report.plan_text import settings_text
 from xgpt.schema.fleet import FleetFigures, FleetPlan
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import yaml
 from click.testing import CliRunner
 
 from tests.vllm.plans import exportable, plan_with, waa_plan
-from xgpt.app.exporting import Target, export
+from xgpt.app.export.exporting import Target, export
 from xgpt.cli import cli
 from xgpt.cli.serve import command as serve
 from xgpt.errors import InputError
@@ -408,7 +408,7 @@ def test_one_lane_keeps_its_schedule_under_dynamo() -> None:
 
 def test_engine_arguments_that_are_exported_are_vllms() -> None:
     """tests/vllm asks vLLM's own parser."""
-    from xgpt.app.vllm_flags import TAKES
+    from xgpt.app.compare.vllm_flags import TAKES
 
     commands = [
         template["spec"]["containers"][0]["command"]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt import policies
-from xgpt.app.arrivals import rate_of
-from xgpt.app.planning import plan_each
+from xgpt.app.plan.arrivals import rate_of
+from xgpt.app.plan.planning import plan_each
 from xgpt.app.replanning import propose
 from xgpt.app.simulating import simulate
 from xgpt.observation import observe_lengths

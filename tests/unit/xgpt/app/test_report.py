@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.reporting import report
+from xgpt.app.report.reporting import report
 from xgpt.pages import render
 from xgpt.schema import Plan
 from xscheduler.schedule import Scheduler

@@ -1,0 +1,1 @@
+"""Policies at their best, and what runs now, read off its command line."""

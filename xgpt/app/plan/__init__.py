@@ -1,0 +1,1 @@
+"""From a request to a plan: profiles found or made, policies searched, figures held against simulation."""

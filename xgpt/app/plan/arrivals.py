@@ -1,0 +1,248 @@
+"""Plans by the arrival rate at which they keep their bounds: ranked in closed form, settled by simulation."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Capacity, Plan, Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from xgpt.app.plan.profiles import Progress
+    from xscheduler.schedule import Scheduler
+    from xsimulator.capacity import CapacitySearch
+
+SHARP = 0.005
+"""Precision of the best plan's rate; another one must exceed it by this share."""
+COARSE = 0.03
+"""Precision of the rate of a policy that is far behind."""
+BEHIND = 0.7
+"""A policy is far behind whose rate in closed form is less than this share of the best simulated one."""
+MOST_TRIED = 3
+"""Plans of a policy that are simulated at most, the best in closed form first."""
+DOUBT = 0.06
+"""Share by which a plan's rate in closed form may fall below the best one and the plan still be simulated."""
+LOOSER = 1.04
+"""By which factor a bound that is never kept is loosened until it is."""
+MOST_LOOSENED = 60
+BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
+STABLE = "the highest throughput that any schedule reaches, whatever its latency"
+
+
+def rate_of(plan: Plan) -> float:
+    """The highest arrival rate at which a plan keeps its bounds: its simulated one; without bounds, its throughput."""
+    found = plan.estimate.capacity
+    return plan.estimate.throughput_rps if found is None else found.rate_per_s
+
+
+def maximised(plan: Plan) -> float:
+    """What the plan's own objective counts, requests a second."""
+    return rate_of(plan) if plan.constraint.maximises_arrivals else plan.estimate.throughput_rps
+
+
+def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
+    """Plans with their simulated capacities, where they have none yet; the first one's also about its bounds."""
+    found = {}
+    for i, (kind, plan) in enumerate(plans.items()):
+        known = plan.estimate.capacity
+        found[kind] = (
+            plan if known is not None else with_capacity(plan, profile, predicted_rate(plan, profile), edges=not i)
+        )
+    return found
+
+
+def predicted_rate(plan: Plan, profile: Profile) -> float | None:
+    """The highest arrival rate of a plan in closed form; None where it has no bounds."""
+    from xscheduler.arrival_rate import rate_of as closed_rate
+    from xscheduler.placement import Placement
+    from xscheduler.problem import Problem
+    from xscheduler.schedule import Scheduler
+
+    if not plan.constraint.bounds_latency:
+        return None
+    space = Scheduler(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
+    return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
+
+
+def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
+    """The plan with its simulated capacity; as it is where it has no bounds.
+
+    Args:
+        predicted: the closed form's rate.
+        edges: also under bounds that are a little tighter and looser.
+    """
+    from xsimulator.capacity import capacity
+
+    return _with(plan, capacity(plan, profile, predicted, edges=edges))
+
+
+def best_by_arrivals(
+    of: Scheduler,
+    kinds: Iterable[str],
+    *,
+    finish: Callable[[Plan], Plan] = lambda plan: plan,
+    only_best: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Plan]:
+    """Each policy's plan of the highest arrival rate, with that rate, the highest first.
+
+    Args:
+        progress: told of each policy that is simulated.
+        finish: what is made of a plan before it is simulated: its order of admission.
+        only_best: of all policies together, the one plan.
+
+    Raises:
+        InfeasibleError: no plan keeps the bounds at any rate, or at the rate that is asked for.
+    """
+    from xsimulator.forecast import choice_of
+
+    started = time.perf_counter()
+    candidates = {kind: of.by_arrivals(kind, MOST_TRIED) for kind in kinds}
+    ranked = sorted((kind for kind in candidates if candidates[kind]), key=lambda kind: -candidates[kind][0][1])
+    seconds = {kind: (time.perf_counter() - started) / len(ranked) for kind in ranked}
+    found: dict[str, CapacitySearch] = {}
+    best: CapacitySearch | None = None
+    for i, kind in enumerate(ranked):
+        started = time.perf_counter()
+        if progress is not None:
+            progress(i, len(ranked), simulating(kind))
+        # A policy that is far behind gets a figure, and no contest within it.
+        hopeless = best is not None and candidates[kind][0][1] < BEHIND * best.rate
+        plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
+        search = _best_of(plans, of.problem.profile, best if only_best else None)
+        if search is not None and hopeless:
+            search.precision = COARSE
+        if search is not None and search.rate > 0:
+            found[kind] = search
+            best = search if best is None or search.rate > best.rate else best
+        seconds[kind] += time.perf_counter() - started
+    if best is None:
+        raise _never_kept(of, tuple(candidates))
+    if progress is not None:
+        progress(len(ranked), len(ranked), simulating("its neighbours"))
+    started = time.perf_counter()
+    near = [name for name in ranked if candidates[name][0][1] > BEHIND * best.rate]
+    best = _best_rival(of, _best_neighbour(of, best, finish), near, finish)
+    kind = choice_of(best.plan.policy, candidates)
+    found[kind] = best
+    capacities = {name: search.found(edges=search is best) for name, search in found.items()}
+    seconds[kind] += time.perf_counter() - started
+    asked = of.problem.constraint.arrival_rate_per_s
+    if asked is not None and best.rate < asked:
+        raise _rate_not_kept(of, tuple(candidates), best.rate)
+    plans_found = {
+        name: _certified(_with(found[name].plan, capacity), of.most_stable(name), seconds[name])
+        for name, capacity in sorted(capacities.items(), key=lambda item: -item[1].rate_per_s)
+        if (asked is None or capacity.rate_per_s >= asked) and (name == kind or not only_best)
+    }
+    return plans_found
+
+
+def simulating(what: str) -> str:
+    """What a progress bar says of a simulation."""
+    from xsimulator.counts.counted_run import is_compiled
+
+    once = "" if is_compiled() else " (the first simulations on a machine are compiled: some 15 s)"
+    return f"simulating {what}{once}"
+
+
+def _best_of(
+    candidates: list[tuple[Plan, float]], profile: Profile, rival: CapacitySearch | None
+) -> CapacitySearch | None:
+    """The plan of the highest simulated rate among some, the best in closed form first; None: not above the rival's."""
+    from xsimulator.capacity import CapacitySearch
+
+    best = rival
+    for plan, predicted in candidates:
+        if best is not None and predicted < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
+            break
+        search = CapacitySearch(plan, profile, predicted)
+        if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
+            best = search
+    return None if best is rival else best
+
+
+def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan], Plan]) -> CapacitySearch:
+    """The best plan, or one whose settings are near to its own and which keeps a higher rate."""
+    near = [
+        (finish(other).model_copy(update={"search": best.plan.search}), predicted)
+        for other, predicted in of.neighbours(best.plan)
+    ]
+    return _best_of(sorted(near, key=lambda item: -item[1]), of.problem.profile, best) or best
+
+
+def _best_rival(
+    of: Scheduler, best: CapacitySearch, kinds: list[str], finish: Callable[[Plan], Plan]
+) -> CapacitySearch:
+    """The best plan, or one of those of the highest saturated throughput, where that keeps a higher rate."""
+    best.precision = SHARP
+    try:
+        rivals = of.best_of_each(kinds)
+    except InfeasibleError:
+        return best
+    ranked = [
+        (finish(plan).model_copy(update={"search": best.plan.search}), of.predicted_rate(plan))
+        for plan in rivals.values()
+    ]
+    found = _best_of(sorted(ranked, key=lambda item: -item[1]), of.problem.profile, best) or best
+    found.precision = SHARP
+    return found
+
+
+def _with(plan: Plan, capacity: Capacity | None) -> Plan:
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": capacity})})
+
+
+def _rate_not_kept(of: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
+    return InfeasibleError(
+        f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {of.num_devices} devices of "
+        f"{of.problem.cluster.name} keeps the bounds with waiting at {of.problem.constraint.arrival_rate_per_s:g} "
+        f"requests/s; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        nearest_bound_s=None,
+        binding="arrival_rate_per_s",
+    )
+
+
+def _certified(plan: Plan, most: float, seconds: float) -> Plan:
+    """The plan with what bounds its rate: no schedule is stable beyond the highest throughput of any."""
+    search = plan.search.model_copy(
+        update={"gap": max(0.0, most / rate_of(plan) - 1), "bound": STABLE, "seconds": round(seconds, 4)}
+    )
+    return plan.model_copy(update={"search": search})
+
+
+def _never_kept(of: Scheduler, kinds: tuple[str, ...]) -> InfeasibleError:
+    """Why no plan keeps the bounds at any rate, with the nearest bound that one keeps."""
+    constraint = of.problem.constraint
+    bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+    name = next(iter(bounds))
+    base = bounds[name]
+    try:
+        of.best_of_each(kinds)
+    except InfeasibleError as error:  # requests that do not wait keep it neither
+        if error.binding != name or error.nearest_bound_s is None:
+            return error
+        base = max(base, error.nearest_bound_s)
+    for looser in (float(f"{LOOSER**n * base:.4g}") for n in range(1, MOST_LOOSENED)):
+        under = of.under(constraint.model_copy(update={name: looser}))
+        if any(
+            rate_of(with_capacity(plan, under.problem.profile, rate, edges=False)) > 0
+            for kind in kinds
+            for plan, rate in under.by_arrivals(kind, 1)
+        ):
+            return InfeasibleError(
+                f"{name}: no schedule of {', '.join(kinds)} keeps {bounds[name]:g} s with waiting counted on "
+                f"{of.problem.cluster.name}, at however low an arrival rate; the nearest bound that one keeps is "
+                f"{looser:.4g} s",
+                nearest_bound_s=looser,
+                binding=name,
+            )
+    text = ", ".join(f"{name} {bound:g}" for name, bound in bounds.items())
+    return InfeasibleError(
+        f"{name}: no schedule of {', '.join(kinds)} keeps {text} with waiting counted",
+        nearest_bound_s=None,
+        binding=name,
+    )

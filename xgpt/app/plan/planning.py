@@ -1,0 +1,200 @@
+"""Plans for a problem: each policy's best, the best of all, the best uniform one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from xgpt.app.plan.arrivals import best_by_arrivals
+from xgpt.app.plan.problems import scheduler
+from xgpt.app.plan.request import POLICY_GROUPS, PolicyChoice
+from xgpt.app.plan.saturation import settled, with_simulated_figures
+from xgpt.app.plan.tuning import tune
+from xgpt.app.plan.verifying import best_of_each
+from xgpt.errors import InfeasibleError, InputError, nearest
+from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
+from xgpt.workload import mean
+from xscheduler.placement import PLACED, Placement
+from xscheduler.space import UNCUT, runnable
+from xsimulator.costs.step_times import with_step_times
+from xsimulator.forecast import CHOICES, TUNED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xgpt.app.plan.profiles import Progress
+    from xscheduler.problem import Problem
+    from xscheduler.schedule import Scheduler
+    from xscheduler.search import Method
+
+TIGHTER = 0.4
+"""Of the bound on the time per token: under it tuning finds another budget to begin with."""
+UNIFORM_KINDS = ("chunked", "orca", "static")
+"""What other planners offer, on replicas of equal stages."""
+
+
+def plan_each(
+    problem: Problem,
+    policy: PolicyChoice = "auto",
+    search: Method = "branch-and-bound",
+    order: AdmissionOrder | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Plan]:
+    """Each policy's best plan, the best of all first.
+
+    Args:
+        order: which of the waiting requests enters next; None: the first to arrive, or as tuning finds it.
+        progress: told of what takes its time.
+
+    Raises:
+        InputError: the model cannot be run under the policy that is asked for.
+        InfeasibleError: no policy has one.
+    """
+    if policy in TUNED:
+        _check_tunable(problem, policy)
+    kinds = kinds_of(problem, policy)
+    if problem.constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
+        problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+    of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
+    if problem.constraint.maximises_arrivals:
+        plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
+        if problem.reused is None:
+            plans = {kind: with_simulated_figures(plan, problem.profile) for kind, plan in plans.items()}
+        if policy in TUNED:  # never without a word in `auto`: it takes its time
+            (base,) = plans.values()
+            others = [finish(plan) for plan in _others(of, TUNED[policy])]
+            return {policy: tune(base, policy, problem.profile, others=others, order=order)}
+        return _distinct(plans)
+    plans = best_of_each(of, kinds, progress)
+    if problem.reused is None:
+        plans = settled(of, plans, progress)
+    _check_stable(problem.constraint, plans)
+    ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+    return _distinct({kind: finish(plan) for kind, plan in ordered})
+
+
+def _check_tunable(problem: Problem, policy: str) -> None:
+    """Refuse a choice that simulation tunes without what its rule goes by."""
+    constraint = problem.constraint
+    by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
+    if not by_rate or constraint.tpot_s is None:
+        raise InputError("policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)")
+    if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
+        raise InputError("policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra")
+
+
+def _others(of: Scheduler, kind: str) -> list[Plan]:
+    """Plans to begin tuning with, other than a policy's best: of other placements, and for a tighter time per token,
+    under which the closed form takes smaller budgets."""
+    constraint = of.problem.constraint
+    assert constraint.tpot_s is not None
+    tighter = of.under(constraint.model_copy(update={"tpot_s": TIGHTER * constraint.tpot_s}))
+    found = [plan for plan, _ in (*of.by_arrivals(kind, 2), *tighter.by_arrivals(kind, 1))]
+    return [plan.model_copy(update={"constraint": constraint}) for plan in found]
+
+
+def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Plans of which one stands for both ways of waa to divide devices, where these come to the same."""
+    by_compute, by_memory = plans.get("waa-c"), plans.get("waa-m")
+    if by_compute is None or by_memory is None or by_compute.stages != by_memory.stages:
+        return plans
+    return {"waa" if kind == "waa-c" else kind: plan for kind, plan in plans.items() if kind != "waa-m"}
+
+
+def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
+    """The policies that are planned for; of one that is tuned, the one that is tuned.
+
+    Raises:
+        InputError: the model cannot be run under the one that is asked for.
+    """
+    kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
+    if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+        kinds = tuple(kind for kind in kinds if kind != "static")
+    found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
+    if not found:
+        others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
+        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
+    return found
+
+
+def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
+    """Look at variables that are held before anything is measured for them.
+
+    Raises:
+        InputError: there is no such variable, or no policy that may be taken has it.
+    """
+    _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
+
+
+def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of some policies that have all variables which are held.
+
+    Raises:
+        InputError: there is no such variable, or none of the policies has it.
+    """
+    of_kind = {kind: _variables(kind) for kind in CHOICES}
+    known = set().union(*of_kind.values())
+    for name, value in fixed.items():
+        if name not in known:
+            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{nearest(name, known)}")
+        if kinds and not any(name in of_kind[kind] for kind in kinds):
+            having = ", ".join(kind for kind, names in of_kind.items() if name in names)
+            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has")
+    return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])
+
+
+def _variables(kind: str) -> set[str]:
+    """The variables of a policy that can be held."""
+    settings = CHOICES[kind].settings
+    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
+    return placed | {variable.name for variable in settings.variables}
+
+
+def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
+    """Without bounds, a rate is kept that lies below the throughput."""
+    rate = constraint.arrival_rate_per_s
+    if rate is None:
+        return
+    for kind in [kind for kind, plan in plans.items() if plan.estimate.throughput_rps <= rate]:
+        del plans[kind]
+    if not plans:
+        raise InfeasibleError(
+            f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
+            nearest_bound_s=None,
+            binding="arrival_rate_per_s",
+        )
+
+
+def is_uniform(plan: Plan) -> bool:
+    """Whether other planners offer such a plan: replicas of equal stages, without rra and waa."""
+    return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
+
+
+def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
+    """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
+    of, kinds = scheduler(replace(problem, uniform=True), search), runnable(UNIFORM_KINDS, problem.model)
+    kinds = tuple(kind for kind in kinds if problem.fixed.keys() <= _variables(kind))
+    if not kinds:
+        return None
+    try:
+        if problem.constraint.maximises_arrivals:
+            return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
+        return next(iter(settled(of, best_of_each(of, kinds)).values()))
+    except InfeasibleError:
+        return None
+
+
+def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
+    """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once; lpt is for
+    work that is all at hand, where none is overdue."""
+    if order == "in-time":
+        if plan.constraint.ttft_s is None:
+            raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")
+        if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
+            raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
+        plan = with_step_times(plan, profile)
+    at_once = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input)))
+    row_tokens = at_once if order in ROW_ORDERS else None
+    changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
+    return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -1,0 +1,117 @@
+"""From a request to a problem: names looked up, a profile found or made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xgpt import hub
+from xgpt.app.plan.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
+from xgpt.errors import InputError
+from xgpt.resolve import engine_of, load_cluster, load_engine, load_model, workload_of
+from xgpt.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+
+if TYPE_CHECKING:
+    from xgpt.app.plan.profiles import Progress
+    from xgpt.app.plan.request import PlanRequest
+    from xscheduler.search import Method
+
+
+def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
+    """The problem that a request names, with the given profile, the cached one, a measurement, or the datasheet's.
+
+    Raises:
+        InputError: a name that is not there, a file that is broken, or a profile of something else.
+        MachineError: the machine cannot be measured.
+    """
+    spec, checkpoint, found = _model(request)
+    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+    if request.price is not None:
+        cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
+    most = request.devices if isinstance(request.devices, int) else None
+    if most is not None and most > cluster.num_devices:
+        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
+    workload = workload_of(request.workload, spec)
+    engine = _named_engine(request, cluster)
+    profile = _profile(request, spec, checkpoint, cluster, engine, progress)
+    keep(profile)
+    engine = engine or engine_of(profile)
+    if engine is not None and engine.memory_share is not None:
+        device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
+        cluster = cluster.model_copy(update={"device": device})
+    return Problem(
+        model=spec,
+        checkpoint=found,
+        cluster=cluster,
+        workload=workload,
+        profile=profile,
+        engine=engine,
+        constraint=request.constraint,
+        kv=request.kv,
+        fixed=request.fix,
+        max_devices=most,
+    )
+
+
+def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
+    """The shape, the directory of the weights that are here, and where a plan has them: also by an id."""
+    model = request.model
+    if isinstance(model, ModelSpec):
+        if request.config is not None:
+            raise InputError("config", request.config, "it goes with a Hugging Face id as `model`")
+        return model, None, None
+    spec, checkpoint = load_model(model, request.config)
+    if hub.is_id(model) and not Path(model).exists():
+        return spec, checkpoint, hub.PREFIX + model
+    return spec, checkpoint, None if checkpoint is None else str(checkpoint)
+
+
+def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
+    """The engine that is asked for.
+
+    Raises:
+        InputError: the cluster is this machine, where steps are measured in the engine that runs them.
+    """
+    if request.engine is None:
+        return None
+    engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
+    if cluster.is_local and engine.framework != "native":
+        make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
+        raise InputError("engine", engine.name, f"on this machine plans rest on measured steps: {make}")
+    return engine
+
+
+def _profile(
+    request: PlanRequest,
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    engine: EngineSpec | None,
+    progress: Progress | None,
+) -> Profile:
+    given = request.profile
+    if given is None:
+        return obtain_profile(spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine)
+    if isinstance(given, Profile):
+        check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
+    else:
+        given = given_profile(given, spec, cluster, request.dtype)
+    if engine is not None and given.engine not in (None, engine.framework):
+        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave `engine` out"
+        raise InputError("engine", engine.name, accepted)
+    return given
+
+
+def headroom_of(constraint: Constraint, profile: Profile) -> float:
+    """Share that plans leave of their bounds: as the constraint says, or the known error of the profile's kind."""
+    return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
+
+
+def scheduler(problem: Problem, search: Method = "branch-and-bound") -> Scheduler:
+    """The scheduler of a problem, its headroom that of the profile where the constraint names none."""
+    headroom = headroom_of(problem.constraint, problem.profile)
+    constraint = problem.constraint.model_copy(update={"headroom": headroom})
+    return Scheduler(replace(problem, constraint=constraint), search)

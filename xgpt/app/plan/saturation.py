@@ -1,0 +1,231 @@
+"""Figures of plans while requests always wait, held against simulation.
+
+Closed forms know the steady state in which running requests are spread over their outputs. Where outputs are nearly of
+one length there is another one: requests that began together end together, and whole batches follow each other. So each
+plan is simulated; where that disagrees, its figures stand in the plan. Where it serves less or breaks a bound, the
+policy's plan is the one that serves most in simulation among those that are the best in closed form under tighter
+bounds. These stand on rungs that do not depend on the bound, so that a looser one adds plans and takes none away.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from math import ceil, floor, inf, log
+from typing import TYPE_CHECKING, NamedTuple
+
+from xgpt.app.plan.arrivals import BOUNDS, rate_of, simulating
+from xgpt.app.simulating import check_fits, outstanding_requests, run_requests, warm_up_requests
+from xgpt.errors import InfeasibleError
+from xgpt.schema import Constraint, Plan, Profile
+from xgpt.workload import quantile, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xgpt.app.plan.profiles import Progress
+    from xscheduler.schedule import Scheduler
+
+AGREES = 0.1
+"""Share by which a simulation may differ from the closed form, whose figures then stand."""
+LEAST_REQUESTS = 1000
+LIFETIMES = 16
+"""Simulated requests for each that decodes at once; there are no fewer than the least."""
+ABOUT = 1.25
+"""By which factor outputs may be longer or shorter than the quantile's to tell the gaps between its tokens."""
+LEAST_ALIKE = 30
+"""Requests of about the quantile's length, without which its latency is not told."""
+SEED = 0
+RUNG = 1.2
+"""Ratio of the closed form's latencies on neighbouring rungs."""
+
+TOGETHER = "none: requests that began together stay together, which closed forms do not know"
+PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulation, or break a bound"
+
+
+class Saturated(NamedTuple):
+    """What a plan does in simulation while requests always wait.
+
+    Attributes:
+        throughput_rps: of all replicas.
+        latency_s: mean time from admission to the last token, of a request of the quantile's length.
+        ttft_s: mean time from admission to the first token.
+        tpot_s: mean gap between the tokens of a request of about the quantile's length. None, as is the latency, where
+            too few requests are of it.
+    """
+
+    throughput_rps: float
+    latency_s: float | None
+    ttft_s: float
+    tpot_s: float | None
+
+    def other_than(self, plan: Plan) -> dict[str, float]:
+        """The figures of these that the plan's own do not agree with; under sla "request" its latency is simulated."""
+        found = self._asdict()
+        if plan.constraint.sla == "request":
+            del found["latency_s"]
+        return {
+            name: seen
+            for name, seen in found.items()
+            if seen is not None and not _agree(seen, getattr(plan.estimate, name))
+        }
+
+    def excess(self, plan: Plan, constraint: Constraint) -> float:
+        """Return how many times over a constraint's bounds the worst of the times is that the plan's own do not agree
+        with, headroom included."""
+        bounds = {"latency_s": constraint.latency_bound_s, "ttft_s": constraint.ttft_s, "tpot_s": constraint.tpot_s}
+        over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
+        return (1 + constraint.headroom) * max(over, default=0.0)
+
+    def refutes(self, plan: Plan) -> bool:
+        """Whether another plan may be better: this one serves less than it says, or breaks a bound."""
+        serves_less = plan.estimate.throughput_rps > (1 + AGREES) * self.throughput_rps
+        return serves_less or self.excess(plan, plan.constraint) > 1
+
+
+def _agree(seen: float, own: float) -> bool:
+    return own <= (1 + AGREES) * seen and seen <= (1 + AGREES) * own
+
+
+def saturated(plan: Plan, profile: Profile) -> Saturated:
+    """Simulate a plan with all requests there from the beginning, in the order of their arrival.
+
+    Raises:
+        InputError: a request of the workload can never fit into the plan's K/V memory.
+    """
+    import numpy as np
+
+    from xgpt.workload import TraceLengths
+    from xsimulator.costs.step_cost import lanes_of
+    from xsimulator.counts.arrivals import Stream
+    from xsimulator.counts.counted_run import counted_run
+    from xsimulator.request_law import SeenSteps
+
+    check_fits(plan, plan.workload)
+    plan = plan.model_copy(
+        update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
+    )
+    skipped = warm_up_requests(plan)
+    count = max(LEAST_REQUESTS, ceil(LIFETIMES * plan.estimate.decode_batch))
+    total = skipped + count + outstanding_requests(plan)
+    inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
+    longest = plan.workload.output.lengths[-1]
+    stream = Stream(inputs, outputs, longest, np.zeros(total, int))
+    run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
+    if run is not None:
+        run.run()
+        seen = SeenSteps.of_run(run)
+    else:
+        seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
+    first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
+    ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
+    chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
+    first_s = seen.end_s[seen.first_token[chosen]]
+    ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
+    length = quantile(plan.workload.output, plan.constraint.planned_quantile)
+    about = (outputs[chosen] >= max(2, length / ABOUT)) & (outputs[chosen] <= ABOUT * length)
+    gaps = (seen.end_s[seen.last_token[chosen]] - first_s)[about] / (outputs[chosen][about] - 1)
+    rps = float(plan.replicas * ended / (last - first))
+    if length == 1:
+        return Saturated(rps, ttft_s, ttft_s, None)
+    tpot_s = float(gaps.mean()) if len(gaps) >= LEAST_ALIKE else None
+    return Saturated(rps, None if tpot_s is None else ttft_s + (length - 1) * tpot_s, ttft_s, tpot_s)
+
+
+def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
+    """The plan with simulated figures where those of the closed form disagree with them."""
+    return _with(plan, saturated(plan, profile))
+
+
+def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = None) -> dict[str, Plan]:
+    """Each policy's plan of the highest throughput, which simulation confirms or tells; the highest first.
+
+    Raises:
+        InfeasibleError: no plan keeps the bounds in simulation.
+    """
+    found: dict[str, Plan] = {}
+    nearest_s = inf
+    for kind, plan in plans.items():
+        seen = saturated(plan, of.problem.profile)
+        if not seen.refutes(plan) or plan.constraint.sla == "request":  # there its latency is simulated already
+            found[kind] = _with(plan, seen)
+        else:
+            if progress is not None:
+                progress(0, 1, simulating(kind))
+            best, least = _best_in_simulation(of, kind, plan, seen)
+            nearest_s = min(nearest_s, least * (plan.constraint.latency_bound_s or inf))
+            if best is not None:
+                found[kind] = best
+    if not found:
+        raise _never_kept(of, nearest_s)
+    return dict(sorted(found.items(), key=lambda item: -item[1].estimate.throughput_rps))
+
+
+def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -> tuple[Plan | None, float]:
+    """The policy's plan that serves most and keeps its bounds in simulation, None where none does, and the least excess
+    over the bounds of any that was simulated."""
+    best, least, simulated = None, inf, {}
+    for other in chain((plan,), _rungs(of, kind, plan)):
+        if best is not None and other.estimate.throughput_rps <= best.estimate.throughput_rps:
+            break
+        if _key(other) in simulated:
+            continue
+        found = simulated[_key(other)] = seen if other is plan else saturated(other, of.problem.profile)
+        excess = found.excess(other, plan.constraint)
+        least = min(least, excess)
+        if excess <= 1:
+            shown = _with(other, found)
+            if best is None or shown.estimate.throughput_rps > best.estimate.throughput_rps:
+                best = shown
+    if best is None:
+        return None, least
+    search = best.search.model_copy(update={"simulations": len(simulated), "gap": None, "bound": PASSED_OVER})
+    return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
+
+
+def _rungs(of: Scheduler, kind: str, plan: Plan) -> Iterator[Plan]:
+    """The policy's best plans in closed form under ever tighter latency bounds."""
+    constraint = of.problem.constraint
+    rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
+    while True:
+        under = constraint.model_copy(update={"latency_bound_s": RUNG**rung})
+        try:
+            yield of.under(under).best_of_each((kind,))[kind]
+        except InfeasibleError:
+            return
+        rung -= 1
+
+
+def _key(plan: Plan) -> str:
+    return f"{plan.policy!r} {plan.stages!r}"
+
+
+def _with(plan: Plan, seen: Saturated) -> Plan:
+    """The plan with the figures of a simulation where its own do not agree. What was proven was so in closed form."""
+    e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
+    rps = figures.get("throughput_rps")
+    if rps is not None:
+        figures["throughput_rps"] = rps = max(rps, 0.0 if e.capacity is None else rate_of(plan))
+        figures["output_tokens_per_s"] = e.output_tokens_per_s * rps / e.throughput_rps
+        if e.cost_per_million_tokens is not None:
+            figures["cost_per_million_tokens"] = e.cost_per_million_tokens * e.throughput_rps / rps
+    estimate = e.model_copy(update={**figures, "simulated": tuple(figures)})
+    if rps is not None and not plan.constraint.maximises_arrivals:
+        search = search.model_copy(update={"gap": None, "bound": TOGETHER, "simulations": max(1, search.simulations)})
+    return plan.model_copy(update={"estimate": estimate, "search": search})
+
+
+def _never_kept(of: Scheduler, nearest_s: float) -> InfeasibleError:
+    """Why no policy keeps the bounds, with a latency bound that one was seen to keep."""
+    from xscheduler.schedule import round_up
+
+    bounds = {name: bound for name in BOUNDS if (bound := getattr(of.problem.constraint, name)) is not None}
+    name = next(iter(bounds))
+    known = len(bounds) == 1 and name == "latency_bound_s"
+    nearest = f"; the nearest bound that one keeps is {round_up(nearest_s)} s" if known else ""
+    return InfeasibleError(
+        f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, where "
+        f"requests that began together stay together{nearest}",
+        nearest_bound_s=nearest_s if known else None,
+        binding=name,
+    )

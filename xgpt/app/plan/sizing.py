@@ -1,0 +1,71 @@
+"""How many devices, and of which cluster, an arrival rate takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xgpt.app.plan.planning import plan_each
+from xgpt.errors import InfeasibleError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xgpt.app.plan.request import PolicyChoice
+    from xscheduler.problem import Problem
+
+
+@dataclass(frozen=True)
+class ClusterChoice:
+    """One of several clusters.
+
+    Attributes:
+        num_devices: the fewest that sustain the arrival rate; None where all of them do not.
+        price_per_hour: of that number of devices.
+        why_not: where they do not.
+    """
+
+    problem: Problem
+    num_devices: int | None
+    price_per_hour: float | None
+    why_not: str | None
+
+
+def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
+    """The smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+
+    Raises:
+        InfeasibleError: all of them together do not.
+    """
+    low, high = 1, problem.cluster.num_devices
+    plan_each(replace(problem, max_devices=high), policy)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_each(replace(problem, max_devices=middle), policy)
+            high = middle
+        except InfeasibleError:
+            low = middle + 1
+    return high
+
+
+def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
+    """What the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
+
+    Clusters that do not sustain it come last.
+
+    Raises:
+        InputError: a cluster without a price.
+    """
+    choices = []
+    for problem in problems:
+        price = problem.cluster.price_per_device_hour
+        if price is None:
+            raise InputError("cluster", problem.cluster.name, "it has no price of a device for an hour")
+        try:
+            num_devices = fewest_devices(problem, policy)
+        except InfeasibleError as error:
+            choices.append(ClusterChoice(problem, None, None, str(error)))
+            continue
+        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None))
+    return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))

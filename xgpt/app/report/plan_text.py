@@ -1,0 +1,273 @@
+"""What a plan does, in words: the terminal's and the report's."""
+
+from __future__ import annotations
+
+from xgpt.schema import Constraint, Plan
+
+
+def settings_text(plan: Plan) -> str:
+    """The control variables of a plan: "encode_batch 4, decode_iterations 9"; with several devices, also where."""
+    policy = plan.policy
+    texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
+    for of_rule in (getattr(policy, name) for name in policy.tuned):
+        if of_rule is not None:
+            texts += [f"{name} {value:g}" for name, value in of_rule]
+    if plan.admission.order == "in-time":
+        texts.append("in-time")
+    for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
+        if getattr(policy, name, 1) > 1:
+            texts.append(f"{name} {getattr(policy, name)}")
+    if plan.cluster.num_devices > 1:
+        texts.append(_shape(plan))
+    return ", ".join(texts)
+
+
+def placement_in_words(plan: Plan) -> str:
+    """Which devices work together, and how."""
+    replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
+    lanes = {"both": "", "encode": "encode ", "decode": "decode "}
+    parts = []
+    for lane, name in lanes.items():
+        stages = [stage for stage in plan.stages if stage.lane == lane]
+        if stages:
+            sizes = [(stage.tp, stage.ep) for stage in stages]
+            groups = [
+                f"{sizes.count((tp, ep))} x {tp} device{'s' * (tp > 1)}"
+                + (f", experts in {ep} parts" if ep > 1 else "")
+                for tp, ep in dict.fromkeys(sizes)
+            ]
+            parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
+    return f"{replicas} of {' and '.join(parts)}; {plan.num_devices} of {plan.cluster.num_devices} devices"
+
+
+def objective_in_words(constraint: Constraint) -> str:
+    """What was maximised."""
+    if constraint.maximises_arrivals:
+        return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
+    if constraint.objective == "arrivals":
+        return "throughput: without a bound, any arrival rate below it is kept"
+    return "throughput while requests always wait, latency counted from admission"
+
+
+def _process(constraint: Constraint) -> str:
+    return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
+
+
+def engine_in_words(plan: Plan) -> list[str]:
+    """Which engine the plan is for, and what of it the prediction takes into account."""
+    engine = plan.engine
+    if engine is None or engine.framework == "native":
+        return []
+    parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
+    if engine.request_path_s:
+        parts.append(f"a request takes {1e3 * engine.request_path_s:.3g} ms outside of its loop")
+    if engine.mixing:
+        parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
+    return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
+
+
+def mixing_in_words(plan: Plan) -> list[str]:
+    """How far the choice of the policy hangs on what mixed steps cost."""
+    edge = plan.estimate.mixing_edge
+    if edge is None:
+        return []
+    now = 0.0 if plan.engine is None else plan.engine.mixing
+    where = "more" if edge.mixing > now else "less"
+    return [
+        f"mixed steps: decodes are taken to be {100 * now:.0f}% slower in a step that also encodes; at "
+        f"{100 * edge.mixing:.0f}% or {where}, {edge.policy} would serve more"
+    ]
+
+
+def bounds_in_words(constraint: Constraint) -> str:
+    """What a request must keep: "15 s from arrival to the last token"."""
+    names = {
+        "latency_bound_s": "from arrival to the last token",
+        "ttft_s": "to the first token",
+        "tpot_s": "between tokens in the mean",
+    }
+    own = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
+    return ", ".join(
+        f"{bound:g} s {text}" + (f" (p{100 * share:g})" if (share := own.get(name)) else "")
+        for name, text in names.items()
+        if (bound := getattr(constraint, name))
+    )
+
+
+def arrivals_in_words(plan: Plan) -> list[str]:
+    """Both figures of a plan: what arrives, and what it serves while requests always wait."""
+    e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
+    texts = []
+    if found is not None and not found.rate_per_s:
+        texts.append("arrivals: with waiting counted, the bounds are kept at no rate worth speaking of (simulated)")
+    elif found is not None:
+        texts.append(
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
+            f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
+            f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
+            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
+            f"warm up, seed {found.seed}"
+        )
+        tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
+        if tighter is not None and looser is not None:
+            texts.append(
+                f"at the edge: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
+            )
+    kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
+    texts.append(
+        f"saturated: {e.throughput_rps:.4g} requests/s while requests always wait; {kept} then takes "
+        f"{e.latency_s:.2f} s from admission"
+    )
+    return texts
+
+
+def _with_error(error: float | None) -> str:
+    return "" if error is None else f"within {100 * error:.1f}% (standard deviation over three draws), "
+
+
+def headroom_in_words(plan: Plan) -> list[str]:
+    """What is left of the bounds, and why."""
+    headroom, source = plan.constraint.headroom, plan.profile.source
+    if not headroom or not plan.constraint.bounds_latency:
+        return []
+    errors = {
+        "measured": "steps of one machine vary and drift by",
+        "imported": "predictions from others' tables are off by for served models",
+        "analytic": "predictions from a datasheet are off by",
+    }
+    return [
+        f"headroom: bounds are kept even if every step takes {100 * headroom:.0f}% longer than predicted "
+        f"(about what {errors[source]}; --headroom sets it)"
+    ]
+
+
+def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
+    """The policies of a choice that have no plan in the table, and those whose latency is not simulated there."""
+    from xgpt.app.plan.request import POLICY_GROUPS
+    from xscheduler.space import UNCUT
+
+    kinds = POLICY_GROUPS.get(policy, (policy,))
+    either = POLICY_GROUPS["waa"] if "waa" in plans else ()
+    missing = [kind for kind in kinds if kind not in plans and kind not in either]
+    lines = []
+    if either and set(either) <= set(kinds):
+        lines.append("waa: waa-c and waa-m divide these devices alike")
+    if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
+        missing.remove("chunked")
+        lines.append(f"no plan of chunked: {UNCUT}")
+    if missing:
+        lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
+    closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
+    if closed:
+        lines.append(f"in closed form, as they serve less: {', '.join(closed)}; latencies of the others are simulated")
+    return lines
+
+
+def reuse_in_words(plan: Plan) -> list[str]:
+    """What the plan counts on being found of prompts, and what it gains by it."""
+    from xgpt.app.plan.arrivals import maximised
+
+    reuse = plan.estimate.reuse
+    if reuse is None:
+        return []
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
+    line = (
+        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} if memory had no end) "
+        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave"
+    )
+    if reuse.alone:
+        gain = maximised(plan) / reuse.alone - 1
+        line += f"; the best plan that counts on none reaches {reuse.alone:.3f} requests/s ({gain:+.0%})"
+    return [line]
+
+
+def joint_in_words(plan: Plan) -> list[str]:
+    """What the estimate misses where a trace's outputs depend on their inputs."""
+    joint = plan.estimate.joint_lengths
+    if joint is None:
+        return []
+    return [
+        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
+        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against lengths drawn apart"
+    ]
+
+
+def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
+    """Return a line on the best plan of equal stages, which the chosen one need not be."""
+    from xgpt.app.plan.arrivals import maximised
+
+    if uniform is best:
+        return "best uniform plan (equal stages, no rra, no waa): the chosen one"
+    if uniform is None:
+        return "no uniform plan (equal stages, no rra, no waa) keeps the bound"
+    gain = maximised(best) / maximised(uniform) - 1
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
+    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
+    return f"best uniform plan: {what}; the chosen one serves {than}"
+
+
+def _shape(plan: Plan) -> str:
+    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
+
+    "4e2" is a group of four devices that divides the experts into two parts.
+    """
+    lanes = []
+    for lane in ("both", "encode", "decode"):
+        degrees = [
+            f"{stage.tp}e{stage.ep}" if stage.ep > 1 else str(stage.tp) for stage in plan.stages if stage.lane == lane
+        ]
+        if degrees:
+            lanes.append(f"[{' '.join(degrees)}]")
+    replicas = f"{plan.replicas} x " if plan.replicas > 1 else ""
+    return replicas + " > ".join(lanes)
+
+
+def schedule_in_words(plan: Plan) -> str:
+    """What the engine will do, in a sentence."""
+    policy = plan.policy
+    match policy.kind:
+        case "rra" if policy.thresholds is not None:
+            return (
+                f"run {policy.decode_iterations} decode iterations or more, until {policy.thresholds.waiting_requests} "
+                f"requests wait or one has for {policy.thresholds.oldest_wait_ms} ms, then encode about "
+                f"{policy.encode_batch}, and again"
+            )
+        case "rra":
+            return (
+                f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
+                "and again"
+            )
+        case "orca":
+            return f"every step decodes what runs and encodes into free slots, at most {policy.max_batch} requests"
+        case "chunked" if policy.slack is not None:
+            return (
+                f"every step decodes what runs and encodes as much as running requests have time for, "
+                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most {policy.max_batch} "
+                "requests"
+            )
+        case "chunked":
+            return (
+                f"every step decodes what runs and fills up to {policy.token_budget} tokens with prompts, "
+                f"at most {policy.max_batch} requests"
+            )
+        case "static":
+            return f"encode {policy.batch} requests, decode until the last of them ends, and again"
+    return (
+        f"some devices encode {policy.encode_batch} requests at once, the others decode up to "
+        f"{policy.max_decode_batch}, neither waiting for the other"
+    )
+
+
+def proof_in_words(plan: Plan) -> str:
+    """How near the plan is to the best one, and what that rests on."""
+    search = plan.search
+    proof = (
+        f"no proof of optimality ({search.bound.removeprefix('none: ')})"
+        if search.gap is None
+        else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
+    )
+    simulated = f", {search.simulations} plans simulated," if search.simulations else ""
+    if plan.estimate.simulated:
+        rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
+        proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
+    return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"

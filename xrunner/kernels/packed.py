@@ -1,0 +1,203 @@
+"""A weight laid out once for a CPU's matrix kernels, in the precision that a model's products run in.
+
+Plain F.linear lays a weight out anew in every call, which takes 10% (256 rows) to 60% (8 rows) of its time. Which
+library's layout is the fastest differs from one processor to another: `fastest` measures it. Activations enter and
+leave in float32, whatever the precision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xgpt.schema import DType
+from xrunner.kernels.quantised import quantise, rescale
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+"""The same on a product's own result."""
+
+PackedLinear = Callable[[Tensor, Tensor | None], Tensor]
+"""activation(x W^T + b) of x and b. # float32 [rows, in], [out] -> [rows, out]"""
+
+Shape = tuple[int, int]
+"""Of a weight: (out, in)."""
+
+_MKL_ROWS = 512
+"""For which MKL chooses its layout; the products of all numbers of rows are right with it, and small ones no slower."""
+
+# Our activation, as oneDNN fuses it: name and algorithm.
+_ONEDNN = {
+    "none": ("none", ""),
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}
+
+ROWS = (1, 8, 32, 128, 512)
+"""Numbers of rows at which layouts are compared; each counts alike, relative to the fastest."""
+MOST_PRODUCT = 2**33
+"""Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
+REPEATS = 5
+EVICTING = 2**24
+"""Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
+
+
+class WeightLayout(NamedTuple):
+    """A way to keep a weight.
+
+    Attributes:
+        dtype: of its products.
+        is_available: whether this torch has it.
+        pack: the product with a float32 weight [out, in] and an activation's name.
+    """
+
+    dtype: DType
+    is_available: Callable[[], bool]
+    pack: Callable[[Tensor, str], PackedLinear]
+
+
+def _with_mkl(weight: Tensor, activation: str) -> PackedLinear:
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
+    # Torch asks for the weight as it was, and reads no more of it than its shape.
+    shape = torch.empty(1).expand(weight.shape)
+    activate = _IN_PLACE[activation]
+    return lambda x, bias: activate(torch.ops.mkl._mkl_linear(x, packed, shape, bias, len(x)))
+
+
+def _with_onednn(weight: Tensor, activation: str) -> PackedLinear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    name, algorithm = _ONEDNN[activation]
+    return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, name, [], algorithm)
+
+
+def _with_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
+    """Weight and activations rounded to bfloat16, sums in float32; bias and activation function in float32."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
+    activate = _IN_PLACE[activation]
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), packed, None, "none", [], "").float()
+        return activate(y if bias is None else y.add_(bias))
+
+    return product
+
+
+def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
+    """Weight in eight bits, a scale for each output; activations in eight bits as they come, a scale for each row.
+
+    Sums are exact in 32 bits; scales, bias and activation function are float32.
+    """
+    scales = (weight.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    quantised = (weight / scales[:, None]).round_().to(torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(quantised, None)
+    zero_points = torch.zeros(len(scales), dtype=torch.int32)
+    activate = _IN_PLACE[activation]
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        rows, scale = quantise(x)
+        y = torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, 0, packed, scales, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        y = rescale(y, scale, bias, relu=activation == "relu")
+        return y if activation == "relu" else activate(y)
+
+    return product
+
+
+def _int8_is_exact() -> bool:
+    """Whether sums of products in eight bits are right at their largest: without the instructions for them, pairs of
+    products saturate at 16 bits."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    product = _with_int8(torch.full((16, 64), 127.0), "none")
+    return bool(torch.allclose(product(torch.ones(2, 64), None), torch.full((2, 16), 127.0 * 64)))
+
+
+LAYOUTS: dict[str, WeightLayout] = {
+    "mkl": WeightLayout("float32", torch.backends.mkl.is_available, _with_mkl),
+    "onednn": WeightLayout("float32", torch.backends.mkldnn.is_available, _with_onednn),
+    "onednn-bfloat16": WeightLayout("bfloat16", torch.backends.mkldnn.is_available, _with_bfloat16),
+    "onednn-int8": WeightLayout("int8", cache(_int8_is_exact), _with_int8),
+}
+"""By the name that profiles and plans give it; of a dtype the first at hand is taken where nothing was measured."""
+
+
+def layouts_of(dtype: DType) -> list[str]:
+    """The layouts at hand for products in that dtype."""
+    return [name for name, layout in LAYOUTS.items() if layout.dtype == dtype and layout.is_available()]
+
+
+def shape_name(shape: Shape) -> str:
+    """What profiles and plans call a weight's shape: OUTxIN."""
+    return f"{shape[0]}x{shape[1]}"
+
+
+def pack(
+    weight: Tensor, activation: str, dtype: DType = "float32", layouts: Mapping[str, str] | None = None
+) -> PackedLinear | None:
+    """The product with a weight [out, in]; None where there is nothing to choose: no CPU, or no layout for the dtype.
+
+    Args:
+        layouts: which to take for each shape, by `shape_name`; one that is not here is done without.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    at_hand = layouts_of(dtype)
+    if not at_hand:
+        return None
+    wanted = (layouts or {}).get(shape_name((weight.shape[0], weight.shape[1])))
+    return LAYOUTS[wanted if wanted in at_hand else at_hand[0]].pack(weight, activation)
+
+
+def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
+    """The fastest layout for each shape of weight, measured here with the threads at hand; {} where there is one alone.
+
+    A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
+    relative to the fastest at each.
+    """
+    names = layouts_of(dtype)
+    if len(names) < 2:
+        return {}
+    chosen, others = {}, torch.ones(EVICTING)
+    for shape in sorted(set(shapes)):
+        weight = torch.randn(shape)
+        products = [LAYOUTS[name].pack(weight, "none") for name in names]
+        rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
+        seconds = torch.tensor([_timed(products, torch.randn(n, shape[1]), others) for n in rows])  # [rows, layouts]
+        mean = (seconds / seconds.amin(dim=1, keepdim=True)).mean(dim=0)
+        chosen[shape_name(shape)] = names[int(mean.argmin())]
+    return chosen
+
+
+def _timed(products: list[PackedLinear], x: Tensor, others: Tensor) -> list[float]:
+    """The least seconds of each product with x, by turns, each after `others` have been read."""
+    best = [float("inf")] * len(products)
+    for repeat in range(1 + REPEATS):
+        for i, product in enumerate(products):
+            others.sum()
+            started = time.perf_counter()
+            product(x, None)
+            if repeat:  # the first makes what the others find
+                best[i] = min(best[i], time.perf_counter() - started)
+    return best

@@ -1,0 +1,344 @@
+"""The blocks that every model family is built of. They know one device and no parallelism.
+
+Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. Values come later (weights.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xgpt.errors import InputError
+from xgpt.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
+from xrunner.attention.base import PLAIN, PositionBias, Scoring
+from xrunner.kernels import fused
+from xrunner.kernels.packed import ACTIVATIONS, PackedLinear, pack
+
+Empty = Callable[..., Tensor]
+"""Allocates a parameter of the given shape."""
+
+
+class Attend(Protocol):
+    """Attention of one layer in one step: what owns the keys and values."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+        """# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Linear(nn.Module):
+    """activation(x W^T + b), perhaps several projections of the same input fused into one.
+
+    Args:
+        out_features: output size of each fused part; a checkpoint stores them apart.
+        weight: use this one (a tied head) instead of an own one.
+    """
+
+    def __init__(
+        self,
+        empty: Empty,
+        in_features: int,
+        *out_features: int,
+        bias: bool,
+        activation: str = "none",
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = out_features
+        self.activation = activation
+        total = sum(out_features)
+        self.weight: nn.Parameter | None = weight
+        if weight is None:
+            self.weight = parameter(empty(total, in_features))
+        self.bias = parameter(empty(total)) if bias else None
+        self._packed: PackedLinear | None = None
+
+    def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
+        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.kernels.packed.pack`).
+
+        A weight that is not shared is given up; a tied one stays with the embedding, so this costs its size.
+        """
+        if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
+            self._packed = packed
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, sum of parts]
+        if self._packed is not None:
+            return self._packed(x, self.bias)
+        assert self.weight is not None
+        return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, empty: Empty, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = parameter(empty(size))
+        self.bias = parameter(empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; computed in float32 whatever the dtype."""
+
+    def __init__(self, empty: Empty, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = parameter(empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class OffsetRmsNorm(RmsNorm):
+    """x / rms(x) * (1 + weight): weights are kept less one (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """Rows of a table. `offset` is added to each index (OPT's positions start at row 2)."""
+
+    def __init__(self, empty: Empty, num_rows: int, size: int, offset: int = 0) -> None:
+        super().__init__()
+        self.weight = parameter(empty(num_rows + offset, size))
+        self.offset = offset
+
+    def forward(self, index: Tensor) -> Tensor:  # int64 [tokens] -> [tokens, size]
+        return F.embedding(index + self.offset if self.offset else index, self.weight)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding; dimension d turns together with d + half of those that turn, as Hugging Face stores
+    weights. Where a model's spec has a `rotary_dim`, the dimensions behind it do not turn.
+
+    The angles are computed anew in every layer: they cost less than a norm does, and a table over Llama 3.1's
+    context would take 64 MiB.
+
+    Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
+    """
+
+    frequencies: Tensor  # float32 [dimensions that turn / 2], radians a position
+
+    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+        super().__init__()
+        frequencies, self.magnitude = _frequencies(spec)
+        device = empty(0).device
+        # Without memory yet: the values stay here until they can be moved.
+        self.register_buffer(
+            "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
+        )
+
+    def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
+        """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
+        dim = 2 * len(self.frequencies)
+        turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
+        if turns_whole and fused.runs_on(positions.device.type):
+            return [fused.rotate(x, positions, self.frequencies) for x in heads]
+        angles = positions[:, None, None] * self.frequencies
+        cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
+        turned = []
+        for x in heads:
+            a, b, rest = x.float().tensor_split((dim // 2, dim), dim=-1)
+            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype))
+        return turned
+
+
+def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
+    """Return radians a position of each pair of dimensions, and the factor on what is turned. # float32 [waves]
+
+    Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`;
+    between the two it is interpolated, by their turns (Llama 3.1) or by their number (YaRN).
+
+    Raises:
+        InputError: this version does not run such a scaling.
+    """
+    dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+    frequencies = spec.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    match spec.rope_scaling:
+        case None:
+            return frequencies, 1.0
+        case LinearRope(factor=factor):
+            return frequencies / factor, 1.0
+        case RopeScaling() as scaling:
+            turns = scaling.original_max_position * frequencies / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
+        case YarnRope() as scaling:
+            # The number of the wave that turns so often within the original context.
+            per_wave = 2 * math.log(spec.rope_theta) / dim
+            low, high = (
+                math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            waves = torch.arange(len(frequencies), dtype=torch.float32)
+            stretched = ((waves - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+            return torch.lerp(frequencies, frequencies / scaling.factor, stretched), scaling.attention_factor
+    raise InputError("model.rope_scaling", spec.rope_scaling.kind, "kinds that run: llama3, linear, yarn")
+
+
+class RelativeBias(nn.Module):
+    """What each head adds to a score for the distance from query to key: one value a bucket.
+
+    Half of the buckets hold one distance each, the others ever more, the last all that are longer than the longest.
+    Where both directions are seen, each has half of the buckets. Source: T5 (arXiv 1910.10683) sec. 2.1.
+    """
+
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.weight = parameter(empty(spec.relative_buckets, spec.num_heads))
+        self.max_distance = spec.relative_max_distance
+        self.bidirectional = bidirectional
+        self._buckets: dict[int, Tensor] = {}
+        """Of all distances in sequences up to a power of two, by that."""
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Return the bias of each distance: the key's place less the query's. # int64 [...] -> [..., heads]"""
+        return F.embedding(self.bucket(distance), self.weight)
+
+    def of_places(self, longest: int) -> PositionBias:
+        """The bias for sequences of up to `longest` tokens."""
+        size = 1 << (longest - 1).bit_length()
+        center = size - 1 if self.bidirectional else 0
+        if size not in self._buckets:
+            self._buckets[size] = self.bucket(torch.arange(center, -size, -1, device=self.weight.device))
+        values = F.embedding(self._buckets[size], self.weight)  # [places, heads]
+        return PositionBias(values.t().float().contiguous(), center)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """Of the key's place less the query's. # int64 [...] -> same"""
+        num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
+        if self.bidirectional:
+            num_buckets //= 2
+            first = (distance > 0) * num_buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        num_exact = num_buckets // 2
+        # Term by term as transformers has it: distances at the edge of a bucket are a matter of rounding.
+        ratio = torch.log(distance.clamp(min=num_exact).float() / num_exact) / math.log(self.max_distance / num_exact)
+        shared = num_exact + (ratio * (num_buckets - num_exact)).long()
+        return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))
+
+
+class Attention(nn.Module):
+    """Projections around self-attention; `attend` does the attending and owns the cache.
+
+    Args:
+        rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
+        qk_norm: the kind of norm on each head's query and key (Qwen3, Gemma 3); None: there is none.
+        scoring: the layer's; sinks, where the model has them, are weights of this block.
+    """
+
+    def __init__(
+        self,
+        empty: Empty,
+        spec: ModelSpec,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        rotary: Rotary | None = None,
+        qk_norm: type[RmsNorm] | None = None,
+        scoring: Scoring = PLAIN,
+    ) -> None:
+        super().__init__()
+        self._scoring = scoring
+        self.sinks = parameter(empty(spec.num_heads)) if spec.attention_sinks else None
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.head_dim = spec.head_dim
+        self.qkv = Linear(empty, spec.hidden_size, *(n * spec.head_dim for n in self.heads), bias=qkv_bias)
+        self.out = Linear(empty, spec.num_heads * spec.head_dim, spec.hidden_size, bias=out_bias)
+        self.q_norm = qk_norm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = qk_norm(empty, spec.head_dim, spec.norm_eps) if qk_norm else nn.Identity()
+        self.rotary = rotary
+
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.heads, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(positions, q, k)
+        return self.out(attend(q, k, v, scoring=self.scoring))
+
+    @property
+    def scoring(self) -> Scoring:
+        return self._scoring if self.sinks is None else self._scoring._replace(sinks=self.sinks)
+
+
+UNSCALED = Scoring(scale=1.0)
+"""Of T5, whose queries come scaled."""
+
+
+class CrossAttention(nn.Module):
+    """Projections around the attention of a decoder's tokens to what its encoder has read."""
+
+    def __init__(self, empty: Empty, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        size = spec.num_heads * spec.head_dim
+        self.q = Linear(empty, spec.hidden_size, size, bias=False)
+        self.kv = Linear(empty, spec.hidden_size, size, size, bias=False)
+        self.out = Linear(empty, size, spec.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
+        """`memory`: what the encoder has just read. # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
+        q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
+        k = v = q[:0]
+        if memory is not None:
+            k, v = self.keys_and_values(memory)
+        return self.out(attend(q, k, v, scoring=UNSCALED))
+
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """# [encoder tokens, hidden] -> two of [encoder tokens, heads, dim]"""
+        k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=1)
+        return k, v
+
+
+class Mlp(nn.Module):
+    """Two projections with an activation between."""
+
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
+        super().__init__()
+        self.up = Linear(empty, spec.hidden_size, spec.ffn_size, bias=bias, activation=spec.activation)
+        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
+        return self.down(self.up(hidden))
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
+
+    Attributes:
+        takes_turns: whether the columns of gate and up take turns, and are stored as one.
+    """
+
+    takes_turns: ClassVar[bool] = False
+
+    def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool = False) -> None:
+        super().__init__()
+        parts = (2 * spec.ffn_size,) if self.takes_turns else (spec.ffn_size, spec.ffn_size)
+        self.gate_up = Linear(empty, spec.hidden_size, *parts, bias=bias)
+        self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=bias)
+        self.activation = ACTIVATIONS[spec.activation]
+        self._is_silu = spec.activation == "silu"
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
+        if self._is_silu and fused.runs_on(hidden.device.type):
+            return self.down(fused.gate(self.gate_up(hidden)))
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))

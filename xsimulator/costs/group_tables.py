@@ -1,0 +1,67 @@
+"""A profile's tables as curves: those of a layer for each kind of tensor-parallel group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xgpt.errors import InputError
+from xgpt.schema import Profile
+from xsimulator.costs.curves import Grid, Line, Table
+from xsimulator.lengths import Lengths
+
+Group = tuple[int, int]
+"""A tensor-parallel degree, and an expert-parallel one within it."""
+
+
+class GroupTables:
+    """The tables of one kind of group."""
+
+    def __init__(self, profile: Profile, group: Group) -> None:
+        degree, ep = group
+        of = f"the profile of {profile.model.name} on {profile.device} covers"
+        if degree not in profile.tp_degrees:
+            raise InputError("tp_degree", degree, f"{of} {profile.tp_degrees}")
+        if group not in profile.groups:
+            held = tuple(other for tp, other in profile.groups if tp == degree)
+            raise InputError("ep_degree", ep, f"{of} {held} where tp_degree is {degree}")
+        layer = profile.layer(*group)
+        self.rest = Line.of(layer.rest)
+        self.encode = Grid(layer.encode_attention)
+        self.decode = Grid(layer.decode_attention)
+        self.head = Line.of(profile.head_of(degree))
+        self.cross = None if layer.cross is None else Grid(layer.cross.attention)
+        self.cross_kv = None if layer.cross is None else Line.of(layer.cross.keys_values)
+        if profile.encoder_layers:
+            encoder = profile.encoder_layer(degree)
+            self.encoder_rest = Line.of(encoder.rest)
+            self.encoder = Grid(encoder.attention)
+        self._of_prompts: dict[Lengths, Table] = {}
+
+    def of_prompts(self, lengths: Lengths) -> Table:
+        """A layer's attention among the tokens of each prompt, against their number."""
+        if lengths not in self._of_prompts:
+            grid = self.encoder if self.cross is not None else self.encode
+            batches, reused = grid.batches[:, None], lengths.reused
+            if reused is None:
+                seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
+            else:  # what is left attends to what was there, too
+                found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
+                seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
+            self._of_prompts[lengths] = Table(grid.batches, seconds)
+        return self._of_prompts[lengths]
+
+
+class Degrees(dict[Group, GroupTables]):
+    """The tables of a profile's groups, made as they are asked for.
+
+    Raises:
+        InputError: the profile does not cover a group.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()
+        self._profile = profile
+
+    def __missing__(self, group: Group) -> GroupTables:
+        self[group] = GroupTables(self._profile, group)
+        return self[group]

@@ -1,0 +1,369 @@
+"""What steps cost on the stages of a lane: tables for closed forms, single steps for whatever follows an engine.
+
+The simulated engine, calibration and the judging of a machine's pace read single steps; the closed forms' tables are
+made of the same curves.
+
+A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
+
+    d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
+
+with the tables of its tensor-parallel degree; embedding on the first stage, head on the last. Every stage pays the
+overhead: each worker assembles its own batch. An encoder-decoder's prompts pass its encoder layers, and in the step
+that encodes them also the decoder, with the token that it starts with. Source: ExeGPT sec. 3, 6.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from xgpt.errors import InputError
+from xgpt.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
+from xsimulator.costs.curves import MOST_KNOWN, Array, Grid, Line, Table
+from xsimulator.costs.group_tables import Degrees, GroupTables
+from xsimulator.costs.step_counts import StepCounts, StepParts
+from xsimulator.lengths import Lengths
+from xsimulator.stages import Lane, StageShape, lane_of
+
+T = TypeVar("T")
+
+
+class LaneCost:
+    """Step times of the stages of one lane.
+
+    Stages that cost the same are one kind; arrays have an entry for each kind.
+
+    Args:
+        degrees: the profile's, where several lanes share them.
+        engine: what runs the steps; None: any, of which nothing is known but the profile's times.
+        is_floor: these are the tables below a profile's: closed forms charge a mixed step what one decode would take.
+
+    Attributes:
+        mixing: share of what decodes take in a step of their own, by which one that also encodes takes longer than the
+            sum of its parts.
+        ahead: whether the engine decides a step while the one before it runs.
+        kinds: distinct stages.
+        counts: how many stages are of each kind.
+
+    Raises:
+        InputError: the profile lacks a degree, or the hop between stages.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: Profile,
+        stages: Lane,
+        degrees: Degrees | None = None,
+        engine: EngineSpec | None = None,
+        *,
+        is_floor: bool = False,
+    ) -> None:
+        if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
+            says = "it holds no times between devices: stages cannot be predicted"
+            raise InputError("profile", profile.model.name, says)
+        self.spec = spec
+        self.profile = profile
+        self.stages = stages
+        self.mixing = 0.0 if engine is None else engine.mixing
+        self.is_floor = is_floor
+        self.ahead = engine is not None and engine.schedules_ahead and len(stages) == 1
+        self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
+            dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))
+        )
+        order = {kind: number for number, kind in enumerate(self.kinds)}
+        self.kind_of = np.asarray([order[stage, i > 0] for i, stage in enumerate(stages)])
+        self.counts = np.bincount(self.kind_of).astype(float)
+        tables = Degrees(profile) if degrees is None else degrees
+        self._degrees = {stage.group: tables[stage.group] for stage, _ in self.kinds}
+        self._embedding = Line.of(profile.embedding)
+        self._overhead = Line.of(profile.overhead)
+        self._near = None if profile.hop is None else Line.of(profile.hop)
+        self._far = None if profile.inter_node_hop is None else Line.of(profile.inter_node_hop)
+        self.has_encoder = bool(profile.encoder_layers)
+        self._hops_ns: dict[int, list[int]] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @cached_property
+    def tokens(self) -> Table:
+        """Token-wise work against decoder tokens. # [kinds]"""
+        lines = []
+        for stage, _ in self.kinds:
+            line = self._degrees[stage.group].rest.scaled(stage.decoder_layers)
+            lines.append(line + self._embedding if stage.embeds else line)
+        return Table.of(lines)
+
+    @cached_property
+    def samples(self) -> Table:
+        """Output head against sampled tokens. # [kinds]"""
+        return Table.of([self._degrees[stage.group].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
+
+    @cached_property
+    def overhead(self) -> Table:
+        """The loop's own cost against requests in the step. # [kinds]"""
+        return Table(self._overhead.points, [self._overhead.values] * len(self.kinds))
+
+    @cached_property
+    def hop(self) -> Table:
+        """From the stage before, against tokens. # [kinds]"""
+        zero = Line([1, 2], [0.0, 0.0])
+        lines = []
+        for stage, follows in self.kinds:
+            line = self._far if stage.far else self._near
+            lines.append(line if follows and line is not None else zero)
+        return Table.of(lines)
+
+    def decode(self, contexts: Array, inputs: float) -> Table:
+        """Steps that only decode, against requests in them. # [kinds, contexts]
+
+        Args:
+            contexts: mean tokens that each request attends to (an encoder-decoder's: of its output).
+            inputs: mean input length, for cross-attention.
+        """
+        parts = [self.tokens.points, self.samples.points, self.overhead.points]
+        points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in self._degrees.values())]))
+        base = self.tokens(points) + self.samples(points) + self.overhead(points)  # [kinds, points]
+        attention = self._attention(points, np.asarray(contexts, float)[:, None], inputs)
+        return Table(points, [own + of for own, of in zip(base, attention, strict=True)])
+
+    def contexts_between(self, first: float, last: float) -> Array:
+        """Contexts at which the times of decode attention may bend, and these two."""
+        inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
+        return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
+
+    def decode_attention(self, context: float, inputs: float) -> Table:
+        """Attention of a decode batch alone, against its requests. # [kinds]"""
+        points = np.unique(np.concatenate([degree.decode.batches for degree in self._degrees.values()]))
+        return Table(points, self._attention(points, context, inputs))
+
+    def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
+        """Of a decode batch, on each kind."""
+
+        def of_layer(degree: GroupTables) -> Array:
+            seconds = degree.decode(requests, contexts)
+            return seconds if degree.cross is None else seconds + degree.cross(requests, inputs)
+
+        return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
+
+    def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
+        """Each kind with what its degree gives: once for all kinds of that degree."""
+        found = {group: of_degree(degree) for group, degree in self._degrees.items()}
+        return [(stage, found[stage.group]) for stage, _ in self.kinds]
+
+    def cross_kv(self, tokens: Array) -> Array:
+        """Making the keys and values of an encoder's output. # [...] -> [kinds, ...]"""
+
+        def of_layer(degree: GroupTables) -> Array:
+            assert degree.cross_kv is not None
+            return degree.cross_kv(tokens)
+
+        return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
+
+    def prompts(self, lengths: Lengths) -> Table:
+        """What prompts cost in addition to decoder tokens, samples and overhead, against their number. # [kinds]
+
+        Attention; with an encoder also its layers, and what the decoder makes of its output.
+        """
+        tokens, degrees = lengths.mean_input, self._degrees.values()
+        points = [degree.encode.batches for degree in degrees]
+        if self.has_encoder:
+            points += [degree.encoder_rest.points / tokens for degree in degrees]
+            points += [degree.encoder.batches for degree in degrees]
+        x = np.unique(np.concatenate([[0.0], *points]))
+
+        def of_layers(degree: GroupTables) -> tuple[Array | float, Array]:
+            """Of an encoder's layer, and of a decoder's."""
+            attention = degree.of_prompts(lengths)(x)
+            if degree.cross is None or degree.cross_kv is None:
+                return 0.0, attention
+            return degree.encoder_rest(x * tokens) + attention, degree.cross_kv(x * tokens) + degree.cross(x, tokens)
+
+        values = []
+        for stage, (of_encoder, of_decoder) in self._by_kind(of_layers):
+            seconds = stage.encoder_layers * of_encoder
+            if self.has_encoder and stage.embeds:
+                seconds = seconds + self._embedding(x * tokens)
+            values.append(seconds + stage.decoder_layers * of_decoder)
+        return Table(x, values)
+
+    def encode(self, lengths: Lengths) -> Table:
+        """Steps that only encode whole prompts, against their number. # [kinds]"""
+        prompts = self.prompts(lengths)
+        each = 1.0 if self.has_encoder else lengths.mean_input
+        others = [self.tokens.points / each, self.samples.points, self.overhead.points]
+        x = np.unique(np.concatenate([prompts.points, *others]))
+        return Table(x, prompts(x) + self.tokens(x * each) + self.samples(x) + self.overhead(x))
+
+    # Single steps ----------------------------------------------------------------------------------------------
+
+    def step(self, step: StepCounts) -> list[float]:
+        """Seconds of one step on each stage."""
+        by_kind = self._by_kind_of(step)
+        if len(by_kind) == self.num_stages:
+            return by_kind
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def step_ns(self, step: StepCounts) -> list[int]:
+        """Whole nanoseconds of one step on each stage, at least one."""
+        by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
+        if len(by_kind) == self.num_stages:
+            return by_kind
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def _by_kind_of(self, step: StepCounts) -> list[float]:
+        if self.has_encoder or step.encode:
+            return [sum(parts) for parts in self._parts_by_kind(step)]
+        return [of(step.decodes, step.context) for of in self._decoding]
+
+    def parts(self, step: StepCounts) -> list[StepParts]:
+        """The same, part by part."""
+        by_kind = self._parts_by_kind(step)
+        return [by_kind[k] for k in self._kinds_in_order]
+
+    def _parts_by_kind(self, step: StepCounts) -> list[StepParts]:
+        if self.has_encoder:
+            return [self._parts_with_encoder(stage, step) for stage, _ in self.kinds]
+        # What a layer takes is the same on all stages of a degree: pipelines have many.
+        decodes, num_tokens = step.decodes, step.num_tokens
+        context = step.context / decodes if decodes else 0.0
+        layers = {
+            group: (
+                degree.rest.at(num_tokens),
+                _ragged(degree.encode, step.encode) if step.encode else 0.0,
+                degree.decode.at(decodes, context) if decodes else 0.0,
+                degree.head.at(step.sampled),
+            )
+            for group, degree in self._degrees.items()
+        }
+        embedding_s = self._embedding.at(num_tokens)
+        overhead_s = self._overhead.at(decodes + len(step.encode))
+        found = []
+        for stage, _ in self.kinds:
+            (rest_s, encode_s, decode_s, head_s), number = layers[stage.group], stage.decoder_layers
+            tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
+            found.append(
+                StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
+            )
+        if self.mixing and step.encode and decodes:
+            alone = [of(decodes, step.context) for of in self._decoding]
+            found = [
+                parts._replace(decode_attention=parts.decode_attention + self.mixing * seconds)
+                for parts, seconds in zip(found, alone, strict=True)
+            ]
+        return found
+
+    @property
+    def decode_steps(self) -> Callable[[int, float], float]:
+        """Seconds of a step that only decodes, on a lane of one stage: (requests, tokens attended to in all) -> s."""
+        return self._decoding[0]
+
+    @cached_property
+    def _decoding(self) -> list[_DecodeSteps]:
+        return [_DecodeSteps(self, kind) for kind in range(len(self.kinds))]
+
+    @cached_property
+    def _kinds_in_order(self) -> list[int]:
+        order: list[int] = self.kind_of.tolist()
+        return order
+
+    def hops(self, num_tokens: int) -> list[float]:
+        """Return the seconds that a step of `num_tokens` takes from the stage before to each stage."""
+        if self.num_stages == 1:
+            return [0.0]
+        lines = (self._near, self._far)
+        seconds = {far: line.at(num_tokens) for far, line in enumerate(lines) if line is not None}
+        return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
+
+    def hops_ns(self, num_tokens: int) -> list[int]:
+        """The same in whole nanoseconds; steps come in few sizes."""
+        found = self._hops_ns.get(num_tokens)
+        if found is None:
+            found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
+            if len(self._hops_ns) < MOST_KNOWN:
+                self._hops_ns[num_tokens] = found
+        return found
+
+    def _parts_with_encoder(self, stage: StageShape, step: StepCounts) -> StepParts:
+        degree, layers, decodes = self._degrees[stage.group], stage.decoder_layers, step.decodes
+        assert degree.cross is not None and degree.cross_kv is not None
+        prompt_tokens = step.num_tokens - decodes
+        decoder_tokens = decodes + (sum(done for _, _, done in step.encode) if layers else 0)
+        tokens_s = layers * degree.cross_kv.at(prompt_tokens + step.joining_tokens)
+        encode_s = decode_s = 0.0
+        if decoder_tokens:
+            decode_s += layers * degree.cross.at(decoder_tokens, step.mean_input)
+        if step.encode:
+            tokens_s += stage.encoder_layers * degree.encoder_rest.at(prompt_tokens)
+            encode_s += stage.encoder_layers * _ragged(degree.encoder, step.encode)
+        tokens_s += layers * degree.rest.at(decoder_tokens)
+        if stage.embeds:
+            tokens_s += self._embedding.at(decoder_tokens + prompt_tokens)
+        if decodes:
+            decode_s += layers * degree.decode.at(decodes, step.context / decodes)
+        head_s = degree.head.at(step.sampled) if stage.heads else 0.0
+        return StepParts(tokens_s, encode_s, decode_s, head_s, self._overhead.at(decodes + len(step.encode)))
+
+
+def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
+    """What the lanes of a plan cost, by name, at the pace that the plan rests on.
+
+    Args:
+        profile: as it was measured, without the plan's slowdown.
+
+    Raises:
+        InputError: the profile lacks a degree, or the hop between stages.
+    """
+    found = {}
+    profile = profile.slowed(plan.profile.slowdown)
+    for name in dict.fromkeys(stage.lane for stage in plan.stages):
+        stages = [stage for stage in plan.stages if stage.lane == name]
+        heads = name != "encode" or not plan.model.is_encoder_decoder
+        found[name] = LaneCost(plan.model, profile, lane_of(stages, plan.cluster, heads=heads), engine=plan.engine)
+    return found
+
+
+class _DecodeSteps:
+    """Seconds of a stage's steps that only decode: for each number of requests the work other than attention, and a
+    row of the attention's table.
+    """
+
+    def __init__(self, lane: LaneCost, kind: int) -> None:
+        self._lane, self._kind = lane, kind
+        self._rows: dict[int, tuple[float, list[float], list[float]]] = {}
+
+    def __call__(self, decodes: int, context: float) -> float:
+        row = self._rows.get(decodes)
+        if row is None:
+            row = self._rows[decodes] = self._row(decodes)
+        beside, lengths, seconds = row
+        length = context / decodes
+        j = bisect_right(lengths, length, 1, len(lengths) - 1) - 1
+        start, end = seconds[j], seconds[j + 1]
+        return beside + max(start + (length - lengths[j]) / (lengths[j + 1] - lengths[j]) * (end - start), 0.0)
+
+    def _row(self, decodes: int) -> tuple[float, list[float], list[float]]:
+        stage, _ = self._lane.kinds[self._kind]
+        attention = self._lane._degrees[stage.group].decode
+        lengths = attention.lengths.tolist()
+        seconds = [stage.decoder_layers * attention.at(decodes, length) for length in lengths]
+        counts = StepCounts((), decodes, decodes * lengths[0], decodes, decodes)
+        at_first = sum(self._lane._parts_by_kind(counts)[self._kind])
+        return at_first - seconds[0], lengths, seconds
+
+
+def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
+    """Attention of prompt pieces [start, end): each by itself, in a batch of that many."""
+    count, at = len(pieces), grid.at
+    seconds = 0.0
+    for start, end, _ in pieces:
+        seconds += at(count, end)
+        if start:
+            seconds -= at(count, start)
+    return seconds / count

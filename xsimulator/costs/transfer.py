@@ -1,0 +1,31 @@
+"""K/V on its way from the lane that encodes to the one that decodes."""
+
+from __future__ import annotations
+
+from xsimulator.costs.curves import Line
+from xsimulator.costs.step_cost import LaneCost
+
+
+class TransferCost:
+    """Seconds in which the K/V of a batch of prompts moves to the decode lane, against its tokens.
+
+    Devices move their shares at once, so the one with the largest share of the layers takes longest. An encoder's
+    output is its last hidden states alone.
+    """
+
+    def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
+        assert encode.profile.kv_transfer is not None
+        spec = encode.spec
+        line = Line.of(encode.profile.kv_transfer)
+        if encode.has_encoder:
+            share = spec.hidden_size / (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim)
+        else:
+            stages = (*encode.stages, *decode.stages)
+            share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
+        self.line = Line(line.points / share, line.values)
+        """Against all tokens of the prompts."""
+        self.occupies = encode.profile.num_threads is not None
+        """Whether it takes the devices' own time: a CPU has no copy engine."""
+
+    def at(self, tokens: float) -> float:
+        return self.line.at(tokens)

@@ -1,0 +1,249 @@
+"""Requests that arrive one by one, simulated by counts: the steps of `xsimulator.events`, at a fraction of their time.
+
+All requests that decode in a micro-batch advance together, so a step needs to know how many they are and what they
+attend to in all, and each of them the iteration in which it ends. Requests enter in the order of their arrival, with
+their maximum set aside ("reserve"); other promises and orders are simulated request by request. Both give the same
+times: tests/contract/test_counts.py.
+
+The loops are compiled by numba when they are first run, and kept on disk: see `xsimulator.counts.compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Records = npt.NDArray[np.void]
+Ints = Sequence[int] | npt.NDArray[np.int64]
+
+NONE = -1
+BOTH, ENCODE, DECODE, TRANSFER = range(4)
+"""Lanes of steps."""
+
+
+def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+REQUEST = np.dtype(
+    _fields("input output most cached arrival_ns first_ns end_ns encoded after ends_with")
+    + _fields("admitted_step first_step last_step joined_batch joined_step")
+)
+"""A request.
+
+input, output, most, cached: tokens; `most` are set aside for its output.
+arrival_ns, first_ns, end_ns: when it arrives, and has its first and its last token; NONE: not yet.
+encoded: tokens of its prompt that are.
+after: the next one in its micro-batch whose prompt is not encoded.
+ends_with: the next one that ends in the same iteration.
+admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
+joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
+"""
+
+BATCH = np.dtype(
+    _fields("decoding held ending context inputs iteration steps phase since_encode")
+    + _fields("num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
+    + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
+)
+"""A micro-batch by its counts, and its settings.
+
+decoding: requests in decode; held: that have ended but decode on (static); ending: whose last token is under way, and
+known to be, in schedules that run ahead.
+context, inputs: tokens of prompts and outputs, and of prompts alone, of those in decode and held.
+iteration: decode steps so far; num_decode_steps: that have ended; steps: under way, of any kind.
+phase, since_encode, credit: as the rule keeps them.
+num_encoding, first, last: requests whose prompt is not encoded yet, in the order of their admission.
+num_issued, unissued: those of them that are in a step under way (static's parts), and the first that is not.
+"""
+
+STEP = np.dtype(
+    _fields("start_ns end_ns number lane batch does_decode decodes context sampled num_tokens num_ended joining")
+    + _fields("first_piece last_piece first_moved last_moved")
+    + _fields("mean_input", np.float64)
+)
+"""A step under way, with what its cost depends on (`StepCounts`). Pieces of prompts and what moves are ranges."""
+
+PIECE = np.dtype(_fields("request start length"))
+
+LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
+"""A settled step. left: requests of its micro-batch in decode after it."""
+
+LANE = np.dtype(
+    _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
+    + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
+    + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
+    + _fields("max_batch")
+    + _fields(
+        "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
+    )
+    + _fields("adjustment credit encode_tokens", np.float64)
+)
+"""A schedule's own counts and settings.
+
+Requests [head, tail) wait. Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
+num_sent, path_ns: a closed loop sends the next request that long after one has ended.
+emits: an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
+encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
+the micro-batches are that lane's. occupies: moving takes the devices' own time.
+"""
+
+
+class Stream(NamedTuple):
+    """Requests in the order of their arrival.
+
+    Attributes:
+        inputs, outputs: tokens.
+        max_output: what is set aside for each, or for all.
+        arrivals_ns: when each arrives.
+        cached: tokens of each prompt whose K/V is there already; empty: none of any.
+    """
+
+    inputs: Ints
+    outputs: Ints
+    max_output: int | Ints
+    arrivals_ns: Ints
+    cached: Ints = ()
+
+
+class GoalNs(NamedTuple):
+    """Bounds that requests keep together, in nanoseconds.
+
+    Attributes:
+        whole_ns, first_ns: from arrival to the last token, and to the first.
+        gap_ns: mean gap between tokens.
+        most_broken: the run ends once more requests than this have broken one of them.
+    """
+
+    whole_ns: float
+    first_ns: float
+    gap_ns: float
+    most_broken: float
+
+
+class Limits(NamedTuple):
+    """What the requests [first, last), those that count, have to keep."""
+
+    goals: tuple[GoalNs, ...]
+    first: int
+    last: int
+
+
+class Kv(NamedTuple):
+    """K/V memory of a lane, in blocks of a fixed number of tokens."""
+
+    blocks: int
+    block_size: int
+
+    def of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+class State(NamedTuple):
+    """All that a run changes, as compiled code takes it.
+
+    Attributes:
+        lane: one record.
+        batches: the micro-batches; under WAA, the encode lane's behind the decode lane's.
+        ends: the first request that ends in each iteration, modulo their number. # [batches, iterations]
+        steps, pieces: rings.
+        moved: requests in the order in which their prompts ended (WAA).
+        goals: as of `GoalNs`. # [goals, 4]
+        broken: requests that broke each.
+        log: of the steps that have been settled.
+    """
+
+    lane: Records
+    requests: Records
+    batches: Records
+    ends: npt.NDArray[np.int64]
+    steps: Records
+    pieces: Records
+    moved: npt.NDArray[np.int64]
+    goals: Array
+    broken: npt.NDArray[np.int64]
+    log: Records
+
+
+class Run:
+    """One run of a schedule over a stream.
+
+    Args:
+        num_batches: micro-batches, of all lanes together.
+        most_steps: that are under way at once.
+        clients: of a closed loop, where each sends its next request `path_ns` after its last one has ended; None:
+            requests arrive by themselves.
+        is_logged: keep what each step did.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        kv: Kv,
+        num_batches: int,
+        most_steps: int,
+        *,
+        clients: int | None = None,
+        path_ns: int = 0,
+        is_logged: bool = False,
+    ) -> None:
+        count = len(stream.inputs)
+        requests = np.zeros(count, REQUEST)
+        requests["input"], requests["output"], requests["most"] = stream.inputs, stream.outputs, stream.max_output
+        requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
+        for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
+            requests[name] = NONE
+        requests["joined_batch"] = NONE
+        batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
+        for name in ("first", "last", "unissued"):
+            batches[name] = NONE
+        lane["blocks"], lane["block_size"], lane["is_logged"] = kv.blocks, kv.block_size, is_logged
+        lane["num_sent"], lane["path_ns"] = count if clients is None else clients, path_ns
+        longest = int(requests["output"].max(initial=1))
+        self.state = State(
+            lane,
+            requests,
+            batches,
+            np.full((num_batches, longest + 2), NONE),
+            np.zeros(most_steps, STEP),
+            np.zeros(2 * count + 2, PIECE),
+            np.zeros(count, np.int64),
+            np.zeros((0, 4)),
+            np.zeros(0, np.int64),
+            np.zeros(1024 if is_logged else 1, LOGGED),
+        )
+
+    def run(self, limits: Limits | None = None) -> bool:
+        """Run until all requests that count have ended; False: too many of them broke their limits."""
+        goals, first, last = limits or ((), 0, len(self.state.requests))
+        lane = self.state.lane[0]
+        lane["first_counted"], lane["last_counted"], lane["num_left"] = first, last, last - first
+        self.state = self.state._replace(
+            goals=np.asarray(goals, float).reshape(-1, 4), broken=np.zeros(len(goals), np.int64)
+        )
+        while not self._go_on():
+            self.state = self.state._replace(log=np.concatenate([self.state.log, np.zeros_like(self.state.log)]))
+        return not lane["is_given_up"]
+
+    def _go_on(self) -> bool:
+        """Run on; False: the log is full."""
+        raise NotImplementedError
+
+    @property
+    def first_ns(self) -> list[int]:
+        """When each request has its first token; -1: not yet."""
+        found: list[int] = self.state.requests["first_ns"].tolist()
+        return found
+
+    @property
+    def end_ns(self) -> list[int]:
+        """When each request has its last token; -1: not yet."""
+        found: list[int] = self.state.requests["end_ns"].tolist()
+        return found
+
+    @property
+    def log(self) -> Any:
+        return self.state.log[: self.state.lane[0]["num_settled"]]

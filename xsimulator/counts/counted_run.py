@@ -1,0 +1,58 @@
+"""The run by counts of a plan's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xgpt import policies
+from xgpt.policies.build import latest_start
+from xgpt.policies.orders import InTimeOrder
+from xgpt.schema import Plan, StageLane
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.counts import one_lane_arrivals, two_lane_arrivals
+from xsimulator.counts.arrivals import Kv, Run, Stream
+from xsimulator.counts.compiled import is_kept
+from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.counts.timed_arrivals import TimedRun
+from xsimulator.counts.two_lane_arrivals import TwoLaneRun
+
+
+def is_compiled() -> bool:
+    """Whether runs begin at once: the first ones on a machine are compiled."""
+    return is_kept(one_lane_arrivals.RUN) and is_kept(two_lane_arrivals.RUN)
+
+
+def counted_run(
+    plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
+) -> Run | None:
+    """Return one replica's compiled run; None: counts do not tell, or its rule goes by the clock.
+
+    Args:
+        lanes: what the plan's lanes cost.
+        is_logged: keep what each step did.
+    """
+    schedule = policies.build(plan)
+    if plan.admission.order != "fcfs" or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
+        return None
+    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    if isinstance(schedule, policies.TwoLane):
+        return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream, is_logged=is_logged)
+    assert isinstance(schedule, policies.OneLane)
+    if schedule.settings.slack is not None or schedule.settings.thresholds is not None:
+        return None
+    return OneLaneRun(schedule.settings, lanes["both"], kv, stream, is_logged=is_logged)
+
+
+def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | TimedRun | None:
+    """Return one replica's run by counts; None: these do not tell."""
+    if (run := counted_run(plan, lanes, stream)) is not None:
+        return run
+    schedule = policies.build(plan)
+    if not isinstance(schedule, policies.OneLane) or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
+        return None
+    settings, latest_ns = schedule.settings, latest_start(plan)
+    if settings.ahead or (plan.admission.order != "fcfs" and (latest_ns is None or not settings.mix)):
+        return None
+    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    in_time = None if latest_ns is None else InTimeOrder(latest_ns)
+    return TimedRun(settings, lanes["both"], kv, stream, in_time, plan.patience_ns)

@@ -1,0 +1,153 @@
+"""What the compiled runs of one lane and of two share: admission, memory, endings, and the counts of a step."""
+
+from __future__ import annotations
+
+from xsimulator.counts.arrivals import BOTH, NONE
+from xsimulator.counts.compiled import helper
+
+
+@helper
+def blocks_of(lane, tokens):
+    return -(-tokens // lane.block_size)
+
+
+@helper
+def can_admit(s, lane):
+    if lane.head == lane.tail:
+        return False
+    request = s.requests[lane.head]
+    return lane.reserved + blocks_of(lane, request.input + request.most) <= lane.blocks
+
+
+@helper
+def admit(s, lane):
+    """The request that enters; NONE: none does."""
+    if not can_admit(s, lane):
+        return NONE
+    request = s.requests[lane.head]
+    lane.reserved += blocks_of(lane, request.input + request.most)
+    lane.num_inside += 1
+    lane.head += 1
+    return lane.head - 1
+
+
+@helper
+def leave(s, lane, id_):
+    request = s.requests[id_]
+    lane.reserved -= blocks_of(lane, request.input + request.most)
+    lane.num_inside -= 1
+
+
+@helper
+def take_in(s, lane):
+    """Let those wait that have arrived."""
+    while lane.tail < len(s.requests) and s.requests[lane.tail].arrival_ns <= lane.now_ns:
+        lane.tail += 1
+
+
+@helper
+def end(s, lane, id_):
+    """The request has its last token now."""
+    request, now_ns = s.requests[id_], lane.now_ns
+    request.end_ns, request.last_step = now_ns, lane.num_settled
+    if lane.num_sent < len(s.requests):
+        s.requests[lane.num_sent].arrival_ns = now_ns + lane.path_ns
+        lane.num_sent += 1
+    if not lane.first_counted <= id_ < lane.last_counted:
+        return
+    lane.num_left -= 1
+    whole_ns, waited_ns = now_ns - request.arrival_ns, request.first_ns - request.arrival_ns
+    gaps_ns, gaps = now_ns - request.first_ns, request.output - 1
+    for i in range(len(s.goals)):
+        if whole_ns > s.goals[i, 0] or waited_ns > s.goals[i, 1] or gaps_ns > s.goals[i, 2] * gaps:
+            s.broken[i] += 1
+            if s.broken[i] > s.goals[i, 3]:
+                lane.is_given_up = 1
+
+
+@helper
+def join(s, number, id_, generated):
+    """A request begins to decode in a micro-batch; some of its tokens are more than it has already."""
+    request, batch = s.requests[id_], s.batches[number]
+    batch.decoding += 1
+    batch.context += request.input + generated
+    batch.inputs += request.input
+    iteration = (batch.iteration + request.output - generated) % s.ends.shape[1]
+    request.ends_with = s.ends[number, iteration]
+    s.ends[number, iteration] = id_
+
+
+@helper
+def take_ends(s, number):
+    """The first of the requests that end in this iteration, which are remembered no longer."""
+    iteration = s.batches[number].iteration % s.ends.shape[1]
+    first = s.ends[number, iteration]
+    s.ends[number, iteration] = NONE
+    return first
+
+
+@helper
+def drop(s, batch, id_):
+    """A request decodes no further."""
+    request = s.requests[id_]
+    batch.decoding -= 1
+    batch.context -= request.input + request.output
+    batch.inputs -= request.input
+
+
+@helper
+def put_piece(s, lane, id_, start, length):
+    piece = s.pieces[lane.num_pieces % len(s.pieces)]
+    piece.request, piece.start, piece.length = id_, start, length
+    lane.num_pieces += 1
+
+
+@helper
+def count(s, step, has_encoder):
+    """Note what the cost of a step depends on; its pieces, lane and micro-batch are known."""
+    batch = s.batches[step.batch]
+    step.num_ended = inputs = prompt_tokens = 0
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        request = s.requests[piece.request]
+        prompt_tokens += piece.length
+        if piece.start + piece.length == request.input:
+            step.num_ended += 1
+            inputs += request.input
+    step.decodes = step.context = 0
+    if step.does_decode:
+        step.decodes, step.context = batch.decoding + batch.held, batch.context
+        if has_encoder:  # its decoder attends to outputs alone
+            step.context += step.decodes - batch.inputs
+            inputs += batch.inputs
+    step.mean_input = inputs / max(step.decodes + step.num_ended, 1)
+    step.sampled = step.decodes + step.num_ended
+    step.num_tokens = prompt_tokens + step.decodes
+
+
+@helper
+def log(s, lane, step):
+    """Note a step that ends now."""
+    batch = s.batches[step.batch]
+    if step.does_decode:
+        batch.num_decode_steps += 1
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        request = s.requests[piece.request]
+        if request.admitted_step < 0:
+            request.admitted_step = lane.num_settled
+        if piece.start + piece.length == request.input:
+            request.first_step = lane.num_settled
+            if step.lane == BOTH:
+                request.joined_batch, request.joined_step = step.batch, batch.num_decode_steps
+
+
+@helper
+def settled(s, lane, step):
+    """Keep the step in the log; it is settled."""
+    if lane.is_logged:
+        logged = s.log[lane.num_settled]
+        logged.start_ns, logged.end_ns, logged.lane = step.start_ns, step.end_ns, step.lane
+        logged.batch, logged.decodes, logged.left = step.batch, step.decodes, s.batches[step.batch].decoding
+        logged.encodes = step.last_piece - step.first_piece
+    lane.num_settled += 1

@@ -1,0 +1,374 @@
+"""Requests that arrive one by one under rra, orca, chunked and static, by counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from xgpt.policies.rule import ADJUSTMENT, LaneSettings
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_tables import pass_stages, step_ns, step_tables
+from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
+from xsimulator.counts.compiled import borrowed, helper, kept, sources
+from xsimulator.counts.counting import (
+    admit,
+    can_admit,
+    count,
+    drop,
+    end,
+    join,
+    leave,
+    log,
+    put_piece,
+    settled,
+    take_ends,
+    take_in,
+)
+
+MANY = np.iinfo(np.int64).max // 2
+
+
+class OneLaneRun(Run):
+    """rra, orca, chunked and static, as `xgpt.policies.OneLane`."""
+
+    def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
+        num_batches = settings.microbatches
+        super().__init__(stream, kv, num_batches, num_batches * (settings.encode_parts + 2) + 2, **how)
+        lane = self.state.lane[0]
+        lane["mix"], lane["refills"], lane["ahead"] = settings.mix, settings.refill_when_empty, settings.ahead
+        lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
+        lane["whole_prompts"] = settings.whole_prompts
+        lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
+        lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
+        for i, batch in enumerate(self.state.batches):
+            of = settings.of_microbatch(i)
+            batch["encode_every"] = batch["since_encode"] = of.encode_every
+            batch["encode_tokens"], batch["carried_batch"] = of.encode_tokens or 0.0, of.carried_batch
+            batch["decode_batch"] = of.decode_batch
+            batch["token_budget"] = MANY if of.token_budget is None else of.token_budget
+            batch["max_batch"] = MANY if of.max_batch is None else of.max_batch
+        self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
+
+    def _go_on(self) -> bool:
+        return RUN(self.state, self._tables, self._free_ns)
+
+
+def _compiled(code: str) -> Callable[..., bool]:
+    """`go_on` as Python calls it; `code`: see `sources`."""
+
+    @kept
+    def run(s, tables, free_ns):
+        assert code
+        return go_on(borrowed(s), borrowed(tables), free_ns)
+
+    return run
+
+
+RUN = _compiled(sources())
+
+
+@helper
+def go_on(s, tables, free_ns):
+    """Run on; False: the log is full."""
+    lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, 6)), np.zeros(len(tables.kinds), np.int64)
+    while lane.num_left and not lane.is_given_up:
+        if lane.is_logged and lane.num_settled == len(s.log):
+            return False
+        take_in(s, lane)
+        while issue(s, lane, tables, free_ns, scratch, costs_ns):
+            pass
+        is_under_way = lane.first_step < lane.end_step
+        next_ns = s.steps[lane.first_step % len(s.steps)].end_ns
+        if is_under_way and (lane.tail == len(s.requests) or next_ns <= s.requests[lane.tail].arrival_ns):
+            lane.now_ns = next_ns
+            settle(s, lane)
+        elif lane.tail < len(s.requests):
+            lane.now_ns = s.requests[lane.tail].arrival_ns
+        else:
+            break
+    return True
+
+
+@helper
+def issue(s, lane, tables, free_ns, scratch, costs_ns):
+    """Send the next step on its way; False: there is none."""
+    if lane.refills and not lane.num_inside:
+        refill(s, lane)
+    num_batches = len(s.batches)
+    for i in range(num_batches):
+        number = (lane.turn + i) % num_batches
+        batch = s.batches[number]
+        if batch.steps > lane.ahead and not (lane.refills and batch.num_encoding > batch.num_issued):
+            return False
+        if batch.steps and lane.ahead and not lane.has_assumed:
+            assume(s, lane, s.steps[(lane.end_step - 1) % len(s.steps)])
+        step = s.steps[lane.end_step % len(s.steps)]
+        if next_step(s, lane, number, step):
+            stays = lane.refills and batch.num_encoding > batch.num_issued
+            lane.turn = number if stays else (number + 1) % num_batches
+            batch.steps += 1
+            lane.end_step += 1
+            count(s, step, tables.has_encoder)
+            step_ns(tables, step, s.pieces, scratch, costs_ns)
+            step.start_ns = lane.now_ns
+            step.end_ns = pass_stages(tables, free_ns, lane.now_ns, costs_ns, step.num_tokens)
+            return True
+    return False
+
+
+@helper
+def next_step(s, lane, number, step):
+    """Decide a micro-batch's next step; False: it has none."""
+    batch = s.batches[number]
+    may = may_encode(s, lane, number)
+    if not is_running(batch) and not (may and can_admit(s, lane)):
+        return False
+    step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
+    if lane.mix:
+        fill(s, lane, batch)
+    elif lane.refills:
+        next_part(s, lane, batch)
+    elif may and is_phase_over(batch):
+        batch.phase += 1
+        begin_phase(s, lane, batch)
+    step.last_piece = lane.num_pieces
+    encodes = step.last_piece > step.first_piece
+    mixes = lane.mix and not (encodes and lane.prompts_first)
+    step.does_decode = batch.decoding > 0 and (mixes or not (encodes or batch.num_encoding > 0))
+    if not encodes and not step.does_decode:
+        return False
+    batch.since_encode = 0 if encodes else batch.since_encode + 1
+    return True
+
+
+@helper
+def num_running(batch):
+    return batch.num_encoding + batch.decoding + batch.held + batch.ending
+
+
+@helper
+def is_running(batch):
+    return num_running(batch) > 0
+
+
+@helper
+def is_phase_over(batch):
+    return not is_running(batch) or batch.since_encode >= batch.encode_every
+
+
+@helper
+def may_encode(s, lane, number):
+    """Whether a phase may begin: those of all micro-batches begin together."""
+    if len(s.batches) == 1 or lane.mix or lane.refills:
+        return True
+    for i in range(len(s.batches)):
+        if s.batches[i].phase <= s.batches[number].phase and not is_phase_over(s.batches[i]):
+            return False
+    return True
+
+
+@helper
+def fill(s, lane, batch):
+    """Pieces of prompts up to the token budget (orca, chunked)."""
+    left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
+    id_ = batch.first
+    while id_ != NONE:
+        if left <= 0:
+            return
+        request = s.requests[id_]
+        length = min(request.input - request.encoded, left)
+        put_piece(s, lane, id_, request.encoded, length)
+        left -= length
+        id_ = request.after
+    while left > 0 and lane.head < lane.tail and num_running(batch) < batch.max_batch:
+        if lane.whole_prompts and left < min(s.requests[lane.head].input, batch.token_budget):
+            return
+        id_ = admit(s, lane)
+        if id_ == NONE:
+            return
+        line_up(s, batch, id_)
+        request = s.requests[id_]
+        length = min(request.input - request.encoded, left)
+        put_piece(s, lane, id_, request.encoded, length)
+        left -= length
+
+
+@helper
+def begin_phase(s, lane, batch):
+    """Whole prompts up to what a phase is to encode (rra)."""
+    target, excess = batch.encode_tokens, batch.decoding - batch.carried_batch
+    if abs(excess) > lane.adjustment * batch.decode_batch:
+        target *= 1 - lane.adjustment if excess > 0 else 1 + lane.adjustment
+    batch.credit += target
+    is_first = True
+    while lane.head < lane.tail:
+        request = s.requests[lane.head]
+        length = request.input - (request.cached if lane.reuse_is_planned else 0)
+        if batch.credit < length / 2 and not (is_first and not batch.decoding):
+            batch.since_encode = 0
+            return
+        id_ = admit(s, lane)
+        if id_ == NONE:
+            break
+        line_up(s, batch, id_)
+        put_piece(s, lane, id_, request.cached, request.input - request.cached)
+        batch.credit -= length
+        is_first = False
+    batch.credit = min(batch.credit, 0.0)
+
+
+@helper
+def refill(s, lane):
+    """Divide what enters among the micro-batches (static)."""
+    first, entered = lane.head, 0
+    while entered < lane.max_batch and admit(s, lane) != NONE:
+        entered += 1
+    for i in range(entered):
+        line_up(s, s.batches[i * len(s.batches) // entered], first + i)
+    lane.turn = 0
+
+
+@helper
+def next_part(s, lane, batch):
+    """The next part of the prompts of a whole batch (static)."""
+    size = -(-num_running(batch) // lane.encode_parts)
+    while size and batch.unissued != NONE:
+        request = s.requests[batch.unissued]
+        put_piece(s, lane, batch.unissued, request.cached, request.input - request.cached)
+        batch.unissued = request.after
+        batch.num_issued += 1
+        size -= 1
+
+
+@helper
+def line_up(s, batch, id_):
+    """A request's prompt is the next one of a micro-batch."""
+    request = s.requests[id_]
+    request.encoded, request.after = request.cached, NONE
+    if batch.first == NONE:
+        batch.first = id_
+    else:
+        s.requests[batch.last].after = id_
+    if batch.unissued == NONE:
+        batch.unissued = id_
+    batch.last = id_
+    batch.num_encoding += 1
+
+
+@helper
+def settle(s, lane):
+    """Settle the step that ends first."""
+    step = s.steps[lane.first_step % len(s.steps)]
+    lane.first_step += 1
+    batch = s.batches[step.batch]
+    batch.steps -= 1
+    log(s, lane, step)
+    if lane.ahead:
+        settle_ahead(s, lane, step)
+    else:
+        if step.does_decode:
+            batch.iteration += 1
+            batch.context += batch.decoding + batch.held
+            finish(s, lane, step.batch)
+        join_encoded(s, lane, step, lane.now_ns)
+        if step.last_piece > step.first_piece:
+            finish(s, lane, step.batch)  # those of one token have ended with their prompt
+        if lane.refills and not is_any_left(s):
+            end_batch(s, lane)
+    settled(s, lane, step)
+
+
+@helper
+def join_encoded(s, lane, step, now_ns):
+    """Account for the pieces of prompts that a step has encoded."""
+    batch = s.batches[step.batch]
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        request = s.requests[piece.request]
+        request.encoded = piece.start + piece.length
+        if request.encoded < request.input:
+            continue
+        batch.first = request.after
+        if batch.unissued == piece.request:
+            batch.unissued = request.after
+        batch.num_encoding -= 1
+        if lane.refills:
+            batch.num_issued -= 1
+        request.first_ns = now_ns
+        join(s, step.batch, piece.request, 1)
+
+
+@helper
+def finish(s, lane, number):
+    """Take those out that have their last token now; those of a static batch keep their places."""
+    batch, id_ = s.batches[number], take_ends(s, number)
+    while id_ != NONE:
+        drop(s, batch, id_)
+        end(s, lane, id_)
+        request = s.requests[id_]
+        if lane.refills:
+            batch.held += 1
+            batch.context += request.input + request.output
+            batch.inputs += request.input
+        else:
+            leave(s, lane, id_)
+        id_ = request.ends_with
+
+
+@helper
+def is_any_left(s):
+    left = 0
+    for batch in s.batches:
+        left += batch.decoding + batch.num_encoding
+    return left > 0
+
+
+@helper
+def end_batch(s, lane):
+    """Remove the requests that were held."""
+    for i in range(len(s.batches)):
+        batch = s.batches[i]
+        batch.held = batch.context = batch.inputs = 0
+    lane.reserved = lane.num_inside = 0
+
+
+@helper
+def assume(s, lane, step):
+    """Take a step's tokens for made: requests go on, but for those that have reached their maximum with it."""
+    batch = s.batches[step.batch]
+    if step.does_decode:
+        batch.iteration += 1
+        batch.context += batch.decoding
+    join_encoded(s, lane, step, NONE)
+    lane.has_assumed, lane.assumed_ends = 1, take_ends(s, step.batch)
+    id_ = lane.assumed_ends
+    while id_ != NONE:
+        request = s.requests[id_]
+        if request.output == request.most:
+            drop(s, batch, id_)
+            batch.ending += 1
+        id_ = request.ends_with
+
+
+@helper
+def settle_ahead(s, lane, step):
+    """Settle a step whose tokens were taken for made."""
+    if not lane.has_assumed:
+        assume(s, lane, step)
+    lane.has_assumed, batch = 0, s.batches[step.batch]
+    for i in range(step.first_piece, step.last_piece):
+        piece = s.pieces[i % len(s.pieces)]
+        if piece.start + piece.length == s.requests[piece.request].input:
+            s.requests[piece.request].first_ns = lane.now_ns
+    id_ = lane.assumed_ends
+    while id_ != NONE:
+        request = s.requests[id_]
+        if request.output == request.most:
+            batch.ending -= 1
+        else:
+            drop(s, batch, id_)
+        end(s, lane, id_)
+        leave(s, lane, id_)
+        id_ = request.ends_with
