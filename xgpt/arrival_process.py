@@ -1,4 +1,4 @@
-"""When requests arrive: at one rate, or in stages of several, evenly at random or in bursts."""
+"""Draw the times at which requests arrive: at one rate or in stages, as a Poisson process or in bursts."""
 
 from __future__ import annotations
 

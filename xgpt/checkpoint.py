@@ -1,4 +1,4 @@
-"""The shape of a checkpoint, from its config.json alone: planning needs no more, and never loads torch."""
+"""Read the shape of a checkpoint from its config.json alone, without torch: planning needs no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load client: replays requests against a completions endpoint and notes when each token came.
+"""The load client: replays requests against a completions endpoint and records when each token arrives.
 
 It shares the machine with the engine that it measures, so it speaks HTTP without more between (`xgpt.connection`),
 reads the event stream by hand, and keeps of an event only what is asked for below.

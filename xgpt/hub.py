@@ -1,4 +1,4 @@
-"""Models by their Hugging Face id: where this machine has them, without ever asking the network."""
+"""Find models by their Hugging Face id in this machine's cache, without using the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in and out: configs by name or path, JSON and YAML into schema types, atomic writes."""
+"""Read and write files: configs by name or path, JSON and YAML as schema types, atomic writes."""
 
 from __future__ import annotations
 

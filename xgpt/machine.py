@@ -1,4 +1,4 @@
-"""The machine at hand, described as a cluster, without torch."""
+"""Describe this machine as a cluster, without torch."""
 
 from __future__ import annotations
 

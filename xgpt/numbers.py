@@ -1,4 +1,4 @@
-"""Reads numbers in their usual notation: Python also reads 1_0, nan and the digits of other alphabets."""
+"""Read numbers in their usual notation; Python's own readers also take 1_0, nan and digits of other alphabets."""
 
 from __future__ import annotations
 

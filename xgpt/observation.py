@@ -1,4 +1,4 @@
-"""What a running engine has seen recently: lengths in a decaying window, and when they have changed.
+"""Observe a running engine: its recent lengths in a decaying window, and whether they have changed.
 
 Requests enter as they arrive and as they finish; an Observation leaves, or the news that lengths differ from the
 planned ones. Reads no clock and draws no random number: the same requests in the same order give the same result. May

@@ -1,4 +1,4 @@
-"""What the last requests of an engine had in common, and when that has changed.
+"""Observe how much the prompts of recent requests have in common, and whether that has changed.
 
 Blocks are known by the engine's own keys, which are salted hashes: nothing of a prompt can be read from them. Their
 number is bounded, whatever the prompts' lengths. Requests and steps enter in the order of the engine's log; what leaves

@@ -1,4 +1,4 @@
-"""Say when a running plan is to be judged, and under what: changed lengths, or steps that last longer.
+"""Decide when a running plan is to be judged, and under which lengths and pace.
 
 Requests and steps enter as they end; an Observation leaves where the plan is to be judged. Reads no clock: times are
 given. What a real server does (`xrunner.server.observe.watch`) and what is simulated are the same. May be imported by

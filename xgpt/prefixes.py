@@ -1,4 +1,4 @@
-"""What requests of a trace have in common: ids of their blocks, in Mooncake's format.
+"""The ids of blocks that requests of a trace have in common, in Mooncake's format.
 
 A line names its request's blocks of `block_size` tokens in `hash_ids`; equal ids mean equal tokens up to the end of
 the block. `output_hash_ids`, which is ours, goes on where the prompt's whole blocks end, over the rest of the prompt

@@ -1,4 +1,4 @@
-"""Processes that are of no use without the one that started them."""
+"""Start processes that end with the process that started them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names on the command line to models, clusters and workloads: a shipped config, or a file of the user's."""
+"""Turn names on the command line into models, clusters and workloads: shipped configs, or the user's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a trace's prompts a cache of any size finds: reuse distances in one pass, and the curve that they make.
+"""Compute how much of a trace's prompts a cache of any size finds, from reuse distances in one pass.
 
 A block that a request has left is found by a later one if fewer other blocks have been used in between than the cache
 holds (LRU). Distances are counted for all blocks at once: of the uses between two of a block those count that are the

@@ -1,4 +1,4 @@
-"""Request lengths and arrival times: distributions and traces in, numpy arrays out.
+"""Read request lengths and arrival times: distributions and traces in, numpy arrays out.
 
 Every package may import this module; of the others it imports only the schema and the errors. Randomness enters as
 an explicit numpy Generator.

@@ -1,4 +1,4 @@
-"""A profile from the datasheet: roofline per operator, one set of efficiencies a device kind.
+"""Compute a profile from a datasheet: a roofline for each operator, one set of efficiencies for each device kind.
 
     product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff)) + fixed
     the same of experts                  the sum over those of the busiest device, each read if a token meets it

@@ -1,4 +1,4 @@
-"""Measures the points of a profile on a worker.
+"""Measure the points of a profile on a worker.
 
 Points are measured in several passes over all of them, once a pass, and each point's time is their mean: what a run
 pays on average. The clock of a shared machine moves between two or three rates every second or so; a median of few

@@ -1,4 +1,4 @@
-"""Step times of an encoder-decoder: of its encoder's layers, and of its decoder's with their cross-attention.
+"""Measure step times of an encoder-decoder: its encoder's layers, and its decoder's with their cross-attention.
 
 A step that decodes is a whole step less self- and cross-attention, embedding and head: what is left is the rest of a
 decoder layer. A step that encodes passes the decoder, too, with the token that it starts with: less all of that, and

@@ -1,4 +1,4 @@
-"""Experts and latent attention in others' tables: what `imported` reads of models that have them."""
+"""Read experts and latent attention from others' tables, for `imported`."""
 
 from __future__ import annotations
 

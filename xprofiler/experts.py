@@ -1,4 +1,4 @@
-"""Which experts a step's tokens meet: what grouped products cost beyond the products of their tokens.
+"""The experts that a step's tokens are sent to, and what grouped products cost beyond the products of their tokens.
 
 A step of n tokens reads the weights of those experts alone that at least one token is routed to. Where each expert is
 on one device of a group, the busiest device decides how long the group takes.

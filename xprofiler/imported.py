@@ -1,4 +1,4 @@
-"""A profile from latencies that others measured: AIConfigurator's tables, as its wheel ships them or in a folder.
+"""Compute a profile from latencies that others measured: AIConfigurator's tables, from its wheel or a folder.
 
 Below the folder of a kind of device stand `<family of operators>/<framework>/<version>/<operator>_perf.parquet`,
 latencies in milliseconds. Matrix products, attention and all-reduces are read off; what no table holds (norms,

@@ -1,4 +1,4 @@
-"""Step times measured on this machine, through the very layers and backends that xrunner runs.
+"""Measure step times on this machine, through the same layers and backends that xrunner runs.
 
 The parts of a step run faster alone than in their places: together they take up to a tenth less than the whole. So
 whole steps are measured, and the rest of the layer is what such a step takes beyond attention, embedding and head.

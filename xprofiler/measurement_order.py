@@ -1,4 +1,4 @@
-"""The order in which points are measured: several times over all of them, so that none meets one rate of the clock."""
+"""The order in which points are measured: several passes over all, so that none is measured at a single clock rate."""
 
 from __future__ import annotations
 

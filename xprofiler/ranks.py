@@ -1,4 +1,4 @@
-"""Step times of several devices of this machine at work together, and of the links between them.
+"""Measure step times of several devices of this machine at once, and of the links between them.
 
 What shares a machine shares its memory's bandwidth, and cores that share a socket its power: a device is measured
 while the others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces

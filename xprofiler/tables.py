@@ -1,4 +1,4 @@
-"""Others' tables of latencies, as they stand in files: read, and interpolated in logarithms."""
+"""Read others' tables of latencies from files, and interpolate them in logarithms."""
 
 from __future__ import annotations
 

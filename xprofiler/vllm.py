@@ -1,4 +1,4 @@
-"""Step times of vLLM, measured through its offline interface.
+"""Measure step times of vLLM through its offline interface.
 
 vLLM is seen from outside: what can be measured are whole steps, from the scheduling of one to that of the next, as
 they follow each other in its engine core. They are taken apart thus:

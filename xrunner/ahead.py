@@ -1,4 +1,4 @@
-"""Decode steps that are launched before they are asked for, so that a GPU never waits for the loop around it.
+"""Launch the next decode step before it is asked for, so that a GPU never waits for the engine's loop.
 
 While requests do nothing but decode, the next step is nearly always the last one again, one token further, less those
 that have ended. Its tokens are on the device already: it is launched before they are read, and the loop settles the

@@ -1,4 +1,4 @@
-"""Builds a worker: weights loaded, memory set aside, what its first steps need compiled."""
+"""Build a worker: load its weights, set its memory aside, compile what its first steps need."""
 
 from __future__ import annotations
 

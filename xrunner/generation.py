@@ -1,4 +1,4 @@
-"""A request as the engine takes it, and the tokens it gives back."""
+"""A request as the engine takes it, and the tokens that the engine returns."""
 
 from __future__ import annotations
 

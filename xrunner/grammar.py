@@ -1,4 +1,4 @@
-"""Outputs that keep to a grammar: which tokens may come next. The work is llguidance's.
+"""Keep outputs to a grammar: compute which tokens may come next, by llguidance.
 
 A grammar is text, made by `json_grammar` or `xrunner.server.api.tools`; it travels with its request, so that whichever
 worker picks tokens knows it. A token is taken once it is picked; what a request had generated before it came to this

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, one for each size of batch: a replay costs one launch instead of hundreds.
+"""Capture decode steps as CUDA graphs, one for each size of batch: a replay is one launch instead of hundreds.
 
 A captured step reads its batch from memory that never moves. A batch is copied there and filled up to the next size
 with rows that belong to no request, in a K/V block of their own. Source: vLLM's and nano-vllm's decode graphs.

@@ -1,4 +1,4 @@
-"""Keys and values in paged blocks; whose they are is the schedule's to say (`xgpt.policies.Pool`).
+"""Hold keys and values in paged blocks; the schedule (`xgpt.policies.Pool`) assigns blocks to requests.
 
 Source: vLLM (PagedAttention).
 """

@@ -1,4 +1,4 @@
-"""Part of a model on one device of many: whole layers of its stage, each cut for tensor parallelism.
+"""Part of a model on one device of several: whole layers of its stage, each cut for tensor parallelism.
 
 The blocks of layers.py know nothing of this. A rank builds its model from the sizes that it holds (`Part.local`), and
 hooks add up what the ranks of a stage have computed apart. Source: Megatron-LM (arXiv 1909.08053) sec. 3.

@@ -1,4 +1,4 @@
-"""Keys of prompts' blocks, by which the schedule finds those whose K/V is there already."""
+"""Compute the keys of prompts' blocks, by which the schedule finds K/V that is there already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as they begin and end, put down as the records from which a schedule is replayed."""
+"""Record when steps begin and end, so that the schedule can be replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that an engine has taken in, and what each has generated, should it be preempted or lost."""
+"""Keep the requests that an engine has accepted, and their tokens, for when one is preempted or a worker is lost."""
 
 from __future__ import annotations
 

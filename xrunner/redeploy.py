@@ -1,4 +1,4 @@
-"""Going over to a plan whose placement is another: the engine runs empty, and workers are deployed anew."""
+"""Change to a plan with another placement: let running requests finish, then deploy the workers anew."""
 
 from __future__ import annotations
 

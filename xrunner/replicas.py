@@ -1,5 +1,7 @@
-"""Several replicas of a plan as one engine: each steps in a thread of its own, requests go where their prompts'
-beginnings lie, or the fewest requests are."""
+"""Several replicas of a plan as one engine, each in a thread of its own.
+
+A request goes to the replica that holds the beginning of its prompt, or to the one with the fewest requests.
+"""
 
 from __future__ import annotations
 

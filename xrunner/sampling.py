@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or drawn at random after temperature, top-k, top-p, min-p and penalties.
+"""Choose tokens from logits: greedy, or at random after temperature, top-k, top-p, min-p and penalties.
 
 A row of logits that holds NaN, or whose highest is infinite, gives no token: its request fails, and no other.
 

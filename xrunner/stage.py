@@ -1,4 +1,4 @@
-"""One stage of a pipeline: hidden states in from the stage before, out to the stage behind."""
+"""One stage of a pipeline: takes hidden states from the stage before and hands them to the stage behind."""
 
 from __future__ import annotations
 

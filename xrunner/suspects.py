@@ -1,4 +1,4 @@
-"""Which request is at fault where a step fails, and when failures are too many to go on."""
+"""Find which request makes a step fail, and decide when failures are too many to go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts leave behind, from the encode to the decode lane: out of one worker, through host memory, into others.
+"""Move what encoding leaves behind (K/V) from the encode lane's workers to the decode lane's, through host memory.
 
 That is keys and values, in whole blocks, which are laid out alike on both sides; of an encoder-decoder it is what the
 encoder has read, from which each decode worker makes the keys and values of its layers. Each side works out alike which

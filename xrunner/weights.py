@@ -1,4 +1,4 @@
-"""Weights into a model: from a checkpoint in Hugging Face layout, or drawn from a seed."""
+"""Load weights into a model: from a checkpoint in Hugging Face layout, or drawn from a seed."""
 
 from __future__ import annotations
 

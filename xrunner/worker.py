@@ -1,4 +1,4 @@
-"""A worker: executes steps on one device. It holds the weights, the K/V cache and each request's last token."""
+"""A worker: executes steps on one device; holds the weights, the K/V cache and each request's last token."""
 
 from __future__ import annotations
 

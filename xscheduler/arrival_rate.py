@@ -1,4 +1,4 @@
-"""Settings by the arrival rate at which they keep the bounds, waiting counted: in closed form, over all placements.
+"""Find the settings with the highest arrival rate within bounds, in closed form, over all placements.
 
 Every placement is searched along curves: settings that differ in nothing but the batch. One call predicts the curves of
 a placement at saturation, and the queue (xsimulator.queueing) makes of each point the rate that it keeps. What the best

@@ -1,4 +1,4 @@
-"""Upper bounds on the throughput of a box of settings, on tables that never fall and get ever cheaper per unit.
+"""Bound the throughput of a box of settings from above, on the lower tables.
 
 On such tables (xscheduler.lower_tables) the directions of rra, orca and chunked hold: a larger batch never costs more
 per request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there,

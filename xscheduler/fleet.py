@@ -1,4 +1,4 @@
-"""How many replicas of which kind in each interval of a day hold its load at the least cost.
+"""Find how many replicas of each kind hold every interval of a day's load at the least cost.
 
 Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 

@@ -1,4 +1,4 @@
-"""The trade-off in one look: the highest throughput for each latency, of every policy."""
+"""The trade-off of every policy: its highest throughput for each latency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables below a profile's own that never fall with a size and cost ever less per unit of it.
+"""Make tables below a profile's own that never fall with a size, and whose cost per unit never rises.
 
 Measured times are uneven. What a schedule takes on these tables is a floor under what it takes on the measured ones,
 and it is monotone by construction: a larger batch never ends sooner, and never costs more per request. The search

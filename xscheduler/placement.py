@@ -1,4 +1,4 @@
-"""Where a model can stand on a cluster: replicas, pipeline stages, partial tensor parallelism, the split of WAA.
+"""List where a model can stand on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's split.
 
 A replica takes n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, the rest work one by
 one, and each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are shared out so that the slowest stage is

@@ -1,4 +1,4 @@
-"""Throughput that a placement cannot exceed, whatever its settings, for thousands of placements at once.
+"""Bound the throughput of thousands of placements at once from above, whatever their settings.
 
 Let m be the mean requests in decode of a micro-batch, over its iterations. An iteration takes a stage at least the
 convex floor of its times at m (Jensen; its time at m where all iterations have m requests, as in the closed form of two

@@ -1,4 +1,4 @@
-"""From a point that a search found to a plan: every number that the run needs, resolved."""
+"""Turn a point that a search found into a plan, with every number that the run needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned: everything that a plan answers to."""
+"""The problem that a plan solves: model, devices, profile, lengths and constraint."""
 
 from __future__ import annotations
 

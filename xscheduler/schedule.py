@@ -1,4 +1,4 @@
-"""From a profile to a plan: build each policy's spaces, search them, resolve every number the run needs."""
+"""Plan a problem policy by policy: build the spaces, search them, and resolve every number that the run needs."""
 
 from __future__ import annotations
 

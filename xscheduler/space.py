@@ -1,4 +1,4 @@
-"""The integer space of one policy on one placement: which settings exist, fit in memory, and keep the constraint."""
+"""The integer space of one policy on one placement: which settings exist, fit in memory and keep the constraint."""
 
 from __future__ import annotations
 

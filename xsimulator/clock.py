@@ -1,4 +1,4 @@
-"""When simulated steps end: each passes the stages of its lane, in order, behind the steps before it.
+"""Compute when simulated steps end: each passes the stages of its lane in order, behind the steps before it.
 
 finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 """

@@ -1,4 +1,4 @@
-"""Executed steps, compared with what was predicted of them."""
+"""Compare executed steps with what was predicted of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A day's requests on a fleet that changes: which replica each goes to, and what it takes there.
+"""Simulate a day's requests on a fleet that changes: the replica each goes to, and its times there.
 
 Requests go to the replica with the fewest outstanding ones for its rate, as the front of a fleet sends them
 (`xrunner.front`). What is outstanding is told by the plan's own pace: a request leaves after the plan's time to the

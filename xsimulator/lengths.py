@@ -1,4 +1,4 @@
-"""The moments and tails of a workload's lengths that the closed forms need."""
+"""Compute the moments and tails of a workload's lengths that the closed forms need."""
 
 from __future__ import annotations
 

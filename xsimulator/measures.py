@@ -1,4 +1,4 @@
-"""Throughput and latencies read off a log of steps, simulated or real: one definition for both.
+"""Measure throughput and latencies from a log of steps, simulated or real: one definition for both.
 
 Where requests always wait, latency counts from admission, the start of the step that begins to encode a request
 (`measure`); where they arrive by themselves, it counts from arrival (`request_times`).

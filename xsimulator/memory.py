@@ -1,4 +1,4 @@
-"""What fits: the K/V blocks that weights leave room for, and the requests that those blocks carry."""
+"""Compute what fits: the K/V blocks that weights leave room for, and the requests that those blocks hold."""
 
 from __future__ import annotations
 

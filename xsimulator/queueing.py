@@ -1,4 +1,4 @@
-"""Requests that arrive at a rate, in closed form: how many keep their bounds, waiting included, and up to which rate.
+"""Compute in closed form the share of arriving requests that keep their bounds, waiting included, at any rate.
 
 The number of requests inside is taken for a birth-death process: arrivals at rate r, departures at the throughput X(k)
 that the schedule has with k requests inside, and at X(n) while more than the n that it takes are there:

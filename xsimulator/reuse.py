@@ -1,4 +1,4 @@
-"""What closed forms take of a curve of reuse, and the exact replay that the curve is held against."""
+"""Apply a reuse curve to the lengths of closed forms, and check it against an exact replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model's layers stand: the stages of a lane, and how many layers each has."""
+"""The stages of a lane, and how many layers each holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a batch in rows, and of the same requests flattened, from a profile's tables.
+"""Compute the seconds of a batch in rows, and of the same requests flattened, from a profile's tables.
 
 What a slot computes, padding and other requests' tokens included, is charged: attention of m queries over n keys in
 each of some slots takes as long as reading the keys once, or as m/n of the products of whole prompts of n tokens,

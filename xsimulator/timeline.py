@@ -1,4 +1,4 @@
-"""The work of stages over time as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Write the work of stages over time as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyword arguments that functions of the API share. Any may be left out; the functions say what that means."""
+"""The types of the keyword arguments that functions of the API share."""
 
 from __future__ import annotations
 

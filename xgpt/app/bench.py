@@ -1,4 +1,4 @@
-"""Replay a workload against a served plan, and compare what was predicted with what is measured."""
+"""Replay a workload against a served plan, and compare predicted with measured figures."""
 
 from __future__ import annotations
 

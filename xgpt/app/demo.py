@@ -1,4 +1,4 @@
-"""`make demo`: profile this machine, plan under a bound, serve the plan, replay a workload, compare."""
+"""`make demo`: profile this machine, plan under a bound, serve the plan, replay a workload, compare the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine is to xgpt, and what stands in the way of good figures on it."""
+"""Describe this machine as xgpt sees it, and list what keeps figures measured on it from being trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a running plan with the best one by what it maximises: the choice of a judge, and judges that simulate."""
+"""Choose how a running plan is compared with the best one: by closed forms, or by simulation of what it maximises."""
 
 from __future__ import annotations
 

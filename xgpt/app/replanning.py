@@ -1,4 +1,4 @@
-"""Re-planning: judge a running plan under observed lengths, offline or for a server.
+"""Re-plan: judge a running plan under observed lengths, offline or for a server.
 
 python -m xgpt.app.replanning     # the process in which a server plans: JSON lines in, JSON lines out
 """

@@ -1,4 +1,4 @@
-"""Run a plan on the simulated engine."""
+"""Run a plan on the simulated engine, and summarise what it does."""
 
 from __future__ import annotations
 

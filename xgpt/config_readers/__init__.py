@@ -1,4 +1,4 @@
-"""How each family's config.json is read: model_type to a function that returns the fields of `ModelSpec`."""
+"""The readers of config.json, one for each family: model_type to a function that returns fields of `ModelSpec`."""
 
 from __future__ import annotations
 

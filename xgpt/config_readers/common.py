@@ -1,4 +1,4 @@
-"""What every family writes in the same way, and the checks of single fields."""
+"""Read the fields of config.json that all families share, and check single fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with one feed-forward block a layer."""
+"""Read config.json of families with one feed-forward block in each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with a mixture of experts."""
+"""Read config.json of families with a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of config.json: their base, their scaling, and the dimensions that turn."""
+"""Read rotary embeddings from config.json: their base, their scaling, and the dimensions that are rotated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by matplotlib: sharp on a screen and on paper, and the same bytes for the same input.
+"""Draw charts as SVG with matplotlib: the same bytes for the same input.
 
 A chart is handed to a page as an image of its own (a data URL): nothing inside it can run or reach the page.
 """

@@ -1,4 +1,4 @@
-"""Which request enters next: the waiting queue, shared fairly among accounts.
+"""Decide which waiting request enters next, with a fair share for each account.
 
 Each account (an API key, say; without any, all requests are of one) keeps its requests in the plan's order of admission
 (`orders`). Between accounts the higher priority goes first, and among equals the account that has had the fewest tokens

@@ -1,4 +1,4 @@
-"""K/V blocks: free, in use by one request or shared by several, or kept with what they hold for requests to come.
+"""Keep count of K/V blocks: free, in use by one or several requests, or kept for requests to come.
 
 A block that holds nothing but the beginning of a prompt (or of a prompt and its output) has a key, made of its tokens
 and of all tokens before them. A request whose chain of keys begins with those of such blocks need not compute them

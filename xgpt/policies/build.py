@@ -1,4 +1,4 @@
-"""From a plan to the schedule that both engines start from."""
+"""Build the schedule of a plan, from which both engines start."""
 
 from __future__ import annotations
 

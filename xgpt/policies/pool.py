@@ -1,4 +1,4 @@
-"""The requests of one engine: which wait, which run in which micro-batch, and how much K/V memory is promised.
+"""The requests of one engine: which are waiting, which run in which micro-batch, and how much K/V memory is promised.
 
 Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
 that what is scheduled depends on nothing but the order of submissions, steps, endings and cancellations.

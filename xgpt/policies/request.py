@@ -1,4 +1,4 @@
-"""What passes between engines and rules: requests in, steps out."""
+"""The types that engines and rules exchange: requests in, steps out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: where the beginning of its prompt lies, unless that one has much more to do.
+"""Choose a replica for a request: the one that holds the beginning of its prompt, unless that one is much busier.
 
 The same code routes the requests of a server and those of a trace that is planned or simulated for several replicas.
 """

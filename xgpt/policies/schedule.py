@@ -1,4 +1,4 @@
-"""What both engines drive: lanes of micro-batches over one pool of requests.
+"""The schedule that both engines drive: lanes of micro-batches over one pool of requests.
 
 An engine submits requests, asks each lane for steps until it has none, and settles a step once it has been executed:
 

@@ -1,4 +1,4 @@
-"""Requests in rows: how a batch is laid out where a model runs rows of equal length instead of flattened tokens.
+"""Lay a batch out in rows (padded, concatenated, in slots), for models that run rows of equal length.
 
 Four layouts, of TCB and of what it is compared with: one request a row, padded to the longest (TNB); the same in
 batches of similar length (TTB, TurboTransformers); requests one behind the other in rows of fixed length (TCB); and

@@ -1,4 +1,4 @@
-"""The two-lane rule: WAA encodes and decodes on worker groups of their own, asynchronously.
+"""The two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
 
 A request passes four places. The encode lane takes a batch of prompts when all of it fits under the cap; the batch
 leaves with its first tokens, waits for its keys and values to move ("transfer" steps, one at a time, each with all

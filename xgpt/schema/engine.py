@@ -1,4 +1,4 @@
-"""What an engine of one version does besides the steps of a model."""
+"""What an engine of one version adds to the steps of a model: its loop, captured batches, scheduling."""
 
 from __future__ import annotations
 

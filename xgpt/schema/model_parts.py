@@ -1,6 +1,4 @@
-"""Parts that some models have and others do not: experts, latent attention, windows, quantised weights, scaled rotary
-embeddings.
-"""
+"""Parts of only some models: experts, latent attention, windows, quantised weights, scaled rotary embeddings."""
 
 from __future__ import annotations
 

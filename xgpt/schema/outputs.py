@@ -1,4 +1,4 @@
-"""What commands say with --json, where that is no file of ours."""
+"""The documents that commands print with --json, where these are not files of xgpt's own."""
 
 from __future__ import annotations
 

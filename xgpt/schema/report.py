@@ -1,4 +1,4 @@
-"""Results of `xgpt bench` and `xgpt compare`: predicted and measured figures."""
+"""The results of `xgpt bench` and `xgpt compare`: predicted and measured figures."""
 
 from __future__ import annotations
 

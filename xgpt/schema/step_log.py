@@ -1,4 +1,4 @@
-"""The engine's log: what it executed and when, enough to replay the schedule."""
+"""The engine's log: which steps it executed and when, enough to replay the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's steps take, in the few numbers that the rule needs to decide by them."""
+"""The few numbers from which a rule predicts how long a plan's steps take."""
 
 from __future__ import annotations
 

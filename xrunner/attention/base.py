@@ -1,4 +1,4 @@
-"""The contract between models, workers and attention backends: a step's batch, and what a backend does with it."""
+"""The contract between models, workers and attention backends: a step's batch, and what a backend computes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on a CPU in float32, compiled by numba, straight from the blocks of the cache (float32 or bfloat16).
+"""Attention on a CPU in float32, compiled by numba; reads K/V blocks (float32 or bfloat16) where they are.
 
 Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Tiles
 go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. Decodes

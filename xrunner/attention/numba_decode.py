@@ -1,4 +1,4 @@
-"""A decode's attention, one query at a time: memory bounds it, so it reads keys and values as memory has them.
+"""Attention of a decode, one query at a time: bound by memory, so K/V is read in the order of its addresses.
 
 Also holds what every kernel on a CPU takes: keys, scores and the constants of their softmax.
 """

@@ -1,4 +1,4 @@
-"""Attention as papers define it: every other backend must agree with it."""
+"""Attention by its definition, with which every other backend must agree."""
 
 from __future__ import annotations
 

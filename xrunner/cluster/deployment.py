@@ -1,4 +1,4 @@
-"""Which worker of a replica holds what and talks to which others. Every worker works it out from the plan alone."""
+"""Say which worker of a replica holds what and talks to which others; each worker derives it from the plan alone."""
 
 from __future__ import annotations
 

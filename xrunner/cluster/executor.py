@@ -1,4 +1,4 @@
-"""A replica's workers as one executor: steps go out to the first stage of their lane, ends come back from its last."""
+"""A replica's workers as one executor: send steps to the first stage of their lane, take results from its last."""
 
 from __future__ import annotations
 

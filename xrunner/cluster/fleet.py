@@ -1,4 +1,4 @@
-"""The workers of one replica, seen from the engine's process: started, told what to hold, watched."""
+"""The workers of one replica, seen from the engine's process: start them, deploy their parts, watch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine's launcher: a process with one thread that forks the machine's workers, and ends them.
+"""A machine's launcher: a process with one thread that forks the machine's workers and ends them.
 
 It has imported all that workers need, so that starting them anew takes no second. What it is to do comes as lines of
 JSON on its standard input; when that ends, that is, when the process that started it ends, however that comes about,

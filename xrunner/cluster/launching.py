@@ -1,4 +1,4 @@
-"""How a launcher is started, told what to do and heard; apart from `launcher`, which imports what workers need."""
+"""Start a launcher, command it and read its replies, without importing what workers need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine and its workers tell each other. msgspec over the wire: nothing in a message can run."""
+"""The messages between an engine and its workers, in msgspec: nothing in a message can run as code."""
 
 from __future__ import annotations
 

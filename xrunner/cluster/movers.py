@@ -1,4 +1,4 @@
-"""The two ends of transfers between WAA's lanes, each in a thread apart from the one that computes."""
+"""Send and receive what moves from WAA's encode lane to its decode lane, in threads apart from computing."""
 
 from __future__ import annotations
 

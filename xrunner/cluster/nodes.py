@@ -1,4 +1,4 @@
-"""What another machine than the first runs: it starts workers there as the first machine's engine says."""
+"""The process that runs on every machine but the first: it starts workers as the first machine's engine says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker runs: it hands on control messages in one thread, and executes them in another."""
+"""The main loop of a worker process: one thread hands control messages on, another executes them."""
 
 from __future__ import annotations
 

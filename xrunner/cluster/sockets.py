@@ -1,4 +1,4 @@
-"""Sockets of the control plane: encrypted with a secret that all sides share, and bound to one named interface."""
+"""Sockets of the control plane: encrypted with a secret that all sides share, bound to one named interface."""
 
 from __future__ import annotations
 

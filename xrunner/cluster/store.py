@@ -1,4 +1,4 @@
-"""Where workers find each other for torch.distributed: keys and values that the engine's process keeps.
+"""The store by which workers find each other for torch.distributed; the engine's process keeps it.
 
 They pass over the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and
 answer any client.

@@ -1,4 +1,4 @@
-"""The tensor plane: what ranks of a stage add up, and what stages hand on, over torch.distributed."""
+"""The tensor plane: sums within a stage and hidden states between stages, over torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Products and small operations of layers, laid out and fused for the processor at hand."""
+"""Matrix products and small operations of layers, laid out and fused for the processor."""

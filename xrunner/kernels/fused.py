@@ -1,4 +1,4 @@
-"""Small operations of a layer in one launch each, on GPUs: there a decode step's time, its weights apart, is launches.
+"""Fused small operations of a layer on GPUs, one launch each: apart from weights, launches take a decode step's time.
 
 In plain torch a rotation takes some ten launches of queries and as many of keys, each for microseconds of work.
 """

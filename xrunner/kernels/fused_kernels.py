@@ -1,4 +1,4 @@
-"""Kernels of `fused`; importing this needs triton."""
+"""Triton kernels of `fused`; importing this needs triton."""
 
 from __future__ import annotations
 

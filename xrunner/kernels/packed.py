@@ -1,4 +1,4 @@
-"""A weight laid out once for a CPU's matrix kernels, in the precision that a model's products run in.
+"""Weights laid out once for a CPU's matrix kernels, in the precision of the model's products.
 
 Plain F.linear lays a weight out anew in every call, which takes 10% (256 rows) to 60% (8 rows) of its time. Which
 library's layout is the fastest differs from one processor to another: `fastest` measures it. Activations enter and

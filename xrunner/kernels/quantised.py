@@ -1,4 +1,4 @@
-"""Passes around a product in eight bits, compiled by numba: rows are read and written once each.
+"""Quantise rows before a product in eight bits and scale its sums after it, each in one pass; compiled by numba.
 
 In plain torch, finding a row's scale, rounding it and scaling its sums back takes eight passes over memory, as long as
 a third of the products. Shares torch's OpenMP threads, as attention does.

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in eight bits: numbers, and the scales to multiply them by."""
+"""Weights that a checkpoint stores in eight bits, with the scales to multiply them by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every family offers to workers and weight loading, and every decoder-only family to the profiler."""
+"""The contract of a model family: its methods for workers, weight loading and the profiler."""
 
 from __future__ import annotations
 

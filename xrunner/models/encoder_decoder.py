@@ -1,4 +1,4 @@
-"""What every encoder-decoder family offers: from outside a decoder-only model's, inside an encoder, too.
+"""The contract of an encoder-decoder family: a decoder-only model's from outside, with an encoder inside.
 
 A sequence that is encoded comes with its whole prompt and the token that the decoder starts with; one that decodes
 comes with its last token. In the cache, the places of a prompt hold the keys and values of cross-attention, made once;

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, and the feed-forward blocks that it chooses among.
+"""A mixture of experts: a router, and the feed-forward blocks from which it chooses.
 
 Each expert is a block of its own, so that weights are read, cut and packed as any other's. A rank may hold some of the
 experts, or slices of them all; what the ranks hold adds up.

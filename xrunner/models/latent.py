@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one vector a token is kept, from which all heads' keys and values are made.
+"""Multi-head latent attention: the cache holds one vector for a token, from which all heads' K/V are computed.
 
 What makes them is taken into the queries and out of the results instead, so that attention runs on the vectors that are
 kept, as if all heads shared one key, which is the value, too. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.

@@ -1,4 +1,4 @@
-"""The blocks that every model family is built of. They know one device and no parallelism.
+"""The blocks from which every model family is built. They know one device and no parallelism.
 
 Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. Values come later (weights.py).
 """

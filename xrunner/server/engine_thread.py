@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and its tokens on the event loop."""
+"""Run the engine in a thread of its own, and pass its tokens to the event loop."""
 
 from __future__ import annotations
 

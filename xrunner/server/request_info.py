@@ -1,4 +1,4 @@
-"""What the parts of the server tell each other of one HTTP request."""
+"""What is known of one HTTP request, for all parts of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the endpoint asks of an engine: ours on one or several replicas, or vLLM."""
+"""The contract of an engine behind the endpoint: our own on one or several replicas, or vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a batch in rows, from its prompts to the last token of its longest answer: TCB's engine, and its baselines'.
+"""Run a batch in rows, from its prompts to the last token of its longest output: the engine of TCB and its baselines.
 
 The layers are those that serve; what differs is the layout. All slots of a batch hold equally many tokens: padding is
 computed, too. A decode step computes a token of every request, and attention as if each slot had as many of them as the

@@ -1,4 +1,4 @@
-"""A worker that runs whole batches in rows: what `xgpt serve --batching` puts in the place of the flattened batch."""
+"""A worker that runs whole batches in rows: it takes the usual worker's place under `xgpt serve --batching`."""
 
 from __future__ import annotations
 

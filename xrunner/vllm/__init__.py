@@ -1,4 +1,4 @@
-"""The same plans inside vLLM: a scheduler class for it, the flags that start it, and the channel that re-plans it.
+"""Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
 A Plan enters; a command line for vLLM leaves, and its engine core loads `scheduler.XgptScheduler`, which asks
 xgpt.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it

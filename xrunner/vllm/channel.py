@@ -1,4 +1,4 @@
-"""Between `xgpt serve` and its vLLMs: requests and plans down, what steps made of them up.
+"""The channel between `xgpt serve` and its vLLMs: requests and plans go down, steps and tokens come up.
 
 ZeroMQ carries msgpack over sockets in a directory that is ours alone; nothing that arrives is executed. Three kinds of
 socket: requests go to the host of each lane (`host`), plans to all engine cores, and whatever hosts and cores tell

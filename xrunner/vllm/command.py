@@ -1,4 +1,4 @@
-"""From a plan to the command line and the environment that start vLLM with it."""
+"""Turn a plan into the command line and the environment that start vLLM with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as the engine of our endpoint: requests in, the tokens of its steps out, as `xrunner.engine.Engine` has it."""
+"""vLLM as the engine of our endpoint: requests in, the tokens of its steps out, like `xrunner.engine.Engine`."""
 
 from __future__ import annotations
 

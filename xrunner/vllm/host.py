@@ -1,4 +1,4 @@
-"""vLLM's engine without a server: `python -m xrunner.vllm.host ADDRESS LANE vLLM's flags ...`.
+"""Run vLLM's engine without a server: `python -m xrunner.vllm.host ADDRESS LANE vLLM's flags ...`.
 
 Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
 engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`).

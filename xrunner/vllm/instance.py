@@ -1,4 +1,4 @@
-"""The vLLMs behind an endpoint: started, watched and ended together, with the channel to them."""
+"""The vLLMs behind an endpoint: start, watch and end them together, with the channel to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lane of a plan as vLLM runs it, and how it changes while requests run."""
+"""The lane of a plan that vLLM runs, and how it changes while requests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with its steps on record, in the terms of our step log, and told to `xgpt serve`."""
+"""vLLM's own scheduler, extended to record its steps in our step log and send them to `xgpt serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting vLLM: which Python has it, and what its processes find in their environment.
+"""Start vLLM: find the Python that has it, and set the environment of its processes.
 
 vLLM may live in an environment of its own, whose torch is another one. Its processes get xgpt and xrunner on their
 path and nothing else of ours; of vLLM's packages they share pydantic, msgspec, numpy and pyzmq.

@@ -1,4 +1,4 @@
-"""Runs a command for as long as its own standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
+"""Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
 vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
 group. The process that started this one holds the other end of its input, which the kernel closes when that process

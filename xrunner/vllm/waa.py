@@ -1,4 +1,4 @@
-"""WAA on two vLLMs as the engine of our endpoint: each request goes from the encode lane's to the decode lane's.
+"""WAA on two vLLMs as the engine of our endpoint: each request moves from the encode lane's to the decode lane's.
 
 Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all of them fit under
 the decode lane's cap. A request's K/V moves by vLLM's connector: the encode lane leaves it there when it ends the

@@ -1,4 +1,4 @@
-"""Whether to change a running plan: what it loses under the observed lengths, and what a change costs."""
+"""Decide whether to change a running plan: what it loses under the observed lengths against the cost of a change."""
 
 from __future__ import annotations
 

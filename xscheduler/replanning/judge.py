@@ -1,4 +1,4 @@
-"""What plans do under the observed lengths, by the objective of the running plan."""
+"""Compare plans under the observed lengths, by the objective of the running plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan does under other lengths than it was made for, or at another pace.
+"""Estimate what a plan does under other lengths than it was made for, or at another pace.
 
 Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: rra encodes the planned
 prompt tokens a phase, whatever the number of requests that they belong to.

@@ -1,4 +1,4 @@
-"""What a running plan is judged under: the observed lengths, the observed pace, the devices that it runs on."""
+"""The situation in which a running plan is judged: observed lengths, observed pace, and its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branch and bound whose bounds are put to the test, and another search where they do not hold.
+"""Test the bounds of branch and bound after each search, and search in another way where they do not hold.
 
 The search trusts directions and bounds of boxes (xscheduler.box_bounds). After it, random boxes are drawn in the space
 that it chose and in the next most promising one. What their points show beyond a bound is counted in the gap; where

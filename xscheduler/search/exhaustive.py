@@ -1,4 +1,4 @@
-"""Every point of every space: the oracle of the other searches."""
+"""Try every point of every space: the reference for the other searches."""
 
 from __future__ import annotations
 

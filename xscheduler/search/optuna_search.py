@@ -1,4 +1,4 @@
-"""Optuna's TPE sampler: where no direction and no bound holds: a user's own objective or constraint."""
+"""Search with Optuna's TPE sampler: for a user's own objective or constraint, where no bound holds."""
 
 from __future__ import annotations
 

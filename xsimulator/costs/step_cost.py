@@ -1,4 +1,4 @@
-"""What steps cost on the stages of a lane: tables for closed forms, single steps for whatever follows an engine.
+"""The cost of steps on the stages of a lane: tables for closed forms, and single steps for simulation.
 
 The simulated engine, calibration and the judging of a machine's pace read single steps; the closed forms' tables are
 made of the same curves.

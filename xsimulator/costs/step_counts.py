@@ -1,4 +1,4 @@
-"""What a step's cost depends on, and what it is made of."""
+"""The counts on which a step's cost depends, and the parts that make up the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of a lane cost, for compiled code: `LaneCost.step_ns` on arrays."""
+"""The cost of a lane's steps for compiled code: `LaneCost.step_ns` on arrays."""
 
 from __future__ import annotations
 

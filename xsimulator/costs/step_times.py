@@ -1,4 +1,4 @@
-"""The few numbers by which a rule predicts a plan's steps, fitted to what the profile says of them."""
+"""Fit the few numbers by which a rule predicts its steps to what the profile says of them."""
 
 from __future__ import annotations
 

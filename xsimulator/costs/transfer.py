@@ -1,4 +1,4 @@
-"""K/V on its way from the lane that encodes to the one that decodes."""
+"""The cost of moving K/V from the encode lane to the decode lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closed forms of every policy: what the search calls. The simulated engine (xsimulator.events) is their judge."""
+"""Closed forms of every policy, which the search calls; the simulated engine (xsimulator.events) checks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner, the queue and re-planning ask of a policy: its forecast, one object for each.
+"""The contract of a policy's forecast: all that the planner, the queue and re-planning ask of a policy.
 
 A forecast keeps nothing. What it reads is a model: the steps of a placement's lanes under one workload
 (`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies on the same lanes share.

@@ -1,4 +1,4 @@
-"""orca and chunked: every step decodes all that run and encodes into free slots."""
+"""Forecast of orca and chunked: every step decodes all running requests and encodes into free slots."""
 
 from __future__ import annotations
 

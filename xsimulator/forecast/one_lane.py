@@ -1,4 +1,4 @@
-"""What closed forms need of one lane of stages and one workload, whichever policy runs on it.
+"""What closed forms need of one lane of stages and one workload, under any policy.
 
 Assumptions: requests always wait; input and output lengths are independent; step costs are charged at the mean
 composition of each iteration; the steps of a micro-batch follow each other through the stages as in

@@ -1,4 +1,4 @@
-"""What rra's closed form needs of the lengths: how many requests decode when, for every number of iterations a phase.
+"""What rra's closed form needs of the lengths: the decode batch of every iteration, for any iterations a phase.
 
 It depends on no device, so that all placements of a search share it.
 """

@@ -1,4 +1,4 @@
-"""How long steps take that follow each other through the stages of a lane.
+"""Compute how long consecutive steps take through the stages of a lane.
 
 Steps pass the stages in order. Step n finishes stage j at
 

@@ -1,4 +1,4 @@
-"""What the bound of a placement is put together from: least times of its steps, by mean decode batch.
+"""The parts of a placement's bound: least times of its steps, by mean decode batch.
 
 m is the mean number of requests in decode of a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
 """

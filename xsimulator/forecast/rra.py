@@ -1,4 +1,4 @@
-"""rra: encode B_E requests, run N_D decode iterations, and again."""
+"""Forecast of rra: encode B_E requests, run N_D decode iterations, and again."""
 
 from __future__ import annotations
 

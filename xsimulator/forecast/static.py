@@ -1,4 +1,4 @@
-"""static: a batch is encoded, and decodes until its longest member ends."""
+"""Forecast of static: encode a batch, and decode it until its longest member ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""waa: some devices encode, the others decode, neither waiting for the other."""
+"""Forecast of waa: some devices encode and the others decode, neither waiting for the other."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Policies at their best, and what runs now, read off its command line."""
+"""Compare policies, each at its best, with each other and with a given `vllm serve` command."""

@@ -1,4 +1,4 @@
-"""Every policy at its own best under one bound, predicted and, where the devices are here, measured."""
+"""Compare the policies, each at its best under one bound: predicted and, on this machine's devices, measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs now, read off the command that starts it."""
+"""Read a `vllm serve` command line as a deployment that can be scored."""
 
 from __future__ import annotations
 

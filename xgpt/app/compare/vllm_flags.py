@@ -1,4 +1,4 @@
-"""The flags of `vllm serve`: what each takes, and which ones change its speed in a way that is not scored.
+"""The flags of `vllm serve`: the values that each takes, and those that change speed in a way that is not scored.
 
 tests/vllm compares them with vLLM's own parser.
 """

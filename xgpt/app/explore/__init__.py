@@ -1,1 +1,1 @@
-"""The local page on which one plans."""
+"""The local planning page of `xgpt ui`."""

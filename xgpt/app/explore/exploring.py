@@ -1,4 +1,4 @@
-"""Answers of the page that one plans on: what a question comes to, part by part, the quick ones first.
+"""Answer the questions of the planning page: the quick parts of an answer first.
 
 A question is the arguments of `xgpt.plan` by name, and `current`, the `vllm serve` command of what runs now. Closed
 forms answer at once; then a run is simulated, and at last what `xgpt plan` would write is planned. It all happens in

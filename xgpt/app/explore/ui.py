@@ -1,4 +1,4 @@
-"""A local page on which one plans: a server on loopback, and one process that answers its questions."""
+"""Serve the planning page: an HTTP server on loopback, and one process that answers its questions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plans for other platforms: scripts, Kubernetes objects, Dynamo's and llm-d's deployments."""
+"""Write plans for other platforms: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""

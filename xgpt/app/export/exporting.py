@@ -1,4 +1,4 @@
-"""Files from which others start a plan: scripts for a machine, Kubernetes objects.
+"""Write the files from which another platform starts a plan: scripts for a machine, Kubernetes objects.
 
 All of them run `xgpt serve`, so the plan is never without its endpoint's keys and limits. Everything is pinned to a
 version and starts offline; nothing is written for a plan that does not fit its devices.

@@ -1,4 +1,4 @@
-"""A plan on Kubernetes: a Deployment, or a LeaderWorkerSet where a replica spans several nodes, and what they need.
+"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
 
 Pods run `xgpt serve`, in vLLM where a replica lives on one node and its figures are not of xgpt's own engine, and
 otherwise in that, whose processes on several nodes meet at the leader.

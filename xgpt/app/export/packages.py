@@ -1,4 +1,4 @@
-"""What has to be installed where an exported plan runs, pinned to versions."""
+"""The Python packages that a machine needs to run an exported plan, with pinned versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan that vLLM runs, as Dynamo's and llm-d's deployment objects.
+"""Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
 
 A plan of one lane keeps its schedule: under Dynamo in vLLM's scheduler class, under llm-d in pods of `xgpt serve`. The
 two lanes of WAA become prefill and decode workers of the plan's sizes and number; which prompts are encoded together is

@@ -1,4 +1,4 @@
-"""Pods that run a plan: what every object of Kubernetes, Dynamo and llm-d has in common.
+"""Pods that run a plan: the parts that objects of Kubernetes, Dynamo and llm-d share.
 
 All of them run as a user without rights on a root that cannot be written to, and take the plan from a ConfigMap, keys
 from a Secret, and weights from a volume claim or, of a model that is known by its id, from the hub.

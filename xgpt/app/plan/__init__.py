@@ -1,1 +1,1 @@
-"""From a request to a plan: profiles found or made, policies searched, figures held against simulation."""
+"""Turn a request into a plan: find or make a profile, search the policies, check the figures by simulation."""

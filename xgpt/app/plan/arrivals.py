@@ -1,4 +1,4 @@
-"""Plans by the arrival rate at which they keep their bounds: ranked in closed form, settled by simulation."""
+"""Find the plans with the highest arrival rate within bounds: ranked in closed form, settled by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the choice of a policy hangs on what a mixed step costs."""
+"""How much the choice of a policy depends on the cost of a step that mixes prompts and decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for a problem: each policy's best, the best of all, the best uniform one."""
+"""Plan a problem: each policy's best plan, the best of all, and the best uniform one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request to a problem: names looked up, a profile found or made."""
+"""Turn a request into a problem: look its names up, and find or make a profile."""
 
 from __future__ import annotations
 

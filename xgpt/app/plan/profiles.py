@@ -1,4 +1,4 @@
-"""Profiles: made here once and kept by their content, so that each plan finds its own again."""
+"""Find or make profiles, and keep each by the hash of its content, so that every plan finds its own again."""
 
 from __future__ import annotations
 

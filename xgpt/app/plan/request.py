@@ -1,4 +1,4 @@
-"""What is to be planned, as it was asked for: one validated object, whichever door it came in by."""
+"""The request of a plan: one validated object, whether it comes from Python or the command line."""
 
 from __future__ import annotations
 

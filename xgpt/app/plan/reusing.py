@@ -1,4 +1,4 @@
-"""Plans that count on reuse: memory is divided between running requests and what later ones find of their prompts.
+"""Find plans that count on reuse: divide memory between running requests and prompts kept for later ones.
 
 How much is found is a function of the memory that a setting leaves for it, and has no direction in the batch: a larger
 batch serves more at a time, and finds less. So the memory that is kept is enumerated, in steps between which the share

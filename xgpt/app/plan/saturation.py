@@ -1,4 +1,4 @@
-"""Figures of plans while requests always wait, held against simulation.
+"""Check a plan's figures under saturation (requests always waiting) by simulation.
 
 Closed forms know the steady state in which running requests are spread over their outputs. Where outputs are nearly of
 one length there is another one: requests that began together end together, and whole batches follow each other. So each

@@ -1,4 +1,4 @@
-"""How many devices, and of which cluster, an arrival rate takes."""
+"""Find how many devices, and of which cluster, sustain an arrival rate."""
 
 from __future__ import annotations
 

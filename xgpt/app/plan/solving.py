@@ -1,4 +1,4 @@
-"""From a request to plans: clusters and devices chosen, each policy planned, its arrival rate simulated, checked."""
+"""Turn a request into plans: choose clusters and devices, plan each policy, simulate its arrival rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that no closed form tells apart, found by simulation: budgets from slack, thresholds of phases.
+"""Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets, thresholds of phases.
 
 Optuna proposes them, a round at a time, beginning with those that come to the fixed settings of the plan that is tuned.
 Each is put to the same lengths and arrivals, at a rate a little above the best one's so far, and given up as soon as

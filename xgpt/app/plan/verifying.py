@@ -1,4 +1,4 @@
-"""Plans whose bound is for all requests (sla "request"): found in closed form, settled by simulation.
+"""Find plans whose bound holds for all requests (sla "request"): by closed forms first, settled by simulation.
 
 What a quantile of all requests keeps rests on whole distributions of times. Closed forms predict it; how far they are
 off differs from plan to plan, so that the plans of the highest throughput are simulated, one after the other, until one

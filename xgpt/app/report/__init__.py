@@ -1,1 +1,1 @@
-"""A plan in words and pictures."""
+"""Describe a plan: as text on the terminal, and as a page."""

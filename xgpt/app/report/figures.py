@@ -1,4 +1,4 @@
-"""What pages draw of a plan, as numbers: when each stage works, and what fills each device's memory."""
+"""The numbers behind a page's figures: when each stage works, and what fills each device's memory."""
 
 from __future__ import annotations
 

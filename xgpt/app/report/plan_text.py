@@ -1,4 +1,4 @@
-"""What a plan does, in words: the terminal's and the report's."""
+"""Describe in words what a plan does, for the terminal and the report."""
 
 from __future__ import annotations
 

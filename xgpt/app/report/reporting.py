@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: what it does, what it promises, and what that rests on."""
+"""Write a plan as one self-contained HTML page: schedule, promised figures, and the data behind them."""
 
 from __future__ import annotations
 

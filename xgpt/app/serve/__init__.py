@@ -1,1 +1,1 @@
-"""A plan on this machine: what it lacks here, its engine, its endpoint."""
+"""Serve a plan on this machine: check it, start its engine, open its endpoint."""

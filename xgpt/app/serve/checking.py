@@ -1,4 +1,4 @@
-"""Whether a plan can be served on this machine, and what it lacks here."""
+"""Check whether this machine can serve a plan, and list what it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a plan with its weights loaded: in this process, or in a process for each device."""
+"""Start the engine of a plan with its weights: in this process, or in a process for each device."""
 
 from __future__ import annotations
 

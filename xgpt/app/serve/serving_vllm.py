@@ -1,4 +1,4 @@
-"""Run a plan in vLLM, behind the same endpoint as our own engine."""
+"""Serve a plan by vLLM, behind the same endpoint as our own engine."""
 
 from __future__ import annotations
 

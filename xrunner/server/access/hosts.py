@@ -1,4 +1,4 @@
-"""From where a server may be asked, and what: host names, origins, paths."""
+"""Check the host names, origins and paths that requests name."""
 
 from __future__ import annotations
 

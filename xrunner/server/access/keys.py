@@ -1,4 +1,4 @@
-"""API keys: the account of each, and what the operator grants it."""
+"""API keys: the account of each, and the limits and rights that the operator grants it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests and tokens a minute each API key has left."""
+"""Count how many requests and tokens each API key has left this minute."""
 
 from __future__ import annotations
 

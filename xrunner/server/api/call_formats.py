@@ -1,4 +1,4 @@
-"""How models write calls of functions in free text, each as its chat template teaches it.
+"""Read function calls that models write in free text, in the format that each chat template teaches.
 
 A format says what may follow its trigger, as rules of a grammar (Lark, as llguidance has it), and reads it again. Where
 the tokenizer has special tokens for a format's marks, the model writes those: the grammar names them by their ids, and

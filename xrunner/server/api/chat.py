@@ -1,4 +1,4 @@
-"""Chats to prompts: the checkpoint's own template, rendered as Hugging Face's tokenizers render it."""
+"""Turn chats into prompts: the checkpoint's own template, rendered as Hugging Face's tokenizers render it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One output of an answer: its tokens to text, up to where it ends."""
+"""One output of an answer: its tokens as text, up to where it ends."""
 
 from __future__ import annotations
 

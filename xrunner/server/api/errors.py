@@ -1,4 +1,4 @@
-"""Answers other than 200, in OpenAI's shape."""
+"""Answers with a status other than 200, in OpenAI's format."""
 
 from __future__ import annotations
 

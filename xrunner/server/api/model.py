@@ -1,4 +1,4 @@
-"""The model as requests see it."""
+"""The served model's properties that requests are checked against."""
 
 from __future__ import annotations
 

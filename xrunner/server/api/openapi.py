@@ -1,4 +1,4 @@
-"""The endpoint's description: /openapi.json, from the types that requests are parsed with."""
+"""Describe the endpoint at /openapi.json, from the types that requests are parsed with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions: what is accepted, what errors look like.
+"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and errors.
 
 A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
 the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.

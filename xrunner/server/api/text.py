@@ -1,4 +1,4 @@
-"""Text to token ids and back, where the checkpoint brings a tokenizer; the end of a text at a stop string."""
+"""Turn text into token ids and back, where the checkpoint has a tokenizer; end a text at a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids, and what else takes as long, outside of the event loop, by turns."""
+"""Tokenise prompts, and do other slow work on requests, in threads outside the event loop."""
 
 from __future__ import annotations
 

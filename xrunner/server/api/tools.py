@@ -1,4 +1,4 @@
-"""Functions that a chat may call: how they are told to a model, and how its calls are read.
+"""Functions that a chat may call: tell a model of them, and read its calls.
 
 A model that is free to choose writes a call as its template teaches it (`call_formats`); its arguments keep to the
 function's schema. One that must call writes nothing but the call.

@@ -1,4 +1,4 @@
-"""What answers look like: OpenAI's objects, whole or chunk by chunk.
+"""Write answers as OpenAI's objects, whole or chunk by chunk.
 
 In addition to OpenAI's fields an answer carries:
     token_ids: of each choice, its tokens (in a stream: of each chunk).

@@ -1,4 +1,4 @@
-"""One request's answer: tokens in from the engine, text out to the client, whole or as server-sent events."""
+"""Answer one request: take tokens from the engine, send text to the client, whole or as server-sent events."""
 
 from __future__ import annotations
 

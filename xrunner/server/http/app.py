@@ -1,4 +1,4 @@
-"""The HTTP side: every route, and what stands before them."""
+"""The HTTP application: every route, and the checks before them."""
 
 from __future__ import annotations
 

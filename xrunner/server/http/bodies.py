@@ -1,4 +1,4 @@
-"""Bodies of requests on their way in: how long one may take, how large one may be, and all of them together."""
+"""Read the bodies of requests, within limits on time, on size, and on the memory of all together."""
 
 from __future__ import annotations
 

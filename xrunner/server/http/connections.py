@@ -1,4 +1,4 @@
-"""Connections: how many there are, how long each may take for what, and which goes where a new one needs its place."""
+"""Limit connections: their number, the time each may take, and which one is closed for a new one."""
 
 from __future__ import annotations
 

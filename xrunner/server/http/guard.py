@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, host names, keys, and one line of log a request."""
+"""The checks before every route: request ids, host names, keys; and one line of log for each request."""
 
 from __future__ import annotations
 

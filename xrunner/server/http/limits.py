@@ -1,4 +1,4 @@
-"""What a server takes in."""
+"""The limits on what a server accepts."""
 
 from __future__ import annotations
 

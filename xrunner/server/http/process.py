@@ -1,4 +1,4 @@
-"""The server process: its sockets, its signals, its end."""
+"""The server process: its sockets, its signals, its shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a body to an answer: what every request for tokens goes through."""
+"""Take a request for tokens from its body to its answer."""
 
 from __future__ import annotations
 

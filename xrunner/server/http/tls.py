@@ -1,4 +1,4 @@
-"""The certificate that a server shows."""
+"""The server's TLS certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop's share of the processor: a flood of requests, refused or not, leaves the engine its own.
+"""Limit the event loop's share of the processor, so that a flood of requests leaves the engine its own.
 
 Both are threads of one interpreter. The event loop gives the interpreter's lock up at each read and write and takes it
 back before another thread wakes up, so a loop that always has something to do keeps the engine from nearly all of its

@@ -1,4 +1,4 @@
-"""What the server knows of its own work: metrics, logs, traces, the backlog, and how its plan fares.
+"""What the server reports of itself: metrics, logs, traces, the backlog, and how its plan performs.
 
 Requests as they come, steps and tokens as they end, enter; figures, lines of log, spans and decisions to re-plan leave.
 May be imported by the engine's thread and `http`.

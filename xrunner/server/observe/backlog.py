@@ -1,4 +1,4 @@
-"""Requests that wait for a first step, how fast an engine takes them up, and when one more would have its answer."""
+"""Estimate when one more request would be answered, from waiting requests and the engine's pace."""
 
 from __future__ import annotations
 

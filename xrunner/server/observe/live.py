@@ -1,4 +1,4 @@
-"""What the page at /, GET /plan and GET /plan/history tell."""
+"""The contents of the live page at /, of GET /plan and of GET /plan/history."""
 
 from __future__ import annotations
 

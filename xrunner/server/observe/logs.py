@@ -1,4 +1,4 @@
-"""Logs for machines: one JSON object a line."""
+"""Write logs for machines: one JSON object a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics shows: Prometheus counters, gauges and histograms in a registry of their own."""
+"""The metrics at /metrics: Prometheus counters, gauges and histograms in a registry of their own."""
 
 from __future__ import annotations
 

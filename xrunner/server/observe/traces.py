@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request for tokens, and in it its waiting, encoding and decoding.
+"""OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
 
 Imported only where traces are asked for; needs the extra `otel`.
 """

@@ -1,4 +1,4 @@
-"""Observes what a served plan does, has it judged when lengths change, and goes over to another plan.
+"""Observe how a served plan performs, have it judged when lengths or pace change, and switch to a better plan.
 
 Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so do the
 search for changes and what is told of the lengths; what the loop does itself is to list the requests of the window.
