@@ -29,7 +29,7 @@ from scipy.stats import rankdata
 from benchmarks.drift import SMALL
 from xgpt.app.plan.profiles import obtain_profile
 from xgpt.app.serve.engines import build_engine
-from xgpt.app.simulating import read_log, run_requests
+from xgpt.app.simulating import read_log, requests_to_send, run_requests
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
@@ -205,7 +205,7 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
     with progress_bar() as progress:
         profile = obtain_profile(SMALL, None, cluster, progress)
     plan = small_plan(cluster, inputs, outputs, profile)
-    total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
+    total = requests_to_send(plan, num_requests, saturated=True)
     orders = orders_of(small, min(total, len(inputs)), np.random.default_rng(0))
     names = ("paired", "paired, runs of alike inputs")
     found: dict[str, dict[Arm, list[Outcome]]] = {name: {} for name in names}

@@ -47,7 +47,7 @@ from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
-from xrunner.weights import Checkpoint, load_model
+from xrunner.weights import Checkpoint, load_prepacked
 from xrunner.worker import Worker
 
 LOADED_LAYERS, LOADS = 4, 4
@@ -116,7 +116,7 @@ def loading_rate(
     seconds = []
     for _ in range(LOADS):
         start = time.perf_counter()
-        load_model(spec, dtype, Checkpoint(checkpoint), device, part).prepack(dtype, layouts)
+        load_prepacked(spec, dtype, Checkpoint(checkpoint), device, part, layouts)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -25,7 +25,7 @@ from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
-from xrunner.weights import Checkpoint, SeededWeights, kv_dtype, load_model, state_dtype
+from xrunner.weights import Checkpoint, SeededWeights, kv_dtype, load_prepacked, state_dtype
 from xrunner.worker import Worker
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -146,9 +146,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)
-    model = load_model(settings.spec, settings.dtype, source, settings.device, part)
-    model.prepack(settings.dtype, settings.layouts)
-    return model
+    return load_prepacked(settings.spec, settings.dtype, source, settings.device, part, settings.layouts)
 
 
 def whole_worker(

@@ -6,6 +6,7 @@ hooks add up what the ranks of a stage have computed apart. Source: Megatron-LM 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -220,17 +221,22 @@ def build(part: Part) -> Model:
     return model
 
 
-def materialise(model: Model, dtype: torch.dtype, device: str) -> None:
-    """Give a model's parameters memory; shared ones stay shared."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                if id(old) not in made:
-                    made[id(old)] = parameter(torch.empty(old.shape, dtype=dtype, device=device))
-                module._parameters[name] = made[id(old)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
+    """The modules that hold each parameter, and what they call it; under the name of the first."""
+    found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for leaf, held in module._parameters.items():
+            if held is not None:
+                found.setdefault(id(held), (f"{prefix}.{leaf}".removeprefix("."), []))[1].append((module, leaf))
+    return dict(found.values())
+
+
+def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, device: str) -> None:
+    """Give a parameter memory in all modules that hold it."""
+    (module, leaf), *_ = places
+    made = parameter(torch.empty(module._parameters[leaf].shape, dtype=dtype, device=device))  # type: ignore[union-attr]
+    for module, leaf in places:
+        module._parameters[leaf] = made
 
 
 def join(model: Model, group: Group) -> None:

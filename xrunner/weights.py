@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ from xgpt.schema import DType, ModelSpec, Precision
 from xrunner.kernels.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 from xrunner.models import Model
 from xrunner.models.layers import Linear
-from xrunner.parallel import Cut, Part, build, cuts, materialise
+from xrunner.parallel import Cut, Part, build, cuts, materialise, places_of
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -266,14 +266,50 @@ def load_model(
         InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
             another shape for it.
     """
-    part = part or Part.whole(spec)
-    if spec.quantization is not None and torch.device(device).type != "cpu":
+    return _loaded(part or Part.whole(spec), dtype, source, device, lambda projection: None)
+
+
+def load_prepacked(
+    spec: ModelSpec,
+    dtype: DType,
+    source: WeightSource,
+    device: str,
+    part: Part | None,
+    layouts: Mapping[str, str] | None,
+) -> Model:
+    """As `load_model`, with each projection laid out for the device as soon as it is read.
+
+    So a model in eight bits never takes four times its size: one matrix at a time is there in float32.
+
+    Args:
+        layouts: as `xrunner.kernels.packed.pack` takes them.
+    """
+
+    def prepack(projection: Linear) -> None:
+        projection.prepack(dtype, layouts)
+
+    model = _loaded(part or Part.whole(spec), dtype, source, device, prepack)
+    model.prepack(dtype, layouts)  # a head that is tied to the embedding
+    return model
+
+
+def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_read: Callable[[Linear], None]) -> Model:
+    """A model's part with its weights; `when_read` is called with each projection whose matrix is its own."""
+    if part.spec.quantization is not None and torch.device(device).type != "cpu":
         accepted = "xgpt's own engine runs checkpoints in eight bits on CPUs: take another, or --engine vllm"
-        raise InputError("model.quantization", spec.quantization.kind, accepted)
+        raise InputError("model.quantization", part.spec.quantization.kind, accepted)
     model = _checked(part, dtype, source)
-    materialise(model, state_dtype(dtype, device), device)
-    for weight in weights_of(model, part):
-        source.read(weight)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    cut = cuts(model, part)
+    for name, places in places_of(model).items():
+        materialise(places, state_dtype(dtype, device), device)
+        for weight in _pieces(model, part, name, cut.get(name)):
+            source.read(weight)
+        owner, leaf = places[0]
+        if isinstance(owner, Linear) and leaf == "weight" and len(places) == 1:
+            when_read(owner)
     return model
 
 
@@ -288,23 +324,27 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
 
 def weights_of(model: Model, part: Part) -> Iterator[Weight]:
     """Every tensor that a checkpoint holds of a part of the model; a tied head is the embedding's."""
-    modules = dict(model.named_modules())
     cut = cuts(model, part)
-    for name, parameter in model.named_parameters():
-        names = model.checkpoint_parameters(name)
-        owner = modules[name.rpartition(".")[0]]
-        parts: tuple[Cut | None, ...] = cut.get(name, (None,))
-        is_split = isinstance(owner, Linear) and max(len(names), len(parts)) > 1
-        pieces = parameter.data.split(owner.parts) if is_split else (parameter.data,)
-        entry = _entry(model, part, name)
-        in_layer = model.checkpoint_transposed and name.startswith("layers.")
-        transposed = (in_layer or entry is not None) and parameter.dim() > 1
-        if len(names) < len(pieces):  # fused in the checkpoint, too: each piece is cut out of the one tensor
-            names, parts = names * len(pieces), _within_one(parts)
-        elif len(parts) < len(pieces):
-            parts = (None,) * len(pieces)
-        for piece_name, piece, piece_cut in zip(names, pieces, parts, strict=True):
-            yield Weight(piece_name, piece, transposed, piece_cut, entry)
+    for name in places_of(model):
+        yield from _pieces(model, part, name, cut.get(name))
+
+
+def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) -> Iterator[Weight]:
+    """The tensors that a parameter is made of."""
+    owner, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    names = model.checkpoint_parameters(name)
+    parts: tuple[Cut | None, ...] = cut or (None,)
+    is_split = isinstance(owner, Linear) and max(len(names), len(parts)) > 1
+    pieces = parameter.data.split(owner.parts) if is_split else (parameter.data,)
+    entry = _entry(model, part, name)
+    in_layer = model.checkpoint_transposed and name.startswith("layers.")
+    transposed = (in_layer or entry is not None) and parameter.dim() > 1
+    if len(names) < len(pieces):  # fused in the checkpoint, too: each piece is cut out of the one tensor
+        names, parts = names * len(pieces), _within_one(parts)
+    elif len(parts) < len(pieces):
+        parts = (None,) * len(pieces)
+    for piece_name, piece, piece_cut in zip(names, pieces, parts, strict=True):
+        yield Weight(piece_name, piece, transposed, piece_cut, entry)
 
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:

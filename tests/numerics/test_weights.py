@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from xgpt.checkpoint import read_spec, sampling_defaults
 from xgpt.errors import InputError
 from xprofiler import measure
+from xrunner import weights
+from xrunner.build import WorkerSettings, build_worker
+from xrunner.models.layers import Linear
 from xrunner.weights import load_checkpoint, seeded
 
 
@@ -371,6 +374,26 @@ def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
     model = seeded(read_spec(checkpoint(name)[0]), dtype, 0)
     hidden = torch.randn(50, model.spec.hidden_size, dtype=model.final_norm.weight.dtype)
     assert 0.8 < model.head(hidden).float().std() < 1.3
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
+def test_one_matrix_at_a_time_is_there_as_it_was_read(checkpoint, name, monkeypatch):
+    """A model in eight bits would take four times its size while it is loaded."""
+    held, pack = [], Linear.prepack
+
+    def prepack(projection, *given):
+        held.append(sum(one.weight is not None and one.weight.device.type == "cpu" for one in model[0].projections()))
+        pack(projection, *given)
+
+    model, build = [], weights.build
+    monkeypatch.setattr(weights, "build", lambda part: model.append(build(part)) or model[0])
+    monkeypatch.setattr(Linear, "prepack", prepack)
+    directory = checkpoint(name)[0]
+    build_worker(WorkerSettings(spec=read_spec(directory), dtype="int8", checkpoint=directory, num_blocks=8))
+    is_tied = model[0].spec.tie_embeddings  # a head that is the embedding stays until all is read
+    assert (
+        len(held) > 5 and max(held) == 1 + is_tied and not any(one.weight is not None for one in model[0].projections())
+    )
 
 
 @pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
