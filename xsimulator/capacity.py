@@ -69,9 +69,9 @@ class Trial:
         total = self.num_requests + 2 * self.num_warm_up  # the last ones find as many others as those before
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
-        self._inputs, self._outputs = inputs.tolist(), outputs.tolist()
+        self._inputs, self._outputs = inputs, outputs
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        self._cached = np.minimum(share * inputs, inputs - 1).astype(int).tolist() if share else ()
+        self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
         # The process given its number of arrivals: chance in the mean rate would be an error of the result.
         arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
@@ -98,13 +98,13 @@ class Trial:
 
     def stream(self, rate: float) -> Stream:
         """Return what one replica is sent where requests arrive at this rate in all."""
-        arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int).tolist()
+        arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
         longest = self.plan.workload.output.lengths[-1]
         return Stream(self._inputs, self._outputs, longest, arrivals_ns, self._cached)
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests always wait."""
-        longest, at_once = self.plan.workload.output.lengths[-1], [0] * len(self._inputs)
+        longest, at_once = self.plan.workload.output.lengths[-1], np.zeros_like(self._inputs)
         stream = Stream(self._inputs, self._outputs, longest, at_once, self._cached)
         run = self._run(stream)
         run.run()
@@ -283,9 +283,9 @@ class EngineRun:
             if "both" in lanes
             else TwoLaneClock(lanes["encode"], lanes["decode"], schedule)
         )
-        most = np.broadcast_to(stream.max_output, len(stream.inputs)).tolist()
-        columns = enumerate(zip(stream.inputs, most, stream.outputs, stream.arrivals_ns, strict=True))
-        self._requests = [SimulatedRequest(i, *lengths) for i, lengths in columns]
+        columns = np.broadcast_arrays(stream.inputs, stream.max_output, stream.outputs, stream.arrivals_ns)
+        lengths = zip(*(column.tolist() for column in columns), strict=True)
+        self._requests = [SimulatedRequest(i, *of) for i, of in enumerate(lengths)]
         self._engine = SimulatedEngine(schedule, clock, self._requests)
         self._emits = schedule.pool.encode_emits
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))

@@ -156,9 +156,7 @@ def simulate_fleet(
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
         # A request that came before the replica served has waited for it.
         entered_ns = (np.maximum(arrivals_s, replica.from_s) * 1e9).astype(int)
-        stream = Stream(
-            requests.inputs[chosen].tolist(), outputs.tolist(), _longest(plan, longest), entered_ns.tolist()
-        )
+        stream = Stream(requests.inputs[chosen], outputs, _longest(plan, longest), entered_ns)
         done = run_of(plan, lanes[replica.kind], stream)
         done.run()
         first, end = (np.asarray(of, float) / 1e9 for of in (done.first_ns, done.end_ns))

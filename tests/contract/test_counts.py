@@ -137,7 +137,7 @@ def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals, whole_prompts: 
         patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts))
         run = by_counts(plan, profile, requests)
         assert run.run()
-        assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
+        assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
@@ -167,4 +167,4 @@ def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:
     requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
     run = by_counts(plan, profile, requests)
     assert run.run()
-    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)

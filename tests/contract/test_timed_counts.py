@@ -97,7 +97,7 @@ def test_counts_have_the_times_of_the_engine_and_its_log_replays(timed: Timed) -
     requests, profile = timed.arrivals.stream(plan), timed.arrivals.case.subject.profile
     run = by_counts(plan, profile, requests)
     assert run.run()
-    assert (run.first_ns, run.end_ns) == one_by_one(plan, profile, requests)
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
     schedule = policies.build(plan)
     log = SimulatedEngine(schedule, clock_of(plan, profile, schedule), simulated(requests)).run()
     assert replay(policies.build(plan), log) == log

@@ -233,16 +233,14 @@ class Run:
         raise NotImplementedError
 
     @property
-    def first_ns(self) -> list[int]:
+    def first_ns(self) -> npt.NDArray[np.int64]:
         """When each request has its first token; -1: not yet."""
-        found: list[int] = self.state.requests["first_ns"].tolist()
-        return found
+        return self.state.requests["first_ns"]
 
     @property
-    def end_ns(self) -> list[int]:
+    def end_ns(self) -> npt.NDArray[np.int64]:
         """When each request has its last token; -1: not yet."""
-        found: list[int] = self.state.requests["end_ns"].tolist()
-        return found
+        return self.state.requests["end_ns"]
 
     @property
     def log(self) -> Any:

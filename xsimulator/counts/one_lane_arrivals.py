@@ -26,6 +26,7 @@ from xsimulator.counts.counting import (
     take_ends,
     take_in,
 )
+from xsimulator.counts.decode_stretch import decode_on
 
 MANY = np.iinfo(np.int64).max // 2
 
@@ -84,6 +85,9 @@ def go_on(s, tables, free_ns):
         if is_under_way and (lane.tail == len(s.requests) or next_ns <= s.requests[lane.tail].arrival_ns):
             lane.now_ns = next_ns
             settle(s, lane)
+            take_in(s, lane)
+            if lane.first_step == lane.end_step:
+                decode_on(s, lane, tables, free_ns)
         elif lane.tail < len(s.requests):
             lane.now_ns = s.requests[lane.tail].arrival_ns
         else:

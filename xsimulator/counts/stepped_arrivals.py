@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import numpy as np
+
 from xgpt.policies.rule import PromptBudget
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.counts.arrivals import Kv, Limits, Stream
@@ -63,7 +65,7 @@ class Run(ABC):
 
     def __init__(self, stream: Stream, kv: Kv) -> None:
         self.inputs, self.outputs, self._arrivals_ns, self._cached = (
-            list(of) for of in (stream.inputs, stream.outputs, stream.arrivals_ns, stream.cached)
+            np.asarray(of, int).tolist() for of in (stream.inputs, stream.outputs, stream.arrivals_ns, stream.cached)
         )
         assert isinstance(stream.max_output, int)
         self.max_output = stream.max_output

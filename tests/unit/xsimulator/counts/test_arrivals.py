@@ -57,7 +57,7 @@ def test_counts_give_the_times_of_the_simulated_engine(
     requests = stream(found[kind], load, 300)
     run = by_counts(found[kind], of.profile, requests)
     assert run.run()
-    assert (run.first_ns, run.end_ns) == one_by_one(found[kind], of.profile, requests)
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(found[kind], of.profile, requests)
 
 
 @pytest.mark.parametrize("kind", ["chunked", "orca", "waa-c"])
