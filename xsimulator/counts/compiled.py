@@ -38,7 +38,7 @@ def is_kept(function: Callable[..., Any]) -> bool:
 def sources() -> str:
     """A hash of the files that hold or name what is compiled. Numba compiles anew where what a function closes over has
     changed; of the code it looks at the function's own file alone."""
-    files = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    files = [file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return sha256(b"".join(text for text in files if b"xsimulator.counts.compiled" in text)).hexdigest()
 
 
