@@ -129,6 +129,18 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
     return log[first:last]
 
 
+def steps_of_first(log: Sequence[StepRecord], num_requests: int) -> Sequence[StepRecord]:
+    """Return the steps until the first requests to arrive have ended: those that `request_times` reads."""
+    counted = set(_first_to_arrive(log, num_requests))
+    ends = [i for i, record in enumerate(log) if not counted.isdisjoint(record.finished)]
+    return log[: ends[-1] + 1] if ends else log
+
+
+def _first_to_arrive(log: Sequence[StepRecord], num_requests: int | None) -> list[int]:
+    arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
+    return sorted(arrived, key=lambda id_: (arrived[id_], id_))[:num_requests]
+
+
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -198,7 +210,7 @@ def request_times(log: Sequence[StepRecord], num_requests: int | None = None, *,
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
-    counted = sorted(arrived, key=lambda id_: (arrived[id_], id_))[:num_requests]
+    counted = _first_to_arrive(log, num_requests)
     ended = [id_ for id_ in counted if id_ in steps.last_token]
     arrival = np.asarray([arrived[id_] for id_ in ended], float)
     first = steps.end[[steps.first_token[id_] for id_ in ended]]

@@ -69,8 +69,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
             stored=stored,
             skew=skew_of(name),
         )
-        found, why_not = of_clients(served, raw)
-        yield replace(row, predicted=found, why_not=why_not)
+        yield of_clients(row, served, raw)
 
 
 def skew_of(model: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xprofiler import analytic, imported
 from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
 from xsimulator.counts.arrivals import Kv, Stream
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
 from xsimulator.memory import LaneMemory
@@ -25,6 +26,8 @@ Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
 Stored = Literal["fp8", "fp8_block", "int4", "int8"]
 """Formats of all weights."""
+NO_LOOP = {"layer_s": 0.0, "step_s": 0.0, "request_s": 0.0, "uncaptured": 1.0, "mixing": 0.0}
+"""Of an engine that takes no time besides its kernels'."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,30 @@ class Served:
         Raises:
             InputError: there are no step times of this model on this device.
         """
-        made = self.model, self.stored, self.skew, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
-        return _cost(made, self.tp, self.ep)
+        return _cost(self._made, self.tp, self.ep)
+
+    @property
+    def _made(self) -> Made:
+        return Made(
+            self.model, self.stored, self.skew, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
+        )
+
+    def kernels_s(self, inputs: float, outputs: float) -> float:
+        """Seconds that the kernels of a request of each client (`max_batch`) take at least, one behind the other.
+
+        Prompts are encoded in the fullest steps there may be, and decodes take nothing in steps that encode, of which
+        there are as many as prompts.
+
+        Args:
+            inputs, outputs: mean lengths.
+        """
+        cost = _cost(self._made._replace(has_loop=False), self.tp, self.ep)
+        clients, length = self.max_batch, max(1, round(inputs))
+        at_once = max(1, min(clients, self.token_budget // length))
+        prompts = StepCounts(((0, length, length),) * at_once, 0, 0.0, at_once, at_once * length)
+        decodes = StepCounts((), clients, clients * (inputs + outputs / 2), clients, clients)
+        encode_s, decode_s = (cost.step(step)[0] for step in (prompts, decodes))
+        return clients / at_once * encode_s + max(outputs - 1 - clients, 0) * decode_s
 
     @property
     def lane(self) -> LaneSettings:
@@ -97,8 +122,31 @@ class Served:
         return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
 
 
-Made = tuple[str, Stored | None, float, str, DType, DType | None, str, bool]
-"""What a profile is made of: a model's name, weights and skew, cluster, dtype and K/V's, engine, import or not."""
+class Made(NamedTuple):
+    """What a profile is made of.
+
+    Attributes:
+        has_loop: the engine's loop takes time, too, not its kernels alone.
+    """
+
+    model: str
+    stored: Stored | None
+    skew: float
+    cluster: str
+    dtype: DType
+    kv_dtype: DType | None
+    engine: str
+    imported: bool
+    has_loop: bool = True
+
+    @property
+    def spec(self) -> ModelSpec:
+        return _model(self.model, self.stored, self.skew)
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        of = load_engine(self.engine)
+        return of if self.has_loop else of.model_copy(update=NO_LOOP)
 
 
 @cache
@@ -113,16 +161,13 @@ def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
 
 @cache
 def _profile(of: Made) -> Profile:
-    model, stored, skew, cluster, dtype, kv_dtype, engine, is_imported = of
-    make = imported.profile if is_imported else analytic.profile
-    return make(_model(model, stored, skew), load_cluster(cluster), dtype, load_engine(engine), kv_dtype=kv_dtype)
+    make = imported.profile if of.imported else analytic.profile
+    return make(of.spec, load_cluster(of.cluster), of.dtype, of.engine_spec, kv_dtype=of.kv_dtype)
 
 
 @cache
 def _cost(of: Made, tp: int, ep: int) -> LaneCost:
-    model, stored, skew, *_, engine, _ = of
-    spec = _model(model, stored, skew)
-    return LaneCost(spec, _profile(of), whole(spec, tp, ep), engine=load_engine(engine))
+    return LaneCost(of.spec, _profile(of), whole(of.spec, tp, ep), engine=of.engine_spec)
 
 
 @dataclass(frozen=True)

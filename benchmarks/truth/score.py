@@ -21,6 +21,10 @@ def table(rows: list[Row], *, by_group: bool = False) -> str:
         fitted, others = [row for row in of if row.is_fitted], [row for row in of if not row.is_fitted]
         if fitted and others:
             lines += [*_lines(f"{source}: fitted to", fitted), *_lines(f"{source}: verified on", others)]
+        against, others = [row for row in of if row.contradicts], [row for row in of if not row.contradicts]
+        if against and others:
+            lines += [*_lines(f"{source}: faster than its kernels' tables", against)]
+            lines += [*_lines(f"{source}: without these", others)]
         if by_group:
             for group in sorted({row.group for row in of}):
                 lines += _lines(f"{source}: {group}", [row for row in of if row.group == group])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.truth.loads import Served, all_at_once, closed_loop, needs, open_loop
+from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs, open_loop
 from xgpt.errors import XgptError
 from xgpt.prefixes import Prefixes
 from xgpt.reuse import ReuseCurve
@@ -33,6 +33,8 @@ class Row:
     Attributes:
         source, group: what it is reported with.
         is_fitted: figures were fitted to rows of this kind; all others verify.
+        kernels_s: what the kernels of the tables alone take, one behind the other, of what `took_s` was measured; None:
+            not known.
         why_not: why nothing is predicted for it.
     """
 
@@ -43,6 +45,13 @@ class Row:
     predicted: Figures = field(default_factory=dict)
     note: str = ""
     why_not: str = ""
+    kernels_s: float | None = None
+    took_s: float | None = None
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether it was measured to take less than the tables of its own kernels say they take."""
+        return self.kernels_s is not None and self.took_s is not None and self.took_s < self.kernels_s
 
     def errors(self) -> Figures:
         """Relative, by quantity."""
@@ -202,7 +211,13 @@ MODELS = {
     "nvidia/Qwen3-32B-NVFP4": "qwen3-32b",
 }
 CLUSTERS = {"h100_sxm": "h100x8", "h200_sxm": "h200x8", "b200_sxm": "b200x8", "gb200": "gb200x4"}
-DTYPES: dict[str, DType] = {"": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8", "fp8_block": "float8"}
+DTYPES: dict[str, tuple[DType, Stored | None]] = {
+    "": ("bfloat16", None),
+    "bfloat16": ("bfloat16", None),
+    "fp8": ("float8", None),
+    "fp8_block": ("bfloat16", "fp8_block"),
+}
+"""What a row's products are in: the dtype of the rest, K/V included, and the format of weights where it is another."""
 ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 INFERENCEX = "meta-llama/Llama-3.1-70B"
 """Its rows are InferenceX's of 2025-10-29."""
@@ -213,6 +228,9 @@ REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500
 """Of a step, in engines that AIConfigurator sets up, besides a whole prompt and a decode of each client."""
+MIXED_FROM = (0, 5, 6)
+"""First version of SGLang that AIConfigurator's rules start with --enable-mixed-chunk (pull request 258, of the week in
+which this version's template came)."""
 
 
 def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
@@ -225,16 +243,26 @@ def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
 
 def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
     """What the engine of a row was set to otherwise than by itself."""
+    is_aligned = ALIGNED in raw["silicon_data_source"]
+    if raw["backend"] == "sglang":
+        return (("mixes", True),) if is_aligned and _version(raw["backend_version"]) >= MIXED_FROM else ()
     if raw["backend"] != "trtllm":
         return ()
-    return (("memory_share", 0.8),) if ALIGNED in raw["silicon_data_source"] else (("cuts_prompts", True),)
+    return (("memory_share", 0.8),) if is_aligned else (("cuts_prompts", True),)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:3] if part.isdecimal())
 
 
 def budget_of(raw: dict[str, str]) -> int:
     """Tokens of a step at most."""
-    if raw["backend"] != "sglang" and ALIGNED in raw["silicon_data_source"]:
-        return count_of(raw["batch_size"]) + count_of(raw["isl"]) + SPARE_TOKENS
-    return BUDGETS[raw["backend"]]
+    if ALIGNED not in raw["silicon_data_source"]:
+        return BUDGETS[raw["backend"]]
+    prompt = count_of(raw["isl"]) + SPARE_TOKENS
+    if raw["backend"] == "sglang":  # of prompts; they are cut to the default all the same
+        return min(prompt, BUDGETS["sglang"])
+    return count_of(raw["batch_size"]) + prompt
 
 
 def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
@@ -254,15 +282,22 @@ def count_of(text: str) -> int:
     return int(float(text or 1))
 
 
-def of_clients(served: Served, raw: dict[str, str]) -> tuple[Figures, str]:
-    """What the clients of a row see, or why that is not predicted."""
+def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
+    """The row with what its clients see, or why that is not predicted."""
+    inputs, outputs = lengths_of(raw)
 
     def predict() -> Figures:
         needs(served, count_of(raw["isl"]) + count_of(raw["osl"]))
-        times = closed_loop(served, count_of(raw["batch_size"]), *lengths_of(raw))
+        times = closed_loop(served, count_of(raw["batch_size"]), inputs, outputs)
         return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
 
-    return predicted(predict)
+    found, why_not = predicted(predict)
+    if why_not:
+        return replace(row, why_not=why_not)
+    num_outputs = float(np.mean(outputs))
+    took_s = row.measured["TTFT"] + (num_outputs - 1) * row.measured["TPOT"]
+    kernels_s = served.kernels_s(float(np.mean(inputs)), num_outputs)
+    return replace(row, predicted=found, kernels_s=kernels_s, took_s=took_s)
 
 
 def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
@@ -275,12 +310,11 @@ def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
         group = f"{model} {raw['gemm_quant_mode'] or 'bfloat16'} {raw['system']} {backend}"
         of_inferencex = raw["model_path"] == INFERENCEX
         is_fitted = of_inferencex and backend == "vllm" and raw["system"] in ("h100_sxm", "h200_sxm")
-        dtype, cluster = DTYPES.get(raw["gemm_quant_mode"]), CLUSTERS[raw["system"]]
+        (dtype, stored), cluster = DTYPES.get(raw["gemm_quant_mode"], (None, None)), CLUSTERS[raw["system"]]
         row = Row("silicon", group, is_fitted, measured, note=raw["id"])
         if dtype is None:
             yield replace(row, why_not=f"{raw['gemm_quant_mode']} is no type that is planned for")
             continue
         engine, changes = _engine(raw)
-        served = Served(model, cluster, dtype, tp, engine, clients, budget_of(raw), changes=changes)
-        found, why_not = of_clients(served, raw)
-        yield replace(row, predicted=found, why_not=why_not)
+        served = Served(model, cluster, dtype, tp, engine, clients, budget_of(raw), changes=changes, stored=stored)
+        yield of_clients(row, served, raw)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
-from benchmarks.truth.sources import Row, repeated
+from benchmarks.truth.sources import ALIGNED, Row, budget_of, of_backend, repeated
 from xsimulator.costs.step_counts import StepCounts
 
 INPUT, OUTPUT = 512, 64
@@ -60,6 +62,31 @@ def test_the_table_counts_fitted_rows_apart() -> None:
     assert lines[2] == "| a | 2 | TPOT | 30.0 | 30.0 | 46.0 | -20.0 |"
     assert lines[3].startswith("| a: fitted to | 1 | TPOT | 10.0") and lines[4].startswith("| a: verified on | 1 |")
     assert plot(rows).count("<circle") == 2 + 1
+
+
+@pytest.mark.parametrize("engine", ["xgpt", "vllm-0.15"])
+@pytest.mark.parametrize("clients", [1, 8, 64])
+def test_no_prediction_is_faster_than_its_kernels(engine: str, clients: int) -> None:
+    of = replace(SERVED, engine=engine, max_batch=clients)
+    times = closed_loop(of, clients, [INPUT] * 10 * clients, [OUTPUT] * 10 * clients)
+    assert np.mean(times.whole_s) >= of.kernels_s(INPUT, OUTPUT) > 0.25 * np.mean(times.whole_s)
+
+
+def test_rows_that_are_faster_than_their_kernels_are_counted_apart() -> None:
+    quick, slow = (Row("a", "x", False, {"TPOT": 1.0}, {"TPOT": 2.0}, kernels_s=1.5, took_s=of) for of in (1.0, 2.0))
+    assert quick.contradicts and not slow.contradicts and not replace(slow, kernels_s=None).contradicts
+    lines = table([quick, slow]).splitlines()
+    assert "faster than its kernels' tables | 1 |" in lines[3] and "without these | 1 |" in lines[4]
+
+
+def test_sglang_mixes_where_its_rules_say_so() -> None:
+    """And a step's prompts are of one and 1,500 tokens more, or as many as it cuts them to by itself."""
+    raw = {"backend": "sglang", "silicon_data_source": ALIGNED, "isl": "1000", "batch_size": "64"}
+    settings = {
+        version: dict(of_backend(raw | {"backend_version": version})) for version in ("0.5.1.post1", "0.5.6.post2")
+    }
+    assert settings == {"0.5.1.post1": {}, "0.5.6.post2": {"mixes": True}}
+    assert [budget_of(raw | {"isl": length}) for length in ("1000", "8000")] == [2500, 8192]
 
 
 def test_prompts_that_come_in_turns_are_found_where_memory_holds_them() -> None:

@@ -238,13 +238,16 @@ def _report(
     """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
     from xgpt.io import sha256
     from xsimulator.executed import paces
-    from xsimulator.measures import window_of
+    from xsimulator.measures import steps_of_first, window_of
 
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
-    # A restless machine's pace before the window is none of what the window shows.
-    within = window_of(log, warm_up_requests(plan), load.num_requests) if arrivals is None else None
+    # A restless machine's pace before and after what is measured is none of what is measured.
+    if arrivals is None:
+        within = window_of(log, warm_up_requests(plan), load.num_requests)
+    else:
+        within = steps_of_first(log, load.num_requests)
     steps = None if profile is None else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _predicted(plan, profile, load, drawn, 1.0)

@@ -25,9 +25,15 @@ OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
 PACE = 1.4
 
 
-def benched(kind: str, load: Load, monkeypatch: pytest.MonkeyPatch, headroom: float = 0.0) -> BenchReport:
+def benched(
+    kind: str, load: Load, monkeypatch: pytest.MonkeyPatch, headroom: float = 0.0, *, slow_after: bool = False
+) -> BenchReport:
     """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
-    modelled."""
+    modelled.
+
+    Args:
+        slow_after: once the measured requests have ended, steps take ten times as long.
+    """
     constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
     plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0]
 
@@ -36,7 +42,13 @@ def benched(kind: str, load: Load, monkeypatch: pytest.MonkeyPatch, headroom: fl
         drawn = draw(plan, load, np.random.default_rng(0))
         slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": PACE})})
         with closing(StepLogWriter(step_log)) as write:
-            for record in run_requests(slow, OF.profile, TraceLengths(*drawn[:3]), drawn.max_output):
+            log = run_requests(slow, OF.profile, TraceLengths(*drawn[:3]), drawn.max_output)
+            measured = set(range(load.num_requests))
+            last_ns = max(record.end_ns for record in log if measured & set(record.finished))
+            for record in log:
+                if slow_after and record.start_ns >= last_ns:
+                    later = {name: 10 * getattr(record, name) - 9 * last_ns for name in ("start_ns", "end_ns")}
+                    record = record._replace(**later)
                 write(record)
         yield "http://127.0.0.1:1"
 
@@ -60,6 +72,12 @@ def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPat
     assert "steps took 40.0% longer than the profile says" in notes and "goodput at" in notes
     assert len(render.bench_table(report).rows) == len(report.figures)
     assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
+
+
+def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benched("rra", Load(60, arrivals=ArrivalProcess.at(5.0)), monkeypatch, slow_after=True)
+    assert report.pace == pytest.approx(PACE, rel=1e-3)
+    assert report.figure("whole_mean_s").error_at_pace == pytest.approx(0.0, abs=1e-3)
 
 
 def test_saturated_the_estimate_is_taken_at_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
