@@ -155,14 +155,14 @@ def test_plan_writes_what_it_prints(xgpt: Xgpt) -> None:
     assert sorted(Path.cwd().iterdir()) == [Path.cwd() / "deep"]
 
 
-def test_restless_minutes_do_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
+def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     spec, _ = load_model(PROBLEM[1])
     profile = analytic.profile(spec, load_cluster(PROBLEM[3]), spec.default_dtype)
     Path("wild.json").write_text(dump_json(profile.model_copy(update={"spread": 1.3})))
     asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "chunked", "--profile", "wild.json")
     ran = xgpt(*asked)
     assert re.search(
-        r"restless minutes.* 130% longer.* up to 20%.*with 12% this plan would keep about \d+% more",
+        r"busy machine.* 130% longer.* allow for 20%.*with 12% this plan would keep about \d+% more",
         " ".join(ran.out.split()),
     )
     document = json.loads(xgpt(*asked, "--json").out)
@@ -218,7 +218,7 @@ def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
         ran = xgpt("replan", "plan.json", "--lengths", url, "-o", "now.json")
         same = xgpt("replan", "later.json", "--lengths", url, "--json")
     assert ran.code == same.code == 0, (ran, same)
-    assert ran.out.count("judged: what the server runs by now, and not plan.json (") == 1
+    assert ran.out.count("judged: the plan that the server runs now, not plan.json (") == 1
     judged = json.loads(same.out)
     assert judged["running"]["policy"] == running_plan.policy.model_dump(mode="json")
     assert judged["action"] in ran.out

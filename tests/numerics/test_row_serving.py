@@ -165,6 +165,6 @@ def test_what_cannot_run_in_rows_is_refused(checkpoint):
     with pytest.raises(InputError, match="--engine vllm takes flat"):
         ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))
     ServeRequest(batching="slots").check_batching(static_plan(directory))
-    with pytest.raises(InputError, match=r"has model\.sliding_window, which rows have not: take flat"):
+    with pytest.raises(InputError, match=r"has model\.sliding_window, which rows cannot run: use flat"):
         ServeRequest(batching="rows").check_batching(static_plan(checkpoint("gpt_oss-grouped")[0]))
     assert type(build(static_plan(directory)).pool) is Pool

@@ -1,4 +1,4 @@
-"""The command line: one file a command, each parsing, calling one function of xgpt.app, and rendering.
+"""The command line: a file for each command, which parses, calls one function of xgpt.api, and prints the result.
 
 Nothing but click is imported before a command runs, so that `xgpt --help` answers at once.
 """
@@ -91,7 +91,7 @@ def cli() -> None:
 
 
 def _elsewhere(error: click.NoSuchOption) -> str:
-    """Say what an option that a command has not is called there, or which other commands have it."""
+    """Return the end of an error about an unknown option: its likely name, or the commands that have it."""
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
     if named:
         return f" It is one of `xgpt {'`, `xgpt '.join(named)}`."
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _way_out(error: click.BadParameter) -> str:
-    """The end of an error message about a word that is missing, or not among an option's."""
+    """Return the end of an error about a missing argument, or about a value that an option does not have."""
     if isinstance(error, click.MissingParameter):
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type
@@ -141,7 +141,7 @@ def _way_out(error: click.BadParameter) -> str:
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:
-    """Return an error's message with arguments of the API as a command's options: `seed=1` is --seed 1."""
+    """Return an error's message with the API's arguments written as options: `seed=1` becomes --seed 1."""
     options = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
 
     def option(match: re.Match[str]) -> str:

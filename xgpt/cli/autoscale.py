@@ -16,10 +16,10 @@ from xgpt.cli.options import Decimal, Whole, json_option
     type=click.Choice(["local", "kubernetes"]),
     default="local",
     show_default=True,
-    help="Where replicas live. local: processes of `xgpt serve` on this machine, behind a front; kubernetes: "
-    "Deployments, scaled through the API server.",
+    help="Where replicas run. local: processes of `xgpt serve` on this machine, behind a front that routes requests. "
+    "kubernetes: Deployments, scaled through the API server.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option(
     "--look",
     "look_s",
@@ -32,42 +32,50 @@ from xgpt.cli.options import Decimal, Whole, json_option
 @click.option(
     "--day-begins",
     metavar="HH:MM",
-    help="Time of day, UTC, at which the planned day begins.  [default: when this starts]",
+    help="Time of day, UTC, at which the planned day begins.  [default: the time at which this command starts]",
 )
 @click.option(
-    "--port", type=Whole(1, 65535), default=8000, show_default=True, help="With local: port of the front, on loopback."
+    "--port",
+    type=Whole(1, 65535),
+    default=8000,
+    show_default=True,
+    help="With --driver local: port of the front, on loopback.",
 )
 @click.option(
     "--state",
     default="fleet-state",
     show_default=True,
     metavar="DIR",
-    help="With local: where the fleet's state stands, by which a restarted controller finds it again.",
+    help="With --driver local: directory of the fleet's state, which a restarted controller reads.",
 )
 @click.option(
     "--name",
     metavar="NAME",
-    help="With kubernetes: the fleet's name, as its Deployments' label says. Default: the plan's.",
+    help="With --driver kubernetes: the fleet's name in the labels of its Deployments. Default: the plan's.",
 )
-@click.option("--namespace", metavar="NAME", help="With kubernetes. Default: that of the pod in which this runs.")
+@click.option(
+    "--namespace", metavar="NAME", help="With --driver kubernetes. Default: that of the pod that runs this command."
+)
 @click.option(
     "--api-server",
     metavar="URL",
-    help="With kubernetes: as of `kubectl proxy`. Default: that of the cluster in which this runs.",
+    help="With --driver kubernetes: URL of the API server, as from `kubectl proxy`. Default: that of the cluster that "
+    "runs this command.",
 )
 @click.option(
     "--simulate",
     "trace",
     metavar="FILE",
-    help="Instead: run the controller over a day's trace on the simulated clock, and say what it keeps and costs.",
+    help="Instead, run the controller over a day's trace on the simulated clock, and print the share of requests that "
+    "keep the bounds, and the cost.",
 )
 @json_option
 def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> None:
-    """Keep a fleet to a live load: start replicas before the bounds are at risk, drain them when that repays.
+    """Fit a fleet to a live load: start replicas before the bounds are at risk, drain them when that saves cost.
 
-    Follows fleet.json's day at today's level, or today's trend where that has been nearer; holds what the plan's own
-    queue says. A controller that is restarted goes on with the fleet that it finds. Ctrl-C or SIGTERM ends replicas on
-    this machine, once their requests have ended; on Kubernetes they stay.
+    The forecast is the day in fleet.json at today's level, or today's trend where that has been more accurate. A
+    controller that is restarted goes on with the fleet that it finds. Ctrl-C or SIGTERM ends the replicas on this
+    machine once their requests have finished; on Kubernetes they stay.
 
     \b
     Examples:

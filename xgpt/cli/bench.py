@@ -13,20 +13,20 @@ from xgpt.cli.options import Whole, batching_option, engine_option, json_option,
 @click.argument("target", metavar="PLAN.JSON|URL")
 @load_options(300)
 @click.option(
-    "--concurrency", type=Whole(1), default=32, show_default=True, help="Outstanding requests, where a URL is given."
+    "--concurrency", type=Whole(1), default=32, show_default=True, help="With a URL: number of outstanding requests."
 )
-@click.option("--stream", is_flag=True, help="Have answers streamed, as those of a URL always are.")
-@click.option("--calibrate", metavar="FILE", help="Fit the profile to the measured steps, and write it.")
+@click.option("--stream", is_flag=True, help="Ask for streamed answers; with a URL they always are.")
+@click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
 @click.option(
-    "--ca-file", metavar="FILE", help="Certificate authorities for an https URL, in PEM. Default: the system's."
+    "--ca-file", metavar="FILE", help="Certificate authorities (PEM) for an https URL. Default: the system's."
 )
 @engine_option
 @batching_option
 @json_option
 def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> None:
-    """Replay a workload, and set what the plan predicts against what is measured.
+    """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
 
-    A URL that demands an API key has it from the environment variable XGPT_API_KEY.
+    The API key for a URL is read from the environment variable XGPT_API_KEY.
 
     \b
     Examples:

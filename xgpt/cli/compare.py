@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 @problem_options
 @search_options
 @click.option(
-    "--current", metavar="COMMAND", help="The `vllm serve` command that runs today: scored in the same table."
+    "--current", metavar="COMMAND", help="The `vllm serve` command that runs today, to be scored in the same table."
 )
-@click.option(
-    "-o", "--output", metavar="FILE", help="Write --current as a plan, which simulate, report and bench take."
-)
+@click.option("-o", "--output", metavar="FILE", help="Write --current as a plan, for xgpt simulate, report and bench.")
 @click.option("--measure", is_flag=True, help="Also run each plan on this machine.")
 @click.option(
     "--requests",
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
     type=Whole(1),
     default=300,
     show_default=True,
-    help="Number of requests a plan, with --measure.",
+    help="With --measure: number of requests for each plan.",
 )
-@click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure.")
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure: seed of lengths.")
 @json_option
 def command(output: str | None, as_json: bool, **asked: Any) -> None:
     """Compare every policy, each at its own best under the same bound.

@@ -10,7 +10,7 @@ from xgpt.cli.options import json_option
 @click.command("doctor")
 @json_option
 def command(as_json: bool) -> None:
-    """Say what this machine is, what is kept on it, and what stands in the way of good figures.
+    """Describe this machine and what xgpt keeps on it, and list what keeps its figures from being trusted.
 
     \b
     Example:

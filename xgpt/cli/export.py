@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     "target",
     type=click.Choice(["script", "vllm", "k8s", "dynamo", "llm-d"]),
     required=True,
-    help="script: xgpt's own engine, on one or several machines; vllm: the schedule in vLLM, on one; k8s: either on "
-    "Kubernetes; dynamo, llm-d: the schedule in vLLM, as objects of these platforms.",
+    help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine. k8s: "
+    "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
 )
 @click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:
-    """Write the files from which another engine or scheduler starts a plan, or a day's fleet.
+    """Write the files that start a plan, or a day's fleet, on another machine or platform.
 
     \b
     Examples:

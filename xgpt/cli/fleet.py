@@ -43,7 +43,7 @@ from xgpt.cli.options import (
 @click.option(
     "--devices",
     metavar="N|CLUSTER=N,…",
-    help="Use at most N devices of each cluster.  [default: as many as it takes; those of this machine]",
+    help="Use at most N devices of each cluster.  [default: as many as needed; with --cluster local, this machine's]",
 )
 @click.option(
     "--interval",
@@ -52,7 +52,7 @@ from xgpt.cli.options import (
     default=900,
     show_default=True,
     metavar="S",
-    help="Time in which the fleet stays as it is.",
+    help="Length of an interval, within which the fleet does not change.",
 )
 @click.option(
     "--least-stay",
@@ -61,7 +61,7 @@ from xgpt.cli.options import (
     default=0,
     show_default=True,
     metavar="S",
-    help="Time for which a replica stays that was started, at least.",
+    help="Least time for which a started replica stays.",
 )
 @click.option(
     "--startup",
@@ -70,21 +70,28 @@ from xgpt.cli.options import (
     default=60,
     show_default=True,
     metavar="S",
-    help="Time from ordering a replica until it loads its weights: a machine, an image, an engine.",
+    help="Time from ordering a replica until it begins to load weights: for a machine, an image, an engine.",
 )
 @click.option(
-    "--least-replicas", type=Whole(0), default=1, show_default=True, metavar="N", help="Replicas at any time, at least."
+    "--least-replicas",
+    type=Whole(0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Least number of replicas at any time.",
 )
 @click.option(
-    "--seed", type=Whole(0), default=0, show_default=True, help="Seed of the requests that rates over hours stand for."
+    "--seed", type=Whole(0), default=0, show_default=True, help="Seed of the requests drawn from rates over hours."
 )
-@click.option("-o", "--output", default="fleet.json", show_default=True, metavar="FILE", help="Where to write it.")
+@click.option(
+    "-o", "--output", default="fleet.json", show_default=True, metavar="FILE", help="Where to write the fleet."
+)
 @json_option
 def command(among: str | None, devices: str | None, output: str, as_json: bool, **asked: Any) -> None:
     """Find how many replicas hold each interval of a day's load at the least cost, and write fleet.json.
 
-    Replicas may be of several kinds. The day is simulated request by request on the fleet that is found, and on the
-    cheapest one that never changes.
+    Replicas may be of several kinds. The day is simulated request by request on the fleet that is found, and, for
+    comparison, on the cheapest one that never changes.
 
     \b
     Examples:

@@ -66,7 +66,7 @@ class Seconds(click.ParamType):
 
 
 def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Completes the names of shipped configs, and behind them files."""
+    """Return a shell completion of the names of shipped configs, then of files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
@@ -109,48 +109,59 @@ def _add(options: list[Callable[[F], F]], command: F) -> F:
 config_option = click.option(
     "--config",
     metavar="FILE",
-    help="config.json of a Hugging Face id. Default: that of huggingface_hub's cache; the network is never asked.",
+    help="config.json of the model, where --model is a Hugging Face id. Default: the one in huggingface_hub's cache; "
+    "nothing is downloaded.",
+)
+
+model_option = click.option(
+    "--model",
+    default="opt-125m",
+    show_default=True,
+    shell_complete=_names("models"),
+    help="Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id.",
+)
+
+cluster_option = click.option(
+    "--cluster",
+    default="local",
+    show_default=True,
+    shell_complete=_names("clusters"),
+    help="Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file.",
+)
+
+dtype_option = click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Number type to run in. Default: the model's own; float32 on a CPU."
+)
+
+plan_profile_option = click.option(
+    "--profile", metavar="FILE", help="Profile that the plan was made from. Default: the copy kept on this machine."
 )
 
 
 def problem_options(command: F) -> F:
-    """--model, --config, --cluster, --dtype, --workload, --price, --profile, --engine: what is planned for."""
+    """Add the options of a planning problem: model, devices, workload, profile and engine."""
     lengths = click.option(
         "--workload",
         default="summarization",
         show_default=True,
         shell_complete=_names("workloads"),
-        help="Name, YAML file, CSV or JSON lines.",
+        help="Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines.",
     )
     return _planned_for(command, lengths)
 
 
 def replica_options(command: F) -> F:
-    """The same without --workload: what replicas are planned for that take requests of a trace."""
+    """Add the options of `problem_options` without --workload: a fleet's lengths are those of its trace."""
     return _planned_for(command)
 
 
 def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
     return _add(
         [
-            click.option(
-                "--model",
-                default="opt-125m",
-                show_default=True,
-                shell_complete=_names("models"),
-                help="Name, YAML file, checkpoint directory, or Hugging Face id.",
-            ),
+            model_option,
             config_option,
-            click.option(
-                "--cluster",
-                default="local",
-                show_default=True,
-                shell_complete=_names("clusters"),
-                help="Name or YAML file.",
-            ),
-            click.option(
-                "--dtype", type=click.Choice(DTYPES), help="Type to run in. Default: the model's own; float32 on a CPU."
-            ),
+            cluster_option,
+            dtype_option,
             *lengths,
             click.option(
                 "--price",
@@ -158,12 +169,17 @@ def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
                 metavar="P",
                 help="Price of one device for an hour, in any currency. Default: the cluster file's.",
             ),
-            click.option("--profile", metavar="FILE", help="Use this profile instead of the cached one."),
+            click.option(
+                "--profile",
+                metavar="FILE",
+                help="Profile (step times) to plan from. Default: the cached one; without one, this machine is "
+                "measured, or the datasheet of its devices is used.",
+            ),
             click.option(
                 "--engine",
                 metavar="NAME",
-                help="Engine that is to run the plan (vllm-0.15, tensorrt-llm-1.0, …), or a YAML file; "
-                "vllm: its newest version. Default: the profile's.",
+                help="Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest "
+                "version) or a YAML file. Default: the profile's.",
             ),
         ],
         command,
@@ -171,10 +187,10 @@ def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
 
 
 def bound_options(command: F) -> F:
-    """Bounds on requests from their arrival on."""
+    """Add the bounds of a fleet, which count from a request's arrival."""
     return _add(
         [
-            _latency_option("Latency that --attain of all requests must keep, from arrival to the last token."),
+            _latency_option("Seconds from arrival to the last token that --attain of all requests must keep."),
             *_parts(),
             _headroom(),
         ],
@@ -183,12 +199,12 @@ def bound_options(command: F) -> F:
 
 
 def constraint_options(command: F) -> F:
-    """The bounds that a schedule must keep."""
+    """Add the objective and the bounds of a plan."""
     return _add(
         [
             _latency_option(
-                "Latency that --quantile of all requests must keep. With --objective arrivals it counts from "
-                "arrival to the last token; with saturated from admission, as --sla says."
+                "Seconds within which --quantile of all requests must end, or inf for no bound. With --objective "
+                "arrivals they count from arrival; with saturated from admission, see --sla."
             ),
             click.option(
                 "--objective",
@@ -207,8 +223,8 @@ def constraint_options(command: F) -> F:
             click.option(
                 "--sla",
                 type=click.Choice(["length", "request"]),
-                help="With --objective saturated. length: the bound holds for a request of the quantile's output "
-                "length; request: for the quantile of all requests, by simulation.  [default: length]",
+                help="With --objective saturated: what must keep the bound. length: a request whose output has the "
+                "quantile's length. request: the quantile of all requests, by simulation.  [default: length]",
             ),
             *_parts(),
             *(
@@ -239,7 +255,7 @@ def _latency_option(text: str) -> Callable[[F], F]:
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Refuse a command that names no bound at all: options that are not given are read last."""
+    """Return the latency bound; refuse a command without any bound (click reads options that are not given last)."""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
@@ -248,10 +264,14 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def _parts() -> list[Callable[[F], F]]:
-    """--ttft, --tpot: bounds on parts of a request's time."""
+    """Return the options --ttft and --tpot."""
     return [
-        click.option("--ttft", "ttft_s", type=Seconds(), metavar="S", help="Bound on the time to first token."),
-        click.option("--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token."),
+        click.option(
+            "--ttft", "ttft_s", type=Seconds(), metavar="S", help="Bound on the time to first token, in seconds."
+        ),
+        click.option(
+            "--tpot", "tpot_s", type=Seconds(), metavar="S", help="Bound on the mean time per output token, in seconds."
+        ),
     ]
 
 
@@ -260,8 +280,8 @@ def _headroom() -> Callable[[F], F]:
         "--headroom",
         type=Decimal(0, 1, max_open=True),
         metavar="SHARE",
-        help="By which share steps may take longer than predicted before a bound is broken.  [default: the "
-        "known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 by a datasheet), or its spread]",
+        help="Share by which steps may take longer than predicted before a bound is broken.  [default: the known "
+        "error of the profile's kind (0.05 measured, 0.1 imported, 0.12 from a datasheet), or its spread if larger]",
     )
 
 
@@ -272,10 +292,12 @@ policy_option = click.option(
     type=click.Choice(POLICIES),
     default="auto",
     show_default=True,
-    help="auto: the best of all policies but slack and phases; exegpt: the better of rra and waa; waa: the better of "
-    "waa-c, which divides the devices between encoding and decoding by computation, and waa-m, which does by memory; "
-    "slack: chunked with as many prompt tokens a step as running requests have time for under --tpot; phases: rra that "
-    "encodes once enough requests wait, or one for long enough. These two are tuned by simulation.",
+    help="Kind of schedule. rra: encode a batch of prompts, run several decode steps, and again. waa: some devices "
+    "encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and "
+    "encodes pieces of prompts. orca: the same with whole prompts. static: a batch runs until all of it has finished. "
+    "slack: chunked, with as many prompt tokens a step as running requests have time for under --tpot. phases: rra "
+    "that encodes once enough requests wait, or one has waited long enough. exegpt: the better of rra and waa. auto: "
+    "the best of all but slack and phases, which are tuned by simulation.",
 )
 
 
@@ -298,20 +320,21 @@ def priced(among: str) -> dict[str, float]:
 
 
 def search_options(command: F) -> F:
+    """Add --search and --kv."""
     return _add(
         [
             click.option(
                 "--search",
                 type=click.Choice(["branch-and-bound", "exhaustive", "optuna"]),
-                help="With --objective saturated.  [default: branch-and-bound]",
+                help="Method of search, with --objective saturated.  [default: branch-and-bound]",
             ),
             click.option(
                 "--kv",
                 type=click.Choice(["reserve", "quantile"]),
                 default="reserve",
                 show_default=True,
-                help="How K/V memory is promised. reserve: each request's maximum is set aside. quantile: requests are "
-                "admitted up to the p99.9 of what they use together, and preempted where that does not suffice.",
+                help="How memory for keys and values is promised. reserve: each request's maximum is set aside. "
+                "quantile: as many requests enter as fit 99.9% of the time; the newest is preempted where they do not.",
             ),
         ],
         command,
@@ -319,18 +342,26 @@ def search_options(command: F) -> F:
 
 
 def load_options(num_requests: int) -> Callable[[F], F]:
-    """--workload, --requests, --arrival-rate, --profile, --seed: what a plan is run with."""
+    """Return a decorator that adds the requests with which a plan is simulated or measured.
+
+    Args:
+        num_requests: default of --requests.
+    """
 
     def add(command: F) -> F:
         return _add(
             [
-                click.option("--workload", help="Name, YAML file, CSV or JSON lines; the plan's own by default."),
+                click.option(
+                    "--workload",
+                    help="Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines. Default: the "
+                    "plan's own.",
+                ),
                 click.option(
                     "--requests",
                     "num_requests",
                     type=Whole(1),
                     help="Number of requests that are measured; some more run before and after them.  [default: "
-                    f"{num_requests}; what the stages of --arrival-rate come to]",
+                    f"{num_requests}, or as many as the stages of --arrival-rate bring]",
                 ),
                 click.option(
                     "--arrival-rate",
@@ -340,9 +371,7 @@ def load_options(num_requests: int) -> Callable[[F], F]:
                     help="Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for "
                     "30 s, then 2. Default: requests are always waiting.",
                 ),
-                click.option(
-                    "--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine."
-                ),
+                plan_profile_option,
                 click.option(
                     "--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals."
                 ),
@@ -353,16 +382,16 @@ def load_options(num_requests: int) -> Callable[[F], F]:
     return add
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 batching_option = click.option(
     "--batching",
     type=click.Choice(["flat", "padded", "rows", "slots"]),
     default="flat",
     show_default=True,
-    help="Layout of a batch. flat: without padding. padded: a row for each request. rows: requests one behind the "
-    "other in rows. slots: in slots of rows, which leave once they have ended. All but flat take a plan of --policy "
-    "static for one device.",
+    help="Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each "
+    "row, one after the other. slots: rows divided into slots, each freed as soon as it has finished. All but flat "
+    "need a plan of --policy static for one device.",
 )
 
 engine_option = click.option(

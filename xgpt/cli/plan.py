@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     "arrival_rate_per_s",
     type=Decimal(0, min_open=True),
     metavar="R",
-    help="Requests a second to sustain; the latency bound then counts from arrival, waiting included.",
+    help="Requests a second that the plan must sustain; the latency bound then counts from arrival.",
 )
 @click.option(
     "--burstiness",
     type=Decimal(0, min_open=True),
     metavar="CV",
-    help="Coefficient of variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.  [default: 1]",
+    help="Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts.  [default: 1]",
 )
 @click.option(
     "--devices",
@@ -57,24 +57,24 @@ if TYPE_CHECKING:
     help="Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of those that can still "
     "keep --ttft, then the others; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
-    "(TCB); slotted-das, the same for rows in slots; shuffled, the earliest with each 64 in a row in random order. "
+    "(TCB); slotted-das, the same for rows in slots; shuffled, by arrival, but each 64 in random order.  "
     "[default: fcfs; slack also tries in-time]",
 )
 @click.option(
     "--fix",
     multiple=True,
     metavar="NAME=N",
-    help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128, or one of the "
-    "placement: tp, ep, pp, replicas. Policies without that variable are left out.",
+    help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128. Those of the "
+    "placement: tp, ep, pp, replicas. Policies without that variable are left out. Repeatable.",
 )
 @click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
 @json_option
 def command(
     devices: str | None, among: str | None, fix: tuple[str, ...], output: str, as_json: bool, **asked: Any
 ) -> None:
-    """Find the schedule that serves the most under a latency bound, and write plan.json.
+    """Find the schedule with the highest throughput under a latency bound, and write plan.json.
 
-    Served most is what --objective says: by default the highest rate at which requests may arrive.
+    --objective says which throughput: by default the highest arrival rate at which the bound is kept.
 
     \b
     Examples:
@@ -106,7 +106,7 @@ def command(
 
 
 def _summary(planned: Planned) -> Iterator[object]:
-    """What was planned, each policy's plan, and what the chosen one rests on."""
+    """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
     from xgpt.app.report import plan_text
     from xgpt.cli import render
 
@@ -141,7 +141,7 @@ def _summary(planned: Planned) -> Iterator[object]:
 
 
 def _count(devices: str | None) -> Any:
-    """A number of devices as one; what is none is refused by name."""
+    """Return the text as a number if it is one; the API refuses any other text but "auto"."""
     return int(devices) if devices is not None and devices.isdecimal() else devices
 
 

@@ -6,51 +6,47 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import DTYPES, config_option, json_option
+from xgpt.cli.options import cluster_option, config_option, dtype_option, json_option, model_option
 
 
 @click.command("profile")
-@click.option(
-    "--model", default="opt-125m", show_default=True, help="Name, YAML file, checkpoint directory, or Hugging Face id."
-)
+@model_option
 @config_option
-@click.option("--cluster", default="local", show_default=True, help="Name or YAML file.")
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Type to plan for. Default: the model's own; float32 on a CPU."
-)
+@cluster_option
+@dtype_option
 @click.option(
     "--kv-dtype",
     type=click.Choice(["float16", "bfloat16", "float8"]),
-    help="Type of keys and values on other devices than this machine's. Default: the dtype.",
+    help="Number type of keys and values, for devices other than this machine's. Default: that of --dtype.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),
     default="native",
     show_default=True,
-    help="The engine whose steps are measured.",
+    help="Engine whose steps are measured.",
 )
 @click.option(
     "--import-from",
     metavar="aiconfigurator|FOLDER",
-    help="Read tables that others measured: those of the aiconfigurator wheel, or of a folder.",
+    help="Import tables that others measured: from the installed package aiconfigurator, or from a folder.",
 )
 @click.option(
     "--framework",
-    help="The engine whose kernels are imported: vllm (default), sglang, trtllm, or one version, as vllm-0.15.",
+    help="Engine whose kernels are imported: vllm (default), sglang, trtllm, or a version of one, as in vllm-0.15.",
 )
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write the profile here, too. The cache keeps profiles of xgpt's own engine by itself.",
+    help="Also write the profile here. Profiles of xgpt's own engine are cached in any case.",
 )
 @json_option
 def command(output: str | None, as_json: bool, **asked: Any) -> None:
     """Measure step times on this machine, compute them from a datasheet, or import what others measured.
 
     \b
-    Example:
+    Examples:
       xgpt profile --model opt-125m -o profile.json
       xgpt profile --model ./opt-125m --engine vllm -o vllm.json
       xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
@@ -63,7 +59,7 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from xgpt.io import check_writable, dump_json, sha256, write_atomic
 
     if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
-        raise InputError("output", None, "say with -o where: `xgpt plan --profile FILE` then plans for vLLM")
+        raise InputError("output", None, "give -o FILE; `xgpt plan --profile FILE` then plans for vLLM")
     if output is not None:
         check_writable(Path(output))
     with render.progress_bar() as progress:
@@ -83,7 +79,7 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
         f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
         *(
-            ["warning: measured in restless minutes: its worst points were repeated; measure again in quiet ones"]
+            ["warning: the machine was busy while this was measured (its worst points were repeated); measure again"]
             if profile.is_restless and profile.source == "measured"
             else []
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, json_option
+from xgpt.cli.options import Decimal, json_option, plan_profile_option
 
 
 @click.command("replan")
@@ -15,9 +15,9 @@ from xgpt.cli.options import Decimal, json_option
     "--lengths",
     required=True,
     metavar="CSV|URL",
-    help="CSV or JSON lines of requests, or a running server (its key in XGPT_API_KEY).",
+    help="Trace of requests (CSV, JSON lines), or URL of a running server (its API key in XGPT_API_KEY).",
 )
-@click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
+@plan_profile_option
 @click.option(
     "--horizon",
     "horizon_s",
@@ -25,7 +25,7 @@ from xgpt.cli.options import Decimal, json_option
     default=600,
     show_default=True,
     metavar="S",
-    help="Time within which a change of placement must make up for its pause.",
+    help="Seconds within which a change of placement must repay its pause.",
 )
 @click.option(
     "--least-gain",
@@ -33,14 +33,14 @@ from xgpt.cli.options import Decimal, json_option
     default=0.05,
     show_default=True,
     metavar="SHARE",
-    help="Least share of throughput that a change must gain.",
+    help="Least gain of throughput, as a share, for which the plan is changed.",
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan to run from now on, changed or not.")
 @json_option
 def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> None:
-    """Say what changes under other lengths, what that gains and what the switch costs.
+    """Judge a plan under other lengths: the best plan for them, what it gains, and what the switch costs.
 
-    For a running server, the plan that it runs at the moment is judged, which need not be PLAN.JSON any more.
+    With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
 
     \b
     Examples:
@@ -66,5 +66,5 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
         notes = render.decision_notes(found.decision, found.observation, output)
         if found.judged != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
-            notes.insert(0, f"judged: what the server runs by now, and not {plan_path} ({says})")
+            notes.insert(0, f"judged: the plan that the server runs now, not {plan_path} ({says})")
         render.show(render.decision_table(found.decision), *notes)

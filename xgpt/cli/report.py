@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Whole
+from xgpt.cli.options import Whole, plan_profile_option
 
 
 @click.command("report")
@@ -14,10 +14,10 @@ from xgpt.cli.options import Whole
 @click.option(
     "-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write the page."
 )
-@click.option("--profile", metavar="FILE", help="The profile that the plan was made from.")
+@plan_profile_option
 @click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of the simulated requests.")
 def command(plan_path: str, output: str, **asked: Any) -> None:
-    """Draw a plan, or a day's fleet, as one self-contained page, for a screen and for paper.
+    """Draw a plan, or a day's fleet, as one self-contained HTML page.
 
     \b
     Examples:

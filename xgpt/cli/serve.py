@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, batching_option, engine_option
+from xgpt.cli.options import Decimal, Whole, batching_option, engine_option, plan_profile_option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -23,7 +23,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--port", type=Whole(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
 )
 @click.option(
-    "--api-key-file", metavar="FILE", help="File with a line [NAME] KEY [SETTINGS] for each key; SIGHUP reads it again."
+    "--api-key-file",
+    metavar="FILE",
+    help="File of API keys, one a line: [NAME] KEY [SETTINGS]. SIGHUP makes the server read it again.",
 )
 @click.option(
     "--allowed-host",
@@ -37,14 +39,15 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     type=Whole(1),
     default=4096,
     show_default=True,
-    help="Requests that may wait at a time; further ones are answered with 429.",
+    help="Largest number of waiting requests; further ones get 429.",
 )
 @click.option(
     "--answer-within",
     "answer_within_s",
     type=Decimal(0, min_open=True),
     metavar="S",
-    help="Longest time to a whole answer, waiting included; a request that would take longer gets 429 at once.",
+    help="Seconds within which an answer must be whole, waiting included; a request that would take longer gets 429 at "
+    "once.",
 )
 @click.option(
     "--request-timeout",
@@ -53,7 +56,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Longest time to a whole answer; after it the request ends with 504. 0: no limit.",
+    help="Seconds after which an answer that is not whole ends with 504. 0: no limit.",
 )
 @click.option(
     "--default-max-tokens",
@@ -67,7 +70,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "drain_s",
     type=Decimal(1),
     metavar="S",
-    help="Time for running requests to finish after SIGTERM.  [default: 30]",
+    help="Seconds that running requests have to finish after SIGTERM.  [default: 30]",
 )
 @click.option(
     "--shutdown-delay",
@@ -75,32 +78,36 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     type=Decimal(0),
     default=0,
     metavar="S",
-    help="Time after SIGTERM in which requests are still accepted and /ready already answers 503, so that load "
-    "balancers notice.  [default: 0]",
+    help="Seconds after SIGTERM in which requests are still accepted while /ready answers 503, so that load balancers "
+    "notice.  [default: 0]",
 )
 @click.option(
     "--ssl-certfile", metavar="FILE", help="PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."
 )
 @click.option("--ssl-keyfile", metavar="FILE", help="The certificate's private key, if it is in a separate file.")
 @click.option(
-    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Least severe records to log."
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="Least severity that is logged.",
 )
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths are observed.")
-@click.option("--no-reuse", is_flag=True, help="Compute every prompt whole, whatever K/V is there of earlier ones.")
-@click.option("--profile", metavar="FILE", help="The plan's profile. Default: the one kept on this machine.")
-@click.option("--checkpoint", metavar="DIR", help="Directory of the weights, if not where the plan says.")
+@click.option("--no-reuse", is_flag=True, help="Compute every prompt whole; share no K/V of earlier prompts.")
+@plan_profile_option
+@click.option("--checkpoint", metavar="DIR", help="Directory of the weights. Default: the plan's.")
 @engine_option
 @batching_option
 @click.option(
     "--nnodes", type=Whole(1), default=1, show_default=True, help="Number of machines that run the plan together."
 )
 @click.option("--node-rank", type=Whole(0), default=0, show_default=True, help="Rank of this machine among them.")
-@click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Address at which machine 0 is reached.")
+@click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Address of machine 0.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint, and start nothing.")
 @click.option(
     "--otlp-endpoint",
     metavar="URL",
-    help="Send OpenTelemetry traces there; the standard OTEL_... variables are read, too.",
+    help="Send OpenTelemetry traces to this URL; the standard OTEL_... variables are read, too.",
 )
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
@@ -111,9 +118,9 @@ def command(
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
     on standard error, one line a request, with its id and never its prompt.
 
-    A plan for several devices is run by a process for each. On several machines start the same command on each, with
-    --nnodes, its own --node-rank, and the environment variable XGPT_CLUSTER_SECRET, the same everywhere; machine 0
-    answers requests. Tensors travel unencrypted: such machines need a network of their own.
+    A plan for several devices runs as one process for each device. On several machines, start the same command on
+    each, with --nnodes, its own --node-rank, and the same XGPT_CLUSTER_SECRET in the environment; machine 0 answers
+    requests. Tensors travel unencrypted, so these machines need a network of their own.
 
     \b
     Example:

@@ -63,7 +63,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
         accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
         raise InputError("batching", batching, accepted)
     if (field := plan.model.special_attention) is not None:
-        accepted = f"{plan.model.name} has model.{field}, which rows have not: take flat"
+        accepted = f"{plan.model.name} has model.{field}, which rows cannot run: use flat"
         raise InputError("batching", batching, accepted)
     pool = RowPool(
         _fewest_blocks(plan.stages),

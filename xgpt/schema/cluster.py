@@ -10,14 +10,13 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType
 
 MOST = 1024
-"""Largest number of nodes, and of devices in a node: a larger one is taken for a typing error."""
+"""Largest number of nodes, and of devices in a node; a larger one is refused as a typing error."""
 
 
 class Efficiency(Frozen):
-    """What kernels reach of the datasheet's rates, for profiles computed from it: one set for a kind of device, for all
-    models.
+    """The shares of a datasheet's rates that kernels reach: one set for a kind of device, for all models.
 
-    Shares of a rate where no unit is named.
+    Profiles computed from a datasheet rest on them. Fields without a unit are shares of a rate.
     """
 
     matrix: float = Field(gt=0, le=1)
@@ -33,15 +32,15 @@ class Efficiency(Frozen):
     links: float = Field(gt=0, le=1)
     """Of a link's bandwidth, in copies from one device or host to another."""
     attention_half_length: float = Field(default=0.0, ge=0)
-    """Prompt length at which attention reaches half of its rate."""
+    """Prompt length, in tokens, at which attention reaches half of its rate."""
     product_s: float = Field(default=0.0, ge=0)
-    """Seconds that every matrix product takes at least."""
+    """Least seconds of a matrix product."""
     attention_s: float = Field(default=0.0, ge=0)
-    """Seconds that every attention takes at least."""
+    """Least seconds of an attention call."""
     all_reduce_s: float | None = Field(default=None, ge=0)
-    """Seconds that every all-reduce takes at least, over any number of devices; None: the hops of a ring."""
+    """Least seconds of an all-reduce, over any number of devices; None: the hops of a ring."""
     layer_s: float = Field(ge=0)
-    """Seconds of one layer's small kernels, and of launches that are not counted above."""
+    """Seconds of a layer's small kernels, and of launches not counted above."""
     step_s: float = Field(ge=0)
     """Seconds of the serving loop for each step."""
     source: str
@@ -56,17 +55,17 @@ class DeviceKind(Frozen):
     type: Literal["cpu", "gpu"]
     """A CPU or a GPU."""
     memory_bytes: PositiveInt
-    """Memory of one device."""
+    """Bytes of memory of one device."""
     flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
     """Datasheet's FLOP/s of each type."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
     """Datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
-    """What kernels reach of that; None: the device can only be measured."""
+    """Shares of these rates that kernels reach; None: the device can only be measured."""
     efficiency_float8: Efficiency | None = None
-    """What they reach of the rates in eight bits; None: the same shares."""
+    """Shares that they reach in eight bits; None: the same."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
-    """Share of the memory that weights, K/V and workspace may fill together."""
+    """Largest share of the memory for weights, K/V and workspace together."""
 
 
 class Link(Frozen):
@@ -94,7 +93,7 @@ class ClusterSpec(Frozen):
     inter_node: Link | None = None
     """Link between machines."""
     host: Link | None = None
-    """Device memory to host memory: the path of keys and values under WAA."""
+    """Link between a device's memory and its host's: the path of keys and values under WAA."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of one device for an hour, in any currency."""
 

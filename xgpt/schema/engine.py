@@ -9,14 +9,14 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from xgpt.schema.base import Frozen
 
 UNSOURCED = frozenset({"name", "framework", "version", "sources"})
-"""Fields of an engine that are no figures."""
+"""Fields of an engine that are not figures, and so need no source."""
 
 
 class EngineSpec(Frozen):
-    """An engine of one version, as configs/engines describes it: how it schedules, what it costs, what it keeps.
+    """An engine of one version, as a file of configs/engines describes it: its schedule, its costs, its memory.
 
-    Times of the loop (`layer_s` to `captured_tokens`) are part of profiles that are computed or imported for the
-    engine; a measured profile has them in its steps. Where one is None, the profile's own stands.
+    Times of the loop (`layer_s` to `captured_tokens`) enter profiles that are computed or imported for the engine; the
+    steps of a measured profile contain them. None: the profile's own figure is used.
     """
 
     name: str
@@ -34,35 +34,35 @@ class EngineSpec(Frozen):
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest of them."""
     step_s: NonNegativeFloat | None = None
-    """Seconds of the loop for each step, without what is hidden behind the device's work."""
+    """Seconds of the loop for each step, apart from those that overlap with the device's work."""
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
-    """Factor on what tokens beyond `captured_tokens` take, whose kernels are launched one by one."""
+    """Factor on the time of tokens beyond `captured_tokens`, whose kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
-    """Tokens up to which steps run as captured graphs."""
+    """Largest number of tokens of a step that runs as a captured graph."""
     mixing: NonNegativeFloat = 0.0
-    """Share of what decodes take in a step of their own, by which one that also encodes takes longer than its parts."""
+    """Extra time of a step that both encodes and decodes, as a share of the time that its decodes take alone."""
     before_admission_s: NonNegativeFloat = 0.0
     """Seconds from a request's arrival at the server until the scheduler sees it."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of a device's memory that it takes by itself; None: what the cluster says."""
+    """Share of a device's memory that the engine uses by default; None: the cluster's `usable_memory`."""
     shares_rest: bool = False
-    """Whether that is a share of what weights leave."""
+    """Whether that is a share of the memory that weights leave free."""
     kept_bytes: NonNegativeInt | None = None
-    """Bytes of it that hold neither weights nor K/V nor activations; None: the planner's own allowance."""
+    """Bytes of it for anything but weights, K/V and activations; None: the planner's own allowance."""
     group_bytes: NonNegativeInt = 0
-    """Bytes more on a device that shares layers with others: buffers of all-reduces."""
+    """Further bytes on a device of a tensor-parallel group: buffers of all-reduces."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None
-    """Requests in a step at most, where nothing else is set."""
+    """Largest number of requests in a step by default."""
     token_budget: PositiveInt | None = None
-    """Tokens in a step at most, where nothing else is set."""
+    """Largest number of tokens in a step by default."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Where each figure comes from, by its field."""
+    """Source of each figure, by its field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,12 +76,12 @@ class EngineSpec(Frozen):
         figures = fields.keys() - UNSOURCED
         stated = {name for name in figures if getattr(self, name) != fields[name].default}
         if missing := sorted(stated - self.sources.keys()):
-            raise ValueError(f"sources: {', '.join(missing)} is given without its source")
+            raise ValueError(f"sources: {', '.join(missing)} needs an entry in sources")
         if unknown := sorted(self.sources.keys() - figures):
-            raise ValueError(f"sources: {', '.join(unknown)} is no figure of an engine")
+            raise ValueError(f"sources: {', '.join(unknown)} is not a figure of an engine; leave it out")
         return self
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that every request takes outside of waiting and steps: to its first token, and to its last."""
+        """Seconds that a request spends outside of waiting and steps: before its first token, and before its last."""
         return self.before_admission_s + self.after_token_s

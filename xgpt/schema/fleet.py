@@ -1,4 +1,4 @@
-"""fleet.json: how many replicas of which plan run in each interval of a day."""
+"""fleet.json: the number of replicas of each plan in each interval of a day."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReplicaKind(Frozen):
 
     @property
     def change_cost(self) -> float:
-        """Cost of starting a replica and stopping it: of the time in which it takes no requests."""
+        """Cost of starting and stopping a replica: the price of the time in which it takes no requests."""
         return self.price_per_hour * (self.start_s + self.drain_s) / 3600
 
 
@@ -42,11 +42,11 @@ class FleetInterval(Frozen):
     """The load of an interval, and the replicas that hold it."""
 
     rate_per_s: NonNegativeFloat
-    """Requests that arrive in a second, in the mean."""
+    """Mean number of requests that arrive in a second."""
     peak_per_s: NonNegativeFloat
-    """Mean of the interval's busiest third: what is planned for."""
+    """Mean rate of the interval's busiest third, for which the fleet is planned."""
     lengths: NonNegativeInt
-    """Number of the lengths of its requests, among the fleet's."""
+    """Index of the lengths of its requests in the fleet's `lengths`."""
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     share_kept: float | None = None
@@ -54,12 +54,12 @@ class FleetInterval(Frozen):
 
 
 class FleetFigures(Frozen):
-    """What a fleet costs over the day, and what it keeps."""
+    """The cost of a fleet over the day, and the share of requests that keep the bounds."""
 
     cost: NonNegativeFloat
-    """Cost of all replicas, while they start and while they drain included."""
+    """Cost of all replicas, including the time in which they start and drain."""
     device_hours: NonNegativeFloat
-    """Hours of all devices, the same included."""
+    """Device hours, including the same time."""
     starts: NonNegativeInt
     """Replicas started during the day."""
     share_kept: float
@@ -74,7 +74,7 @@ class ConstantFleet(Frozen):
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     figures: FleetFigures
-    """What it costs, and what it keeps."""
+    """Its cost, and the share of requests that keep the bounds."""
 
 
 class FleetPlan(Frozen):
@@ -88,19 +88,19 @@ class FleetPlan(Frozen):
     name: str
     """Name of the day's load."""
     constraint: Constraint
-    """What is kept; its quantile is the share of all requests of the day that keep the bounds."""
+    """The bounds; the quantile is the share of all requests of the day that must keep them."""
     interval_s: PositiveFloat
     """Length of an interval."""
     least_stay_s: NonNegativeFloat
-    """Time for which a replica stays that has been started, at least."""
+    """Least time for which a started replica stays."""
     least_replicas: NonNegativeInt
-    """Replicas at any time, at least."""
+    """Least number of replicas at any time."""
     load_factor: PositiveFloat
     """Multiple of the load that replicas are planned to hold: the least that keeps the share in simulation."""
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas."""
     lengths: tuple[Workload, ...] = Field(min_length=1)
-    """Lengths of requests, which differ between intervals."""
+    """The different lengths of requests during the day."""
     intervals: tuple[FleetInterval, ...] = Field(min_length=1)
     """The day's intervals, in order."""
     planned: FleetFigures
@@ -108,9 +108,9 @@ class FleetPlan(Frozen):
     constant: ConstantFleet
     """The cheapest fleet that never changes, for comparison."""
     least_cost: NonNegativeFloat
-    """Cost that no fleet goes below that holds the planned load, with changes that are free and take no time."""
+    """Lower bound on the cost of any fleet that holds the planned load: changes are free and take no time."""
     gap: NonNegativeFloat
-    """Share by which the planned cost exceeds the clairvoyant optimum at most: the least cost with all changes paid."""
+    """Largest share by which the planned cost can exceed the clairvoyant optimum, all changes paid."""
     num_requests: PositiveInt
     """Number of simulated requests."""
     planning_s: NonNegativeFloat

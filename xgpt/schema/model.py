@@ -31,7 +31,7 @@ Family = Literal[
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types that products run in: int8 on CPUs only, with a scale for each output of the weights and for each token."""
+"""Types that matrix products run in; int8 on CPUs only, with a scale for each output of the weights and each token."""
 DType = Literal[RunDType, "float8"]
 """Types that models are planned for. float8, for weights and K/V alike, can be planned but not run."""
 
@@ -55,12 +55,13 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, device_type: str, engine: str | None = None, kv_dtype: DType | None = None) -> Precision:
-        """Return what an engine (None: ours) keeps for a dtype.
+        """Return the types that an engine (None: xgpt's own) keeps for a dtype.
 
-        On CPUs ours keeps float32 for all but products and K/V: of few rows, attention takes as long as reading K/V.
+        On CPUs xgpt's own engine keeps float32 for all but products and K/V: with few rows, attention takes as long as
+        reading K/V.
 
         Args:
-            kv_dtype: type of K/V; None: what the engine takes.
+            kv_dtype: type of K/V; None: the engine's default.
         """
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, dtype, kv_dtype or dtype, packs=False)
@@ -70,7 +71,7 @@ class Precision(NamedTuple):
 
 
 class ModelShape(Frozen):
-    """What a model's step times depend on: models that differ only in name share a profile.
+    """The sizes on which a model's step times depend: models that differ only in name share a profile.
 
     `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
     encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
@@ -105,21 +106,21 @@ class ModelShape(Frozen):
     attention_bias: bool = False
     """Whether projections of attention have biases."""
     experts: Experts | None = None
-    """Experts in place of one feed-forward block a layer; None: there are none."""
+    """Experts that replace the feed-forward block of a layer; None: no experts."""
     latent: LatentAttention | None = None
-    """What keys and values are made from; None: they are kept themselves."""
+    """Latent attention, which keeps one vector in place of keys and values; None: K/V are kept themselves."""
     sliding_window: PositiveInt | None = None
-    """Last tokens that a token attends to, itself included; None: all."""
+    """Number of last tokens that a token attends to, itself included; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Numbers of the layers whose tokens attend to all tokens, where there is a sliding window."""
+    """Layers whose tokens attend to all tokens, where other layers have a sliding window."""
     attention_sinks: bool = False
-    """Whether each head has a score that no token takes up."""
+    """Whether each head has an attention sink: a learned score that belongs to no token."""
     quantization: Quantization | None = None
-    """How weights are stored in fewer bits than the dtype's; None: in the dtype."""
+    """How the checkpoint stores weights in fewer bits than the dtype has; None: in the dtype."""
 
     @property
     def shape(self) -> ModelShape:
-        """The shape alone, without what subclasses add."""
+        """The shape alone, without the fields of subclasses."""
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
@@ -148,21 +149,21 @@ class ModelSpec(ModelShape):
     rope_scaling: RopeScaling | LinearRope | YarnRope | LongRope | None = None
     """Scaling of rotary embeddings."""
     rotary_dim: PositiveInt | None = None
-    """First dimensions of a head, which alone turn with the position; None: all of them."""
+    """Number of first dimensions of a head that are rotated by position; None: all."""
     sliding_rope_theta: PositiveFloat | None = None
-    """Base of rotary embeddings, which are not scaled, in layers with a sliding window; None: as in all layers."""
+    """Base of the unscaled rotary embeddings in layers with a sliding window; None: as in all layers."""
     score_scale: PositiveFloat | None = None
     """Factor on attention's scores; None: 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
-    """Scores stay below this, by tanh; None: they are not limited."""
+    """Limit of attention's scores, by tanh; None: no limit."""
     logit_softcap: PositiveFloat | None = None
-    """Logits stay below this, by tanh; None: they are not limited."""
+    """Limit of logits, by tanh; None: no limit."""
     relative_buckets: int = Field(default=32, ge=4)
     """Buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
-    """Distance that the buckets reach to (t5)."""
+    """Largest distance, in tokens, that has a bucket of its own (t5)."""
     head_scale: float = Field(default=1.0, gt=0)
-    """Factor on what enters the output head."""
+    """Factor on the hidden states that enter the output head."""
     bos_token_id: int | None = None
     """First token of a decoder."""
     eos_token_ids: tuple[int, ...] = ()
@@ -180,7 +181,7 @@ class ModelSpec(ModelShape):
                 "only encoder-decoder families (t5) have encoder layers"
             )
         if self.experts is not None and self.is_encoder_decoder:
-            raise ValueError("experts: only decoder-only families have them")
+            raise ValueError(f"experts: family {self.family!r} has an encoder; only decoder-only families have experts")
         layers = set(self.full_attention_layers) | set(self.experts.dense_layers if self.experts else ())
         if any(not 0 <= layer < self.num_layers for layer in layers):
             raise ValueError(
@@ -199,7 +200,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of a field that makes attention more than a softmax over all keys; None: it is no more."""
+        """Name of a field that makes attention other than a softmax over all keys; None: there is no such field."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -209,17 +210,17 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether queries and keys are normed over all heads together, of which each device of a group has some."""
+        """Whether queries and keys are normed over all heads together, even where devices share the heads."""
         return self.family == "minimax_m2"
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Types that its activations fit in: T5's published checkpoints overflow float16."""
+        """Types that its activations fit in; T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
     def attention_params(self) -> int:
-        """Weights of one attention block: all projections."""
+        """Number of weights of an attention block: all projections."""
         q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
         k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
         if (latent := self.latent) is None:
@@ -231,13 +232,13 @@ class ModelSpec(ModelShape):
 
     @property
     def query_params(self) -> int:
-        """Weights that make queries of the hidden state, or of the vector in between."""
+        """Number of weights that compute queries, from the hidden state or from the vector between."""
         rank = None if self.latent is None else self.latent.q_rank
         return (rank or self.hidden_size) * self.num_heads * self.head_dim
 
     @property
     def unshared_params(self) -> int:
-        """Weights of an attention block that every device of a tensor-parallel group holds as a whole."""
+        """Number of weights of an attention block that every device of a tensor-parallel group holds whole."""
         if self.latent is None:
             return 0
         return self.hidden_size * ((self.latent.q_rank or 0) + self.latent.kept_per_token)
@@ -254,7 +255,7 @@ class ModelSpec(ModelShape):
 
     @property
     def shared_expert_params(self) -> int:
-        """Weights that every token passes in a layer with experts: the shared experts and the router."""
+        """Number of weights that every token passes in a layer with experts: shared experts and router."""
         if self.experts is None:
             return 0
         return self.hidden_size * (self._products_of_ffn * self.experts.shared_ffn_size + self.experts.number)
@@ -280,10 +281,10 @@ class ModelSpec(ModelShape):
         return self.decoder_params() // self.num_layers
 
     def decoder_params(self, first: int = 0, last: int | None = None, *, active: bool = False) -> int:
-        """Weights of decoder layers [first, last), all of them by default.
+        """Return the number of weights of decoder layers [first, last), by default of all.
 
         Args:
-            active: only those that a token passes.
+            active: count only weights that a token passes.
         """
         last = self.num_layers if last is None else last
         with_experts = self.num_expert_layers(first, last)
@@ -301,12 +302,12 @@ class ModelSpec(ModelShape):
 
     @property
     def num_params(self) -> int:
-        """Matrices only: biases, norms and position tables are under 1%."""
+        """Number of weights in matrices; biases, norms and position tables are under 1%."""
         return self.embedding_params + self.num_encoder_layers * self.encoder_layer_params + self.decoder_params()
 
     @property
     def active_params(self) -> int:
-        """Those of the matrices that a token passes."""
+        """Number of weights in matrices that a token passes."""
         return (
             self.embedding_params
             + self.num_encoder_layers * self.encoder_layer_params
@@ -315,11 +316,11 @@ class ModelSpec(ModelShape):
 
     @property
     def kv_elements_per_layer(self) -> int:
-        """Elements of a token that a decoder layer keeps: keys and values, or what they are made from."""
+        """Elements that a decoder layer keeps of a token: keys and values, or the latent vector."""
         return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.kept_per_token
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Keys and values of one token over all decoder layers; cross-attention's where an encoder reads it."""
+        """Return the bytes of a decoder layer's weights that each device of a tensor-parallel group holds whole."""
         return self.num_layers * self.kv_elements_per_layer * BYTES_PER_ELEMENT[dtype]
 
     @property
@@ -328,7 +329,7 @@ class ModelSpec(ModelShape):
         return self if self.quantization is None else self.model_copy(update={"quantization": None})
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Bytes of the weights of decoder layers [first, last), all of them by default."""
+        """Return the bytes of the weights of decoder layers [first, last), by default of all."""
         total, size = self.decoder_params(first, last), BYTES_PER_ELEMENT[dtype]
         if self.quantization is None:
             return float(total * size)
@@ -338,7 +339,7 @@ class ModelSpec(ModelShape):
         return stored * min(size, self.quantization.bytes_per_weight) + (total - stored) * size
 
     def unshared_bytes(self, dtype: DType) -> float:
-        """Bytes of the weights of a decoder layer that every device of a tensor-parallel group holds as a whole."""
+        """Return the bytes of a decoder layer's weights that every device of a tensor-parallel group holds whole."""
         size: float = BYTES_PER_ELEMENT[dtype]
         if self.quantization is not None and not self.quantization.experts_only:
             size = min(size, self.quantization.bytes_per_weight)

@@ -17,25 +17,25 @@ class Experts(Frozen):
     """
 
     number: PositiveInt
-    """Experts of a layer that tokens are routed to."""
+    """Number of a layer's experts to which tokens are routed."""
     active: PositiveInt
-    """Experts that a token is routed to."""
+    """Number of experts to which a token is routed."""
     ffn_size: PositiveInt
     """Width between the two products of an expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
-    """Width of the shared experts together, which every token passes."""
+    """Width of all shared experts together; every token passes them."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers that have no experts, but one block of the model's `ffn_size`."""
+    """Layers without experts, which have one block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
     """Exponent of the power law that the experts' shares of tokens are drawn from; 0: all experts are equally busy."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of a router's scores. With sigmoid, each expert has a bias that counts in choosing alone."""
+    """Function from a router's scores to weights. With sigmoid, each expert has a bias that only affects the choice."""
     num_groups: PositiveInt = 1
-    """Groups that the experts are in."""
+    """Number of groups of experts."""
     active_groups: PositiveInt = 1
-    """Groups that a token chooses experts from: those of its highest score, with sigmoid of its two highest."""
+    """Number of groups from which a token chooses, by its highest score; with sigmoid, by its two highest."""
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
 
@@ -45,29 +45,29 @@ class Experts(Frozen):
             raise ValueError(f"active: {self.active} exceeds the number of experts, {self.number}")
         if self.number % self.num_groups or self.active_groups > self.num_groups:
             chosen = f"{self.active_groups} of {self.num_groups} groups"
-            raise ValueError(f"num_groups: {chosen} cannot be chosen of {self.number} experts")
+            raise ValueError(f"num_groups: {chosen} cannot be chosen from {self.number} experts")
         if self.active > self.active_groups * self.number // self.num_groups:
             raise ValueError(f"active: {self.active} exceeds the experts of {self.active_groups} groups")
         return self
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention: keys and values of all heads are made from one small vector a token.
+    """Multi-head latent attention: keys and values of all heads are computed from one small vector for each token.
 
-    That vector and a rotated key that all heads share are what is kept of a token. Source: DeepSeek-V2
+    The cache keeps that vector, and a rotated key that all heads share. Source: DeepSeek-V2
     (arXiv 2405.04434) sec. 2.1.
     """
 
     kv_rank: PositiveInt
-    """Width of the vector that keys and values are made from."""
+    """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
-    """Width of the vector that queries are made from; None: they are made from the hidden state."""
+    """Width of the vector from which queries are computed; None: from the hidden state."""
     rope_head_dim: PositiveInt
-    """Width of the part of a head's query and key that turns with the position."""
+    """Width of the part of a head's query and key that is rotated by position."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
-    """Whether dimensions 2 i and 2 i + 1 turn together, not i and i + half."""
+    """Whether dimensions 2 i and 2 i + 1 are rotated together, rather than i and i + half."""
 
     @property
     def kept_per_token(self) -> int:
@@ -76,7 +76,7 @@ class LatentAttention(Frozen):
 
 
 class Quantization(Frozen):
-    """How a checkpoint's weights are stored in fewer bits than its dtype has.
+    """The format in which a checkpoint stores weights in fewer bits than its dtype has.
 
     - fp8: products in eight bits, a scale for each matrix or row;
     - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
@@ -94,7 +94,7 @@ class Quantization(Frozen):
 
     @property
     def computes_in_eight_bits(self) -> bool:
-        """Whether products run in eight bits too; otherwise weights are unpacked for products in the dtype."""
+        """Whether products run in eight bits; otherwise weights are unpacked for products in the dtype."""
         return self.kind in ("fp8", "fp8_block", "int8")
 
     @property
@@ -118,7 +118,7 @@ class RopeScaling(Frozen):
 
 
 class LinearRope(Frozen):
-    """All wavelengths are longer by a factor."""
+    """Linear scaling: all wavelengths are multiplied by a factor."""
 
     kind: Literal["linear"] = "linear"
     """Kind of scaling."""
@@ -127,8 +127,9 @@ class LinearRope(Frozen):
 
 
 class YarnRope(Frozen):
-    """Long wavelengths are longer by a factor, those that turn often within the context stay, and what is rotated is
-    multiplied. Source: YaRN (arXiv 2309.00071).
+    """YaRN: long wavelengths are multiplied by a factor, short ones stay, and queries and keys are scaled.
+
+    Source: arXiv 2309.00071.
     """
 
     kind: Literal["yarn"] = "yarn"
@@ -138,9 +139,9 @@ class YarnRope(Frozen):
     original_max_position: PositiveInt
     """Context before scaling."""
     beta_fast: PositiveFloat = 32.0
-    """Waves that turn more often within the context stay as they are."""
+    """Waves with more rotations than this within the context are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """Waves that turn less often are scaled fully."""
+    """Waves with fewer rotations than this within the context are scaled fully."""
     truncate: bool = True
     """Whether the two limits are rounded to whole dimensions."""
     attention_factor: PositiveFloat
@@ -148,9 +149,9 @@ class YarnRope(Frozen):
 
 
 class LongRope(Frozen):
-    """Each wavelength has a factor of its own, one for contexts up to the original one and one for longer ones.
+    """LongRoPE: each wavelength has two factors, one for contexts up to the original one and one for longer ones.
 
-    Source: LongRoPE (arXiv 2402.13753).
+    Source: arXiv 2402.13753.
     """
 
     kind: Literal["longrope"] = "longrope"
@@ -158,7 +159,7 @@ class LongRope(Frozen):
     short_factor: tuple[PositiveFloat, ...]
     """Factors up to the original context."""
     long_factor: tuple[PositiveFloat, ...]
-    """Factors beyond."""
+    """Factors beyond the original context."""
     original_max_position: PositiveInt
     """Context before scaling."""
     attention_factor: PositiveFloat

@@ -8,7 +8,7 @@ from xgpt.schema.report import BenchReport
 
 
 class GainOutput(Frozen):
-    """By which factor the best plan's highest arrival rate exceeds that of what runs now."""
+    """The factor by which the best plan's highest arrival rate exceeds that of the current deployment."""
 
     arrivals: float
     """The factor."""
@@ -17,7 +17,7 @@ class GainOutput(Frozen):
     num_devices: int
     """Devices of the best plan."""
     current_devices: int
-    """Devices of what runs now."""
+    """Devices of the current deployment."""
 
 
 class CompareOutput(Frozen):
@@ -28,22 +28,22 @@ class CompareOutput(Frozen):
     relaxed: list[Plan]
     """The best plan under each looser latency bound."""
     current: Plan | None
-    """What runs now, scored as a plan; null: nothing was given."""
+    """The current deployment, scored as a plan; null: none was given."""
     current_notes: list[str]
-    """What was assumed of what runs now."""
+    """Assumptions about the current deployment."""
     gain: GainOutput | None
-    """Over what runs now; null: nothing was given, or it keeps the bounds at no arrival rate."""
+    """Gain over the current deployment; null: none was given, or it keeps the bounds at no arrival rate."""
     measured: dict[str, BenchReport]
-    """What each plan did when it was run here, by policy."""
+    """Figures of each plan measured on this machine, by policy."""
 
 
 class SimulateOutput(Frozen):
-    """Figures of a simulated run. Those that count from arrival are there with --arrival-rate, the others without."""
+    """Figures of a simulated run: with --arrival-rate those that count from arrival, else those from admission."""
 
     num_requests: int
-    """Requests that finished in the window."""
+    """Number of requests that finished in the window."""
     window_s: float
-    """Seconds that the window lasts."""
+    """Seconds of the window."""
     throughput_rps: float
     """Requests a second."""
     output_tokens_per_s: float
@@ -51,13 +51,13 @@ class SimulateOutput(Frozen):
     itl_p99_s: float
     """99th percentile of the gaps between tokens of a request."""
     preemptions: int
-    """Requests that lost their keys and values."""
+    """Number of times that a request lost its keys and values."""
     encode_batch: float
-    """Mean requests in steps that encode."""
+    """Mean number of requests encoded in a step that encodes."""
     decode_batch: float
-    """Mean requests in steps that decode."""
+    """Mean number of requests decoded in a step that decodes."""
     idle_share: float
-    """Share of the time in which a stage does nothing."""
+    """Share of time in which a stage is idle."""
     latency_s: float | None = None
     """Mean time from admission until a request of the quantile's length has its last token."""
     request_latency_s: float | None = None

@@ -28,7 +28,7 @@ ones for a reason to re-plan."""
 
 
 RESTLESS = 0.15
-"""Spread from which a measurement tells of restless minutes: it meets the machine's other work as well."""
+"""Spread from which a profile counts as measured on a busy machine: its times include other work."""
 MOST_HEADROOM = 0.20
 """Headroom at most that a spread makes a plan keep: more would give away the machine for what disturbed its
 measurement."""

@@ -88,13 +88,15 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
 
 
 def _told_of_restlessness(plan: Plan, problem: Problem) -> Plan:
-    """The plan with a warning that its profile was measured in restless minutes, and what the headroom for that costs
-    of the arrival rate, in closed form."""
+    """Return the plan with a warning that its profile was measured on a busy machine.
+
+    The warning says how much of the arrival rate the headroom for that costs, in closed form.
+    """
     profile, constraint = problem.profile, plan.constraint
     text = (
-        f"the profile was measured in restless minutes: slow stretches took {100 * profile.spread:.0f}% longer than "
-        f"the mean, and bounds are kept up to {100 * constraint.headroom:.0f}%; measure again in quiet ones with `xgpt "
-        "profile`, or say what to keep with --headroom"
+        f"the profile was measured on a busy machine: slow stretches took {100 * profile.spread:.0f}% longer than "
+        f"the mean, and the bounds allow for {100 * constraint.headroom:.0f}%; measure again with `xgpt profile` when "
+        "the machine is idle, or set --headroom"
     )
     usual = KNOWN_ERROR[profile.source]
     if constraint.headroom > usual and constraint.maximises_arrivals:
