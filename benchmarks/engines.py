@@ -1,15 +1,16 @@
 """This engine and those that a user would pick instead: the same requests, the same weights, the same machine.
 
     python -m benchmarks.engines [--model opt-125m] [--workload mixed] [--engine own --engine vllm …] [--rounds 3]
-                                 [--requests 64] [--python vllm=PATH] [--longest-first]
+                                 [--requests 64] [--budget 128 --budget 256 …] [--python vllm=PATH] [--longest-first]
 
 Requests of which inputs are uniform 32 to 256 tokens and outputs 16 to 128 (`mixed`), all 128 and 512 (`long-output`),
 or all 1,024 and 32 (`long-input`); greedy, exactly those lengths, random weights, all at hand at the start; in float32,
 and by name in bfloat16 and int8. Each engine runs in an environment of its own,
 made at the first use (`--python` takes one that is there), and stays loaded; runs are interleaved, and an engine that
-does not run is stopped. Before each run a matrix product tells in which state the machine's clock is. This engine lets
-in first the request that may generate most; with `--longest-first` all engines are given the requests in that order.
-Prints the processor, its instructions and the
+does not run is stopped. A step of each engine takes at most as many tokens as `--budget` says; where it is given
+several times, every engine first runs once with each, and keeps that of its fastest run. Before each run a matrix
+product tells in which state the machine's clock is. This engine lets in first the request that may generate most; with
+`--longest-first` all engines are given the requests in that order. Prints the processor, its instructions and the
 layouts of weights that were chosen. Writes results/engines.MODEL.WORKLOAD.json.
 """
 
@@ -95,6 +96,12 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 """Name of transformers' configuration, and what differs from its defaults."""
 
 
+DEFAULT_BUDGET = 256
+"""Tokens of a step at most: OpenVINO GenAI's own."""
+BUDGETED = ("own.py", "openvino_cpu.py", "vllm_cpu.py")
+"""Scripts whose engines take such a bound."""
+
+
 class Run(NamedTuple):
     """One run of one engine, with the machine's state before it: of a matrix product, and of the system."""
 
@@ -112,6 +119,7 @@ class Run(NamedTuple):
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
 @click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="An environment that is there already.")
+@click.option("--budget", "budgets", type=int, multiple=True, default=(DEFAULT_BUDGET,), show_default=True)
 @click.option("--longest-first", is_flag=True, help="Sort the requests by their outputs, for every engine.")
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -121,6 +129,7 @@ def main(
     rounds: int,
     num_requests: int,
     pythons: tuple[str, ...],
+    budgets: tuple[int, ...],
     longest_first: bool,
     seed: int,
 ) -> None:
@@ -134,16 +143,16 @@ def main(
     runs: list[Run] = []
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
+        chosen = {name: fastest_budget(commands[name], name, checkpoint, workload, budgets) for name in names}
         for name in names:
-            processes[name] = start(commands[name], name, checkpoint, workload)
+            processes[name] = start(commands[name], name, checkpoint, workload, chosen[name])
         for _ in range(rounds):
             for name in names:
                 runs.append(measure(name, processes[name]))
                 click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in runs[-1]))
     finally:
         for process in processes.values():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
     click.echo(table(runs))
     document = {
         "model": model,
@@ -151,6 +160,7 @@ def main(
         "processor": processor(),
         "date": datetime.date.today().isoformat(),
         "requests": num_requests,
+        "budgets": chosen,
         "longest_first": longest_first,
         "seed": seed,
         "runs": [run._asdict() for run in runs],
@@ -223,12 +233,32 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {num_cores()} cores: {instructions().value}"
 
 
-def start(python: str, name: str, checkpoint: Path, workload: Path) -> subprocess.Popen[str]:
+def fastest_budget(python: str, name: str, checkpoint: Path, workload: Path, budgets: tuple[int, ...]) -> int:
+    """Of the engine's runs, one with each."""
+    if len(budgets) == 1 or ENGINES[name].script not in BUDGETED:
+        return budgets[0]
+    seconds = {}
+    for budget in budgets:
+        process = start(python, name, checkpoint, workload, budget)
+        try:
+            seconds[budget] = measure(name, process).seconds
+        finally:
+            end(process)
+    click.echo(f"{name}, seconds by tokens a step: " + ", ".join(f"{budget} {s:.1f}" for budget, s in seconds.items()))
+    return min(seconds, key=seconds.__getitem__)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def start(python: str, name: str, checkpoint: Path, workload: Path, budget: int) -> subprocess.Popen[str]:
     """An engine that has loaded the model and is stopped."""
     script = SCRIPTS / ENGINES[name].script
     paths = {"PYTHONPATH": str(Path(__file__).parent.parent)} if python == sys.executable else {"PYTHONPATH": ""}
     process = subprocess.Popen(
-        [python, str(script), str(checkpoint), str(workload), ENGINES[name].precision],
+        [python, str(script), str(checkpoint), str(workload), ENGINES[name].precision, str(budget)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

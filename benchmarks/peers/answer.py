@@ -17,16 +17,16 @@ class Request(TypedDict):
     num_output: int
 
 
-def answer(load: Callable[[str, str], Callable[[list[Request]], int]]) -> None:
+def answer(load: Callable[[str, str, int], Callable[[list[Request]], int]]) -> None:
     """Load the model, run two requests to warm up, then all of them for each line on standard input.
 
     Args:
-        load: from a checkpoint's directory and a precision ("float32", "bfloat16", "int8") to what runs requests and
-            returns how many tokens came out.
+        load: from a checkpoint's directory, a precision ("float32", "bfloat16", "int8") and the most tokens of a step
+            to what runs requests and returns how many tokens came out.
     """
-    checkpoint, workload, precision = sys.argv[1:]
+    checkpoint, workload, precision, budget = sys.argv[1:]
     requests: list[Request] = json.loads(Path(workload).read_text())
-    run = load(checkpoint, precision)
+    run = load(checkpoint, precision, int(budget))
     run([{"prompt": request["prompt"][:32], "num_output": 4} for request in requests[:2]])
     print("READY", flush=True)
     for _ in sys.stdin:

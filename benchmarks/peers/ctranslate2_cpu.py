@@ -9,7 +9,7 @@ from answer import Request, answer
 MAX_BATCH_TOKENS = 4096
 
 
-def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:
     converted = Path(checkpoint) / "ctranslate2"
     if not converted.exists():
         ctranslate2.converters.TransformersConverter(checkpoint).convert(str(converted))

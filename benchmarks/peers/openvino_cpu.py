@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 
 
-def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:
     stored = "int8" if precision == "int8" else "fp32"
     converted = Path(checkpoint) / f"openvino-{stored}"
     if not converted.exists():
@@ -33,6 +33,7 @@ def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
         subprocess.run([sys.executable, *export, *options], check=True)
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = CACHE_GB
+    scheduling.max_num_batched_tokens = budget
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduling, "CPU", OPTIONS[precision])
 
     def run(requests: list[Request]) -> int:

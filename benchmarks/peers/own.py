@@ -1,7 +1,6 @@
 """This engine: the rule with a token budget, the longest outputs first, one worker, no server."""
 
 from collections.abc import Callable
-from math import ceil
 from pathlib import Path
 
 from answer import Request, answer
@@ -16,13 +15,9 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 
 NUM_BLOCKS, BLOCK_SIZE = 4096, 16
-FEWEST = 128
-"""Tokens of a step that mixes prompts and decodes: products of fewer rows take longer a row."""
-ROOM = 1.15
-"""Over a level load: a request let in late must still be done when the longest output is."""
 
 
-def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: DType, budget: int) -> Callable[[list[Request]], int]:
     spec = read_spec(Path(checkpoint))
     layouts = fastest_layouts(spec, precision, (1,))
     print("NOTE", precision, "layouts:", ", ".join(f"{shape} {name}" for shape, name in layouts.items()) or "one alone")
@@ -39,7 +34,7 @@ def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
 
     def run(requests: list[Request]) -> int:
         rule = OneLane(
-            LaneSettings(mix=True, token_budget=level_budget(requests)),
+            LaneSettings(mix=True, token_budget=budget),
             Pool(NUM_BLOCKS, BLOCK_SIZE, waiting=make_queue("lpt")),
         )
         engine = Engine(rule, worker)
@@ -51,15 +46,6 @@ def load(checkpoint: str, precision: DType) -> Callable[[list[Request]], int]:
         return num_tokens
 
     return run
-
-
-def level_budget(requests: list[Request]) -> int:
-    """Tokens a step where all steps have as many: prompts fill up what decodes leave, and no step is small.
-
-    With few requests such a step would be too small for products to be fast: prompts then come in larger pieces.
-    """
-    num_tokens = sum(len(request["prompt"]) + request["num_output"] for request in requests)
-    return max(FEWEST, ceil(ROOM * num_tokens / max(request["num_output"] for request in requests)))
 
 
 answer(load)

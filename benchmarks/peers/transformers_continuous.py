@@ -10,7 +10,7 @@ PAGE_SIZE, NUM_BLOCKS, MAX_BATCH_TOKENS = 32, 1024, 512
 """Room for all requests of the workload at once."""
 
 
-def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa").eval()
     batching = ContinuousBatchingConfig(
         page_size=PAGE_SIZE, num_blocks=NUM_BLOCKS, max_batch_tokens=MAX_BATCH_TOKENS, allow_block_sharing=False

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 BATCH = 16
 
 
-def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
+def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def run(requests: list[Request]) -> int:

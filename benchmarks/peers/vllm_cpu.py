@@ -6,8 +6,15 @@ from answer import Request, answer
 from vllm import LLM, SamplingParams
 
 
-def load(checkpoint: str, precision: str) -> Callable[[list[Request]], int]:
-    llm = LLM(checkpoint, dtype=precision, skip_tokenizer_init=True, max_model_len=512, enable_prefix_caching=False)
+def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request]], int]:
+    llm = LLM(
+        checkpoint,
+        dtype=precision,
+        skip_tokenizer_init=True,
+        max_model_len=1088,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=False,
+    )
 
     def run(requests: list[Request]) -> int:
         prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]

@@ -60,12 +60,12 @@ _PAIRS = (
 )
 
 
-def _inlined(function: Callable[..., Any]) -> Any:
+def inlined(function: Callable[..., Any]) -> Any:
     """What numba calls without the first parameter, and lowers to the instructions that `generate` appends."""
     return intrinsic(prefer_literal=True)(function)
 
 
-@_inlined
+@inlined
 def score_keys(
     typing_context: Any,
     queries: Any,
@@ -80,7 +80,7 @@ def score_keys(
     """Dot products with keys that lie side by side. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        arrays = _pointers(context, builder, signature, values, 3)
+        arrays = pointers(context, builder, signature, values, 3)
         queries, keys, scores = arrays[0], builder.gep(arrays[1], [values[3]]), builder.gep(arrays[2], [values[4]])
         dim, emit = values[5], _Emit(builder, lanes.literal_value)
         sums = emit.variables(num_keys.literal_value)
@@ -104,7 +104,7 @@ def score_keys(
     return types.void(queries, keys, scores, types.intp, types.intp, types.intp, num_keys, lanes), generate
 
 
-@_inlined
+@inlined
 def add_values(
     typing_context: Any,
     weights: Any,
@@ -124,7 +124,7 @@ def add_values(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, shrink, values, sums = _pointers(context, builder, signature, arguments, 4)
+        weights, shrink, values, sums = pointers(context, builder, signature, arguments, 4)
         values, sums = builder.gep(values, [arguments[4]]), builder.gep(sums, [arguments[5]])
         count, dim, emit = arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
         shrunk = emit.shrunk_sums(sums, emit.load(shrink, _int(0)), num_dims.literal_value)
@@ -138,7 +138,7 @@ def add_values(
     return types.void(weights, shrink, values, sums, *[types.intp] * 4, num_dims, lanes), generate
 
 
-@_inlined
+@inlined
 def dot_keys(
     typing_context: Any,
     query: Any,
@@ -155,7 +155,7 @@ def dot_keys(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        query, keys, scores = _pointers(context, builder, signature, values, 3)
+        query, keys, scores = pointers(context, builder, signature, values, 3)
         query, keys = builder.gep(query, [values[3]]), builder.gep(keys, [values[4]])
         dim, emit = values[5], _Emit(builder, lanes.literal_value)
         sums = emit.variables(emit.lanes)
@@ -180,7 +180,7 @@ def dot_keys(
     return types.void(query, keys, scores, types.intp, types.intp, types.intp, lanes), generate
 
 
-@_inlined
+@inlined
 def soften_keys(
     typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
 ) -> Any:
@@ -192,7 +192,7 @@ def soften_keys(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        scores, totals = _pointers(context, builder, signature, values, 2)
+        scores, totals = pointers(context, builder, signature, values, 2)
         totals = builder.gep(totals, [values[2]])
         before, begin, end = values[3:6]
         first, emit = _int(0), _Emit(builder, lanes.literal_value)
@@ -211,7 +211,7 @@ def soften_keys(
     return floats(scores, totals, types.intp, types.float32, types.intp, types.intp, lanes), generate
 
 
-@_inlined
+@inlined
 def add_rows(
     typing_context: Any,
     weights: Any,
@@ -232,7 +232,7 @@ def add_rows(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, values, sums = _pointers(context, builder, signature, arguments, 3)
+        weights, values, sums = pointers(context, builder, signature, arguments, 3)
         values, sums = builder.gep(values, [arguments[3]]), builder.gep(sums, [arguments[4]])
         factor, begin, end, dim = arguments[5:9]
         emit = _Emit(builder, lanes.literal_value)
@@ -249,14 +249,14 @@ def add_rows(
     return types.void(weights, values, sums, *numbers, num_vectors, lanes), generate
 
 
-@_inlined
+@inlined
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
     """Copy whole vectors of bfloat16 into float32, `offset` elements behind the places where both begin."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        halves, wide = _pointers(context, builder, signature, values, 2)
+        halves, wide = pointers(context, builder, signature, values, 2)
         halves = builder.gep(halves, [builder.add(values[2], values[3])])
         wide, emit = builder.gep(wide, [values[3]]), _Emit(builder, lanes.literal_value)
         with cgutils.for_range(builder, values[4]) as part:
@@ -266,7 +266,7 @@ def widen(
     return types.void(halves, wide, *[types.intp] * 3, lanes), generate
 
 
-@_inlined
+@inlined
 def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
     """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
 
@@ -275,7 +275,7 @@ def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: A
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        scores, highest, total, shrink = _pointers(context, builder, signature, values, 4)
+        scores, highest, total, shrink = pointers(context, builder, signature, values, 4)
         count, first, emit = values[4], _int(0), _Emit(builder, lanes.literal_value)
         before = emit.load(highest, first)
         top, mass = emit.variables(2)
@@ -297,34 +297,34 @@ def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: A
     return types.void(scores, highest, total, shrink, types.intp, lanes), generate
 
 
-@_inlined
+@inlined
 def take_next(typing_context: Any, counter: Any) -> Any:
     """A number that no other thread gets: the counter's, which rises by one. # int64 [1] -> int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        (place,) = _pointers(context, builder, signature, values, 1)
+        (place,) = pointers(context, builder, signature, values, 1)
         return builder.atomic_rmw("add", place, _int(1), "monotonic")
 
     return types.int64(counter), generate
 
 
-@_inlined
+@inlined
 def address(typing_context: Any, array: Any) -> Any:
     """Of the first element, in bytes. # int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        (place,) = _pointers(context, builder, signature, values, 1)
+        (place,) = pointers(context, builder, signature, values, 1)
         return builder.ptrtoint(place, ir.IntType(64))
 
     return types.int64(array), generate
 
 
-@_inlined
+@inlined
 def fetch(typing_context: Any, array: Any, element: Any) -> Any:
     """Ask for the cache line of an element that will soon be read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        (place,) = _pointers(context, builder, signature, values, 1)
+        (place,) = pointers(context, builder, signature, values, 1)
         integer = ir.IntType(32)
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
@@ -436,7 +436,7 @@ class _Emit:
         return builder.bitcast(builder.add(builder.bitcast(power, self.integers), exponent), self.type)
 
 
-def _pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
+def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
     """Where the data of the first `count` arguments, arrays, lie."""
     pairs = zip(signature.args[:count], values[:count], strict=True)
     return [context.make_array(kind)(context, builder, value).data for kind, value in pairs]

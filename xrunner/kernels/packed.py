@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.schema import DType
+from xrunner.kernels import panels
 from xrunner.kernels.quantised import quantise, rescale
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -91,6 +92,11 @@ def _with_onednn(weight: Tensor, activation: str) -> PackedLinear:
     return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, name, [], algorithm)
 
 
+def _with_panels(weight: Tensor, activation: str) -> PackedLinear:
+    product, activate = panels.pack(weight, relu=activation == "relu"), _IN_PLACE[activation]
+    return product if activation == "relu" else lambda x, bias: activate(product(x, bias))
+
+
 def _with_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
     """Weight and activations rounded to bfloat16, sums in float32; bias and activation function in float32."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
@@ -135,6 +141,7 @@ def _int8_is_exact() -> bool:
 
 
 LAYOUTS: dict[str, WeightLayout] = {
+    "panels": WeightLayout("float32", panels.is_available, _with_panels),
     "mkl": WeightLayout("float32", torch.backends.mkl.is_available, _with_mkl),
     "onednn": WeightLayout("float32", torch.backends.mkldnn.is_available, _with_onednn),
     "onednn-bfloat16": WeightLayout("bfloat16", torch.backends.mkldnn.is_available, _with_bfloat16),

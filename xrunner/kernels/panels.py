@@ -1,0 +1,237 @@
+"""A product whose weight comes from memory while what came before is multiplied, for processors with AVX-512.
+
+MKL's and oneDNN's products read and multiply in turns: at 8 to 64 rows, where both take about as long, they reach half
+of what memory gives. Here the weights of the next slice are asked for between the multiplications of this one.
+
+A weight lies in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, a panel input by input: it is read
+in order. Sums of up to GROUP rows by WIDTH outputs stay in registers, which a compiler does not manage: the inner loop
+is in assembly. A slice of a panel stays in the first-level cache while all groups of rows pass it; a block of the
+rows' inputs stays in the second-level cache while all panels pass. Shares torch's OpenMP threads, as attention does.
+
+Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from torch import Tensor
+from torch.nn import functional as F
+
+from xrunner.attention.simd import address, inlined, pointers
+from xrunner.kernels import huge_pages
+
+WIDTH = 32
+"""Outputs of a panel: two registers."""
+GROUP = 12
+"""Rows whose sums stay in registers: 24 of 32; two hold weights, the others inputs."""
+SLICE = 128
+"""Inputs of a panel that stay in the first-level cache, 16 KiB, together with those of two groups of rows."""
+DEEPEST = 1024
+"""Inputs of a block: a group's sums are read and written once for each."""
+CHUNK = 252
+"""Rows for which the weight is read once: 1 MiB of a block's inputs."""
+STEPS = 4
+"""Inputs that a turn of the inner loop takes."""
+LINES = STEPS * WIDTH // 16
+"""Cache lines of weights that a turn reads, and asks for at most."""
+
+X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, RELU = range(12)
+"""What the inner loop reads, by its place in an array of int64: addresses, and strides in bytes. Sums begin with
+what lies at BEGIN; each turn asks for SOON_LINES of what lies at SOON."""
+
+
+def is_available() -> bool:
+    """Whether this processor has the instructions."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return platform.machine() in {"x86_64", "AMD64"} and bool(features.get("avx512f"))
+
+
+def pack(weight: Tensor, *, relu: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The product x W^T + b of x and b, without what is negative on demand. # float32 [out, in]"""
+    _enable_assembly()
+    num_outputs, depth = weight.shape
+    missing = -num_outputs % WIDTH
+    padded = num_outputs + missing
+    block = _block_depth(depth)
+    panels = huge_pages.zeros((padded * depth,), torch.float32)
+    for begin in range(0, depth, block):
+        end = min(depth, begin + block)
+        part = F.pad(weight[:, begin:end], (0, 0, 0, missing)).view(-1, WIDTH, end - begin)
+        panels[begin * padded : end * padded].view(-1, end - begin, WIDTH).copy_(part.transpose(1, 2))
+    packed, no_bias = panels.numpy(), np.zeros(padded, dtype=np.float32)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.empty(len(x), padded)
+        added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
+        _run(x.contiguous().numpy(), packed, added, y.numpy(), block, relu)
+        return y[:, :num_outputs].contiguous() if missing else y
+
+    return product
+
+
+def _block_depth(depth: int) -> int:
+    """The inputs of a block: as many in each, in whole turns."""
+    count = -(-depth // DEEPEST)
+    return -(-depth // (count * STEPS)) * STEPS
+
+
+def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if num_threads == 1:
+        _multiply_all(x, panels, bias, y, block, relu)
+        return
+    numba.set_num_threads(num_threads)
+    _multiply_shared(x, panels, bias, y, block, relu, num_threads)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _multiply_all(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any) -> None:
+    _multiply(x, panels, bias, y, block, relu, 0, y.shape[1] // WIDTH)
+
+
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+def _multiply_shared(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any, num_threads: Any) -> None:
+    count = y.shape[1] // WIDTH
+    for thread in prange(num_threads):
+        _multiply(x, panels, bias, y, block, relu, count * thread // num_threads, count * (thread + 1) // num_threads)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any, first: Any, last: Any) -> None:
+    """Those outputs that lie in panels from `first` to `last`."""
+    num_rows, depth = x.shape
+    arguments = np.empty(12, dtype=np.int64)
+    for row in range(0, num_rows, CHUNK):
+        count = min(CHUNK, num_rows - row)
+        for begin in range(0, depth, block):
+            end = min(begin + block, depth)
+            for panel in range(first, last):
+                for start in range(begin, end, SLICE):
+                    place = begin * y.shape[1] + (panel * (end - begin) + start - begin) * WIDTH
+                    inputs = start, min(start + SLICE, end)
+                    _pass_slice((x, panels, bias, y), (row, count), panel, inputs, place, relu, arguments)
+
+
+@njit(nogil=True, error_model="numpy")
+def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, relu: Any, arguments: Any) -> None:
+    """All groups of some rows pass a slice of a panel, which lies at `place`; each asks for its share of the next."""
+    x, panels, bias, y = arrays
+    row, count = rows
+    start, end = inputs
+    depth, width = x.shape[1], y.shape[1]
+    num_groups = (count + GROUP - 1) // GROUP
+    turns, rest = (end - start) // STEPS, (end - start) % STEPS
+    lines = max(LINES // num_groups, 1)
+    soon = address(panels) + 4 * (place + (end - start) * WIDTH)
+    arguments[X_STRIDE], arguments[Y_STRIDE] = 4 * depth, 4 * width
+    arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panels) + 4 * place, turns, rest
+    arguments[RELU] = relu and end == depth
+    for group in range(num_groups):
+        begin, stop = row + count * group // num_groups, row + count * (group + 1) // num_groups
+        arguments[X] = address(x) + 4 * (begin * depth + start)
+        arguments[Y] = address(y) + 4 * (begin * width + panel * WIDTH)
+        arguments[BEGIN] = arguments[Y] if start else address(bias) + 4 * panel * WIDTH
+        arguments[BEGIN_STRIDE] = arguments[Y_STRIDE] if start else 0
+        arguments[SOON] = soon + 64 * lines * turns * group
+        arguments[SOON_LINES] = lines if lines * group < LINES else 0
+        _multiply_rows(arguments, stop - begin)
+
+
+@inlined
+def _multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
+    """Multiply one to GROUP rows by a slice of a panel, as the array of arguments says."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        (place,) = pointers(context, builder, signature, values, 1)
+        kind = ir.FunctionType(ir.VoidType(), [place.type])
+        constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
+        done = builder.append_basic_block("done")
+        choice = builder.switch(values[1], done)
+        for rows in range(1, GROUP + 1):
+            block = builder.append_basic_block(f"rows{rows}")
+            choice.add_case(ir.Constant(values[1].type, rows), block)
+            builder.position_at_end(block)
+            builder.asm(kind, _assembly(rows), constraints, [place], True)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(arguments, types.intp), generate
+
+
+_OVERWRITTEN = (
+    *("rax", "rcx", "rdx", "rsi", "r8", "r9", "r10", "r11", "r12", "r13"),
+    *(f"zmm{number}" for number in range(32)),
+    *("memory", "dirflag", "fpsr", "flags"),
+)
+_STARTS = ("%rsi", "%r8", "%r9", "%r10")
+"""Of the inputs of rows 0, 3, 6 and 9: with their stride in %rax, they reach two more rows each."""
+
+
+def _assembly(num_rows: int) -> str:
+    """The inner loop. # %rdi: the arguments; zmm0, zmm1: weights; zmm2 to zmm7: inputs; zmm8 and on: sums"""
+    starts = _STARTS[: -(-num_rows // 3)]
+    sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
+
+    def argument(number: int) -> str:
+        return f"{8 * number}(%rdi)"
+
+    def multiply(count: int) -> list[str]:
+        """Take some inputs, and go on behind them."""
+        code = []
+        for step in range(count):
+            code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]
+            for row, (left, right) in enumerate(sums):
+                place = starts[row // 3] + ("", ",%rax", ",%rax,2")[row % 3]
+                value = f"%zmm{2 + row % 6}"
+                code += [f"vbroadcastss {4 * step}({place}), {value}"]
+                code += [f"vfmadd231ps {value}, %zmm0, {left}", f"vfmadd231ps {value}, %zmm1, {right}"]
+        return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
+
+    def each_sum(place: int, stride: int) -> list[str]:
+        """Move sums row by row, from or to %r11."""
+        code = [f"mov {argument(place)}, %r11", f"mov {argument(stride)}, %r12"]
+        for pair in sums:
+            for offset, total in zip((0, 64), pair, strict=True):
+                ends = f"{offset}(%r11)", total
+                code.append("vmovups " + ", ".join(ends if place == BEGIN else ends[::-1]))
+            code.append("add %r12, %r11")
+        return code
+
+    reach = ["lea (%rax,%rax,2), %rcx"]
+    reach += [f"lea ({start},%rcx), {following}" for start, following in pairwise(starts)]
+    code = [
+        f"mov {argument(X)}, %rsi",
+        f"mov {argument(X_STRIDE)}, %rax",
+        *reach,
+        f"mov {argument(WEIGHT)}, %rdx",
+        *each_sum(BEGIN, BEGIN_STRIDE),
+        f"mov {argument(SOON)}, %r11",
+        f"mov {argument(SOON_LINES)}, %r12",
+        *(f"mov {argument(TURNS)}, %r13", "test %r13, %r13", "jz 5f"),
+        *("2:", "mov %r12, %rcx", "test %rcx, %rcx", "jz 4f"),
+        *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %rcx", "jnz 3b", "4:"),
+        *(*multiply(STEPS), "dec %r13", "jnz 2b"),
+        *("5:", f"mov {argument(REST)}, %r13", "test %r13, %r13", "jz 7f"),
+        *("6:", *multiply(1), "dec %r13", "jnz 6b"),
+        *("7:", f"mov {argument(RELU)}, %rcx", "test %rcx, %rcx", "jz 8f", "vpxord %zmm0, %zmm0, %zmm0"),
+        *(f"vmaxps {total}, %zmm0, {total}" for pair in sums for total in pair),  # NaN stays
+        *("8:", *each_sum(Y, Y_STRIDE)),
+    ]
+    return "\n".join(code)
+
+
+@cache
+def _enable_assembly() -> None:
+    llvmlite.binding.initialize_native_asmparser()
