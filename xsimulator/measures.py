@@ -304,13 +304,15 @@ class _Steps:
             if not members:
                 continue
             start = self.start[[self.admitted[id_] for id_ in members]]
-            if batch[0] == "both":
-                after = np.searchsorted(steps, [self.first_token[id_] for id_ in members], side="right")
+            if batch[0] == "both":  # the step of its first token may leave none in decode
+                begin = np.asarray([self.first_token[id_] for id_ in members])
+                after = np.searchsorted(steps, begin, side="right")
             else:
-                after = np.searchsorted(steps, [self._first_decode[id_] for id_ in members])
+                begin = np.asarray([self._first_decode[id_] for id_ in members])
+                after = np.searchsorted(steps, begin)
             last = after + output_length - 1 - self._encode_emits
             seen = last < len(steps)
-            begin_step, end_step = steps[after[seen]], steps[last[seen]]
+            begin_step, end_step = begin[seen], steps[last[seen]]
             empty = self._empty_steps.get(batch, np.zeros(0, int))
             undisturbed = np.searchsorted(empty, begin_step) == np.searchsorted(empty, end_step)
             found.append(np.where(undisturbed, self.end[end_step] - start[seen], np.nan) / 1e9)

@@ -6,10 +6,11 @@ step of its micro-batch that decodes, so that the log shows when a request of an
 its last token. Mixed over the law of lengths, a thousand admissions tell a quantile in the tail of a skewed law as well
 as tens of thousands of requests do whose lengths are drawn.
 
-Two things a log cannot show are put right. A longer request would have kept its slot from the prompts that came to it:
-where steps mix encode and decode, requests meet fewer prompts than steps hold, by the ratio of the mean gap between
-tokens to the mean step. And where nothing was left in decode (or the log ends), a request that goes on would have kept
-the next ones out: mean gaps behind tokens of the same number stand in.
+One thing a log cannot show is put right. Where nothing was left in decode (or the log ends), a request that goes on
+would have kept the next ones out: mean gaps behind tokens of the same number stand in.
+
+Where steps mix encode and decode, a longer request would have kept its slot from a prompt that these steps encode.
+There the latencies of requests with drawn lengths are the law (`drawn_law`), and far more of them are simulated.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class RequestLaw:
     """Latencies of requests of each length, admission by admission.
 
     Attributes:
-        seconds: # [admissions, lengths]
-        probabilities: of the lengths. # [lengths]
+        seconds: each a request of that length; drawn: one column. # [admissions, lengths or 1]
+        probabilities: of the lengths. # [lengths or 1]
         batch: of each admission: requests of one were admitted in the same step. # [admissions]
     """
 
@@ -104,12 +105,29 @@ def request_law(
     Raises:
         InputError: the log is too short for that.
     """
-    ids = np.flatnonzero(seen.first_token >= 0)
-    chosen = ids[skip_requests : skip_requests + num_requests]
-    if not len(chosen):
-        raise InputError("requests", len(ids), f"the log needs over {skip_requests} admitted requests")
+    chosen = _chosen(seen.first_token, skip_requests, num_requests)
     decodes = lengths.outputs.astype(int) - encode_emits
     return RequestLaw(seen.latencies(chosen, decodes), lengths.output_probabilities, seen.admitted[chosen])
+
+
+def drawn_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
+    """The law of these requests' own latencies.
+
+    Raises:
+        InputError: the log is too short for that.
+    """
+    chosen = _chosen(seen.last_token, skip_requests, num_requests)
+    whole = seen.end_s[seen.last_token[chosen]] - seen.start_s[seen.admitted[chosen]]
+    return RequestLaw(whole[:, None], np.ones(1), seen.admitted[chosen])
+
+
+def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
+    """Of the requests that have such a step, those after the first."""
+    ids = np.flatnonzero(step >= 0)
+    chosen = ids[skip_requests : skip_requests + num_requests]
+    if not len(chosen):
+        raise InputError("requests", len(ids), f"the log needs over {skip_requests} such requests")
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,6 @@ class SeenSteps:
 
     Attributes:
         start_s, end_s: # [steps]
-        decodes: requests that decode. # [steps]
-        mixed: some step encodes and decodes.
         steps: of each micro-batch, the steps that decode.
         empty: of each micro-batch, the numbers of its decode steps that find nothing from before in decode.
         ended: of each micro-batch, steps without decodes that leave nothing in decode: all outputs have one token.
@@ -131,8 +147,6 @@ class SeenSteps:
 
     start_s: Array
     end_s: Array
-    decodes: Array
-    mixed: bool
     steps: dict[int, Ints]
     empty: dict[int, Ints]
     ended: dict[int, Ints]
@@ -155,8 +169,6 @@ class SeenSteps:
         return cls(
             log["start_ns"] / 1e9,
             log["end_ns"] / 1e9,
-            log["decodes"].astype(float),
-            bool(((log["encodes"] > 0) & (log["decodes"] > 0)).any()),
             steps,
             empty,
             ended,
@@ -205,8 +217,6 @@ class SeenSteps:
         return cls(
             np.asarray([record.start_ns for record in log], float) / 1e9,
             np.asarray([record.end_ns for record in log], float) / 1e9,
-            np.asarray([len(record.decode) for record in log], float),
-            any(record.encode and record.decode for record in log),
             {numbers[batch]: np.asarray(of, int) for batch, of in steps.items() if of},
             {numbers[batch]: np.asarray(empty[batch], int) for batch, of in steps.items() if of},
             {numbers[batch]: np.asarray(ended[batch], int) for batch, of in steps.items() if of},
@@ -240,8 +250,6 @@ class SeenSteps:
             known = np.minimum(decodes, np.maximum(until - joined, 0)[:, None])  # [rows, decodes]
             last = np.clip(joined[:, None] + known - 1, 0, len(steps) - 1)
             own = np.where(known > 0, end[last] - first[rows, None], 0.0)
-            if self.mixed:
-                own *= self._met_over_all(steps, opens)
             behind = self._gaps_by_age(batch, opens)
             reach = np.minimum(np.arange(int(decodes.max()) + 1), len(behind) - 1)
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
@@ -253,12 +261,6 @@ class SeenSteps:
         if len(known):
             further = further[known[np.minimum(np.searchsorted(known, np.arange(len(ids))), len(known) - 1)]]
         return found + np.nan_to_num(further)
-
-    def _met_over_all(self, steps: Ints, opens: int) -> float:
-        """The mean gap between tokens over the mean time from one decode step to the next."""
-        inside = steps[(steps >= opens) & (steps < self._last)]
-        gaps = np.diff(self.end_s[inside])
-        return float(np.average(gaps, weights=self.decodes[inside[1:]]) / gaps.mean()) if len(gaps) else 1.0
 
     def _gaps_by_age(self, batch: int, opens: int) -> Array:
         """Mean seconds of a request's n-th decode step, from its token before on. # [most decodes]"""

@@ -221,13 +221,15 @@ def request_latencies(
     from xsimulator.counts.counted_run import counted_run
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
-    from xsimulator.request_law import SeenSteps, request_law
+    from xsimulator.request_law import SeenSteps, drawn_law, request_law
 
     check_fits(plan, workload)
-    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
-    total = skipped + num_requests + outstanding_requests(plan)
-    inputs, outputs = sample(workload, total, rng)
     lengths = Lengths(workload)
+    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
+    # While the last one that counts decodes, others go on entering: a batch that shrinks is faster.
+    behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
+    total = skipped + num_requests + behind
+    inputs, outputs = sample(workload, total, rng)
     longest = np.full(total, lengths.max_output)
     if not FORECASTS[plan.policy.kind].stations.frees_together:
         first = min(round(plan.estimate.decode_batch), total)
@@ -243,7 +245,16 @@ def request_latencies(
         seen = SeenSteps.of_run(run)
     else:
         seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    if is_drawn(plan):
+        return drawn_law(seen, skipped, num_requests)
     return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
+
+
+def is_drawn(plan: Plan) -> bool:
+    """Whether the latencies of all requests are those of requests whose lengths are drawn: see `request_law`."""
+    from xsimulator.forecast import FORECASTS
+
+    return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
 def replay_trace(

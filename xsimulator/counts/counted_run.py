@@ -31,16 +31,21 @@ def counted_run(
         lanes: what the plan's lanes cost.
         is_logged: keep what each step did.
     """
-    schedule = policies.build(plan)
-    if plan.admission.order != "fcfs" or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
+    if not is_counted(plan):
         return None
+    schedule = policies.build(plan)
     kv = Kv(schedule.pool.kv_blocks, plan.block_size)
     if isinstance(schedule, policies.TwoLane):
         return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream, is_logged=is_logged)
     assert isinstance(schedule, policies.OneLane)
-    if schedule.settings.slack is not None or schedule.settings.thresholds is not None:
-        return None
     return OneLaneRun(schedule.settings, lanes["both"], kv, stream, is_logged=is_logged)
+
+
+def is_counted(plan: Plan) -> bool:
+    """Whether a plan has a compiled run."""
+    counts_tell = plan.admission.order == "fcfs" and plan.admission.kv == "reserve" and plan.policy.counts_tell
+    goes_by_clock = any(getattr(plan.policy, name, None) is not None for name in ("slack", "thresholds"))
+    return counts_tell and not goes_by_clock
 
 
 def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | TimedRun | None:

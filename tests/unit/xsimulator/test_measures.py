@@ -87,6 +87,20 @@ def test_where_phases_run_empty_the_gaps_of_those_that_were_there_count() -> Non
     assert result.latency_s == 3 + 5 * 1.0
 
 
+def test_a_batch_that_ends_with_its_prompts_shows_nothing_of_longer_outputs() -> None:
+    """Every second batch decodes; between the prompts of the others and the next decode step lies another batch's."""
+    records, now = [], 0
+    for batch in range(12):
+        arrivals = (Arrival(batch, 10, 8, now * S),)
+        ends = (batch,) if batch % 2 else ()
+        records.append(StepRecord(now * S, (now + 3) * S, ((batch, 0, 10),), (), ends, arrivals, ()))
+        if not ends:
+            records.append(StepRecord((now + 3) * S, (now + 4) * S, (), (batch,), (batch,), (), ()))
+        now += 3 if ends else 4
+    result = measure(records, quantile=0.9, quantile_output=2, skip_requests=2, num_requests=6)
+    assert result.latency_s == 3 + 1
+
+
 def test_the_mean_gap_behind_each_token() -> None:
     found = mean_gaps(np.array([1.0, 2.0, 6.0, 9.0]), np.array([1, 1, 3, 7]), 5)
     assert found.tolist() == [1.5, 4.5, 6.0, 4.5]

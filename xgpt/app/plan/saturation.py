@@ -2,7 +2,7 @@
 
 Closed forms know the steady state in which running requests are spread over their outputs. Where outputs are nearly of
 one length there is another one: requests that began together end together, and whole batches follow each other. So each
-plan is simulated; where that disagrees, its figures stand in the plan. Where it serves less or breaks a bound, the
+plan is simulated; where that disagrees, its figures stand in the plan. Where throughput does, or a bound is broken, the
 policy's plan is the one that serves most in simulation among those that are the best in closed form under tighter
 bounds. These stand on rungs that do not depend on the bound, so that a looser one adds plans and takes none away.
 """
@@ -14,6 +14,7 @@ from math import ceil, floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.app.plan.arrivals import BOUNDS, rate_of, simulating
+from xgpt.app.plan.verifying import request_law, with_law
 from xgpt.app.simulating import check_fits, outstanding_requests, run_requests, warm_up_requests
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan, Profile
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 AGREES = 0.1
 """Share by which a simulation may differ from the closed form, whose figures then stand."""
+MORE = 2.0
+"""By which factor another plan may serve more in simulation than it promises, where the one that promises most does."""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
 """Simulated requests for each that decodes at once; there are no fewer than the least."""
@@ -77,9 +80,8 @@ class Saturated(NamedTuple):
         return (1 + constraint.headroom) * max(over, default=0.0)
 
     def refutes(self, plan: Plan) -> bool:
-        """Whether another plan may be better: this one serves less than it says, or breaks a bound."""
-        serves_less = plan.estimate.throughput_rps > (1 + AGREES) * self.throughput_rps
-        return serves_less or self.excess(plan, plan.constraint) > 1
+        """Whether another plan may be better: this one does not serve what it says, or breaks a bound."""
+        return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
 
 def _agree(seen: float, own: float) -> bool:
@@ -147,7 +149,8 @@ def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = N
     nearest_s = inf
     for kind, plan in plans.items():
         seen = saturated(plan, of.problem.profile)
-        if not seen.refutes(plan) or plan.constraint.sla == "request":  # there its latency is simulated already
+        cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
+        if cannot_win or not seen.refutes(plan):
             found[kind] = _with(plan, seen)
         else:
             if progress is not None:
@@ -165,13 +168,19 @@ def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -
     """The policy's plan that serves most and keeps its bounds in simulation, None where none does, and the least excess
     over the bounds of any that was simulated."""
     best, least, simulated = None, inf, {}
+    more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
     for other in chain((plan,), _rungs(of, kind, plan)):
-        if best is not None and other.estimate.throughput_rps <= best.estimate.throughput_rps:
+        if best is not None and more * other.estimate.throughput_rps <= best.estimate.throughput_rps:
             break
         if _key(other) in simulated:
             continue
         found = simulated[_key(other)] = seen if other is plan else saturated(other, of.problem.profile)
         excess = found.excess(other, plan.constraint)
+        if other is not plan and other.constraint.sla == "request":
+            law = request_law(other, of.problem.profile)
+            guarded_s = (1 + plan.constraint.headroom) * law.quantile(plan.constraint.planned_quantile)
+            excess = max(excess, guarded_s / (plan.constraint.latency_bound_s or inf))
+            other = with_law(other, law, closed_s=other.constraint.latency_bound_s)
         least = min(least, excess)
         if excess <= 1:
             shown = _with(other, found)

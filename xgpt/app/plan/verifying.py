@@ -34,6 +34,10 @@ error that they show does not tell."""
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
+NUM_DRAWN = 20_000
+"""Simulated requests where each stands for itself: some 15 ms."""
+MOST_STEPS = 250_000
+"""Fewer are simulated, though no fewer than `MOST_REQUESTS`, where their decode steps would be more than this."""
 BATCHES_BEYOND = 3
 """Encode batches that have requests beyond the quantile, at least; where there are fewer, more are simulated."""
 GOOD_ERROR = 0.01
@@ -61,11 +65,16 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     """
     import numpy as np
 
-    from xgpt.app.simulating import request_latencies
+    from xgpt.app.simulating import is_drawn, request_latencies
+    from xsimulator.counts.counted_run import is_counted
 
     of, quantile = workload or plan.workload, plan.constraint.quantile
-    num_requests = NUM_REQUESTS
-    most = max(MOST_REQUESTS, MOST_TOKENS / mean(of.output))
+    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / mean(of.output))
+    if is_drawn(plan):
+        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / mean(of.output))
+        is_fast = is_counted(plan) and plan.estimate.reuse is None
+        num_requests = min(NUM_DRAWN, max(MOST_REQUESTS, in_steps)) if is_fast else MOST_REQUESTS
+        most = 4 * num_requests
     while True:
         law = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed))
         settled = law.error(quantile) <= GOOD_ERROR and law.batches_beyond(quantile) >= BATCHES_BEYOND
