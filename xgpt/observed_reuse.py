@@ -86,8 +86,9 @@ class ReuseWindow:
                 self._num_left += len(request_.keys) - first_token // self.block_size
         for id_, chain in record.outputs:
             if id_ in self._requests:
-                self._requests[id_].left = _numbers(chain)
-                self._count(self._requests[id_].left)
+                left = self._requests[id_].left = _numbers(chain)
+                self._num_left += len(left)
+                self._count(left)
 
     def _count(self, keys: Ints) -> None:
         self._num_keys += len(keys)
@@ -153,7 +154,7 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
     if len(requests) < 2 or not any(len(request.keys) for request in requests):
         return None
     inputs = np.array([request.input_length for request in requests])
-    outputs = np.array([block_size * (len(request.left) + 1) for request in requests])
+    outputs = np.array([block_size * len(request.left) + 1 for request in requests])
     blocks = tuple(tuple(request.keys.tolist()) for request in requests)
     left = tuple(tuple(request.left.tolist()) for request in requests)
     curve = ReuseCurve(TraceLengths(inputs, outputs, None, Prefixes(block_size, blocks, left)), block_size)

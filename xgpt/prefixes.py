@@ -27,7 +27,7 @@ class Prefixes:
     Attributes:
         block_size: tokens of a block; the last of a request may hold fewer.
         prompts: ids of each prompt's blocks.
-        outputs: ids of the blocks from the first on that the prompt does not fill; empty: not known.
+        outputs: ids of the blocks from the first on that the prompt does not fill; empty: no request goes on from them.
     """
 
     block_size: int
@@ -43,12 +43,17 @@ class Prefixes:
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks behind those, which it leaves: the last token is never fed."""
+        """Return the keys of the K/V blocks behind those, which it leaves: the last token is never fed.
+
+        Where no request goes on from them their keys are its own: an engine keeps them all the same, as it does not
+        know.
+        """
         ids, first = self.outputs[request], input_length // self.block_size
-        if not ids:
-            return ()
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size
-        return self._keys(ids, first, begin, end, block_size)
+        if ids:
+            return self._keys(ids, first, begin, end, block_size)
+        of_request = -(request + 1) << 32
+        return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
 
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
         """Keys of the K/V blocks [begin, end), of which `ids` names the trace's blocks from `offset` on."""

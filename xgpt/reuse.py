@@ -34,9 +34,13 @@ class ReuseCurve:
         self.inputs: Ints = trace.input
         self._block_size = block_size
         self._size = prefixes.block_size
+        counts = _whole_outputs(trace, self._size, block_size)
         request, distance = _distances(
             [prompt[: length // self._size] for prompt, length in zip(prefixes.prompts, trace.input, strict=True)],
-            [ids[: _whole_outputs(self._size, *of)] for ids, *of in zip(prefixes.outputs, *trace[:2], strict=True)],
+            [
+                ids[:count] if ids else (None,) * count
+                for ids, count in zip(prefixes.outputs, counts.tolist(), strict=True)
+            ],
             inside,
         )
         self._request, self._needed = request, _worst_so_far(request, distance)
@@ -70,29 +74,33 @@ class ReuseCurve:
         return np.unique((needed[places] + 1) * self._size)
 
 
-def _whole_outputs(size: int, input_length: int, output_length: int) -> int:
-    """Blocks behind a prompt's whole ones that are full when the request ends."""
-    return max(0, (input_length + output_length - 1) // size - input_length // size)
+def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
+    """Return how many of a trace's blocks of `size` tokens are behind each prompt's whole ones when the request ends.
+
+    Those that hold `block_size` tokens each are kept: where they are smaller than a trace's, the count is rounded.
+    """
+    kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
+    return np.maximum(0, (kept + (size - 1) // 2) // size)
 
 
 def _distances(
-    prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], inside: float = 0.0
+    prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
     """Return for each block of a prompt its request, and the other blocks used since its last use (infinite: none).
 
     A request uses all its blocks as it leaves, the last of the sequence first. One of the `inside` before it has not
-    left its answer yet.
+    left its answer yet. Blocks without an id are used once, and take room until they are given up.
     """
-    ids = np.fromiter(
-        (id_ for pair in zip(prompts, outputs, strict=True) for id_ in (pair[0] + pair[1])[::-1]), dtype=np.int64
-    )
+    used = [id_ for prompt, output in zip(prompts, outputs, strict=True) for id_ in (prompt + output)[::-1]]
+    ids = np.fromiter((0 if id_ is None else id_ for id_ in used), dtype=np.int64, count=len(used))
+    known = np.flatnonzero(np.fromiter((id_ is not None for id_ in used), dtype=bool, count=len(used)))
     of_prompt = np.asarray([len(prompt) for prompt in prompts])
     of_output = np.asarray([len(output) for output in outputs])
     counts = of_prompt + of_output
     request = np.repeat(np.arange(len(prompts)), counts)
     begin = np.repeat(np.cumsum(counts) - counts, counts)
     previous = np.full(len(ids), -1, dtype=np.int64)
-    order = np.argsort(ids, kind="stable")
+    order = known[np.argsort(ids[known], kind="stable")]
     same = ids[order[1:]] == ids[order[:-1]]
     previous[order[1:][same]] = order[:-1][same]
     distance = (begin - previous - 1 - _greater_before(previous)).astype(float)

@@ -19,12 +19,14 @@ BLOCK = 16
 
 
 def record(number: int, trace: TraceLengths, at: int, found: int, salt: bytes = b"") -> StepRecord:
-    """The step that begins with a request."""
+    """The step in which a request begins and ends."""
     assert trace.prefixes is not None
-    length = int(trace.input[at])
+    length, output = int(trace.input[at]), int(trace.output[at])
+    left = trace.prefixes.output_chain(at, length, output, BLOCK)
     chain = tuple(salt + key for key in trace.prefixes.chain(at, length, BLOCK))
     arrival = Arrival(number, length, 100, 0, chain=tuple(key.rjust(16, b"\0")[-8:] + key for key in chain))
-    return StepRecord(0, 1, ((number, found, length - found),), (), (), (arrival,), ())
+    encode = ((number, found, length - found),)
+    return StepRecord(0, 1, encode, (), (number,), (arrival,), (), outputs=((number, left),))
 
 
 def play(window: ReuseWindow, trace: TraceLengths, tokens: float, first: int = 0) -> None:

@@ -7,10 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.fakes import FakeExecutor
 from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
+from xgpt.app.simulating import reused_share
+from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.reuse import ReuseCurve, _greater_before
+from xgpt.schema import KvPromise
+from xgpt.schema.step_log import StepRecord
 from xgpt.workload import TraceLengths
+from xrunner.engine import Engine
+from xrunner.generation import Generation
+from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.reuse import exact_share
 
 BLOCK = 16
@@ -34,6 +42,40 @@ def test_the_curve_at_eight_sizes(make, seed: int) -> None:
     assert np.abs(np.subtract(predicted, exact)).max() < 0.03
     assert np.ptp(exact) > 0.1 and sorted(predicted) == predicted
     assert predicted[-1] == pytest.approx(curve.most, abs=0.01)
+
+
+@pytest.mark.parametrize("kv", ["reserve", "quantile"])
+def test_the_engine_runs_the_steps_that_are_simulated(kv: KvPromise) -> None:
+    """Answers that no request goes on from are kept by an engine, which does not know: so they are in simulation."""
+    trace = shared_prompts(300, np.random.default_rng(0), prompts=12, prompt_tokens=200, mean_input=60, mean_output=90)
+    assert trace.prefixes is not None and not any(trace.prefixes.outputs)
+    lengths, longest = list(zip(trace.input.tolist(), trace.output.tolist(), strict=True)), int(trace.output.max())
+
+    def schedule() -> OneLane:
+        return OneLane(LaneSettings(mix=True, max_batch=6, token_budget=96), Pool(250, BLOCK, kv=kv))
+
+    requests = [
+        SimulatedRequest(
+            number,
+            input_,
+            longest,
+            output,
+            0,
+            chain=trace.prefixes.chain(number, input_, BLOCK),
+            output_chain=trace.prefixes.output_chain(number, input_, output, BLOCK),
+        )
+        for number, (input_, output) in enumerate(lengths)
+    ]
+    simulated = SimulatedEngine(schedule(), lambda now_ns, step: now_ns + 1, requests).run()
+    log: list[StepRecord] = []
+    engine = Engine(schedule(), FakeExecutor(), on_step=log.append, reuse=True)
+    for number, (input_, output) in enumerate(lengths):
+        tokens = [token for id_ in trace.prefixes.prompts[number] for token in [id_] * BLOCK][:input_]
+        engine.submit(Generation(number, tuple(tokens), longest, output_length=output))
+    while engine.step() is not None:
+        pass
+    assert [(r.encode, r.decode, r.preempted) for r in log] == [(r.encode, r.decode, r.preempted) for r in simulated]
+    assert 0.2 < reused_share(log) < 0.95 * ReuseCurve(trace, BLOCK).most, "memory has to give prompts up"
 
 
 def test_requests_with_nothing_in_common() -> None:

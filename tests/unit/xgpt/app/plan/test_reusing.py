@@ -121,9 +121,13 @@ def test_replanning_counts_on_what_is_found(plan: Plan, path: Path, tmp_path: Pa
     alone = xgpt.plan(**PROBLEM, workload=lengths, objective="saturated")
     profile = profile_of(alone, None)
     of_all = observe_lengths(rows.input, rows.output, plan.workload)
+    assert rows.prefixes is not None
+    ends = rows.input // 16, (rows.input + rows.output - 1) // 16
     window = [
-        Common(int(length), np.array(ids[: length // 16], np.int64), np.empty(0, np.int64), found=0)
-        for length, ids in zip(rows.input, rows.prefixes.prompts if rows.prefixes else (), strict=True)
+        Common(int(length), np.array(ids[: length // 16], np.int64), -np.arange(1000 * at, 1000 * at + left), found=0)
+        for at, (length, left, ids) in enumerate(
+            zip(rows.input, ends[1] - ends[0], rows.prefixes.prompts, strict=True), start=1
+        )
     ]
     curve = observed_reuse(window, plan.block_size)
     assert curve is not None and plan.estimate.reuse is not None
