@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     "--order",
     type=click.Choice(["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]),
     default=None,
-    help="Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of those that can still "
-    "keep --ttft, then the others; sjf, the shortest prompt; lpt, the longest "
+    help="Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can "
+    "keep --ttft, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
     "(TCB); slotted-das, the same for rows in slots; shuffled, by arrival, but each 64 in random order.  "
     "[default: fcfs; slack also tries in-time]",

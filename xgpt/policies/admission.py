@@ -14,13 +14,14 @@ account that enters is the one overdue for longest, and its account competes wit
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from xgpt.policies.orders import Entry, LatestStart, Order, make_order, prune
+from xgpt.policies.in_time import FirstTokens, InTimeOrder, Job, Pace
+from xgpt.policies.orders import DasOrder, Entry, Order, SlottedDasOrder, SortedOrder, deadline, prune, shuffled
 from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
 
@@ -83,6 +84,21 @@ class Queue:
         account = self._account(request)
         account.priority = request.account.priority
         account.add(request, self._number)
+
+    def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
+        """Decide which requests give way to others that can be in time, and return those of them that are begun.
+
+        Each account's requests are looked at with those that are begun, and without other accounts'.
+        """
+        self._next = None
+        orders = [account.order for account in self._accounts.values()]
+        return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
+
+    def head_gives_way(self) -> bool:
+        """Whether the head lets requests go first that can be in time; there is one."""
+        chosen = self._choose()
+        order = chosen.account.order
+        return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
 
     def push_front(self, request: Request) -> None:
         """Let a request that has been inside wait before its account's others; it expires no more."""
@@ -326,16 +342,40 @@ class _Account:
         prune(self._arrived, self.order.numbers, len(self.order))
 
 
+def make_order(order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None) -> Order:
+    """Return an empty order; its arguments are those of `make_queue`."""
+    match order:
+        case "fcfs":
+            return SortedOrder()
+        case "in-time":
+            assert first_tokens is not None
+            return InTimeOrder(first_tokens)
+        case "sjf":
+            return SortedOrder(lambda request: request.input_length)
+        case "lpt":
+            return SortedOrder(lambda request: -request.max_output)
+        case "edf":
+            return SortedOrder(deadline)
+        case "shuffled":
+            return SortedOrder(shuffled)
+        case "das":
+            assert row_tokens is not None
+            return DasOrder(row_tokens)
+        case "slotted-das":
+            assert row_tokens is not None
+            return SlottedDasOrder(row_tokens)
+
+
 def make_queue(
     order: AdmissionOrder = "fcfs",
     row_tokens: int | None = None,
     patience_ns: int | None = None,
-    latest_ns: LatestStart | None = None,
+    first_tokens: FirstTokens | None = None,
 ) -> Queue:
     """Return an empty queue.
 
     Args:
         row_tokens: prompt tokens that das looks at together.
-        latest_ns: when a request must begin to keep its bound on the time to first token (in-time).
+        first_tokens: when they are due, and how long prompts take (in-time).
     """
-    return Queue(partial(make_order, order, row_tokens, latest_ns), patience_ns)
+    return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from xgpt.errors import InputError
 from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.orders import LatestStart
+from xgpt.policies.in_time import FirstTokens
 from xgpt.policies.pool import Pool
 from xgpt.policies.row_pool import RowPool
 from xgpt.policies.rule import LaneSettings, lane_settings
@@ -17,9 +17,6 @@ from xgpt.policies.tcb import Batching
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
 from xgpt.schema import ChunkedSettings, Plan, SingleLaneSettings, Stage, WaaSettings
 from xgpt.workload import decoding_share
-
-SHARED = 1.5
-"""How many times longer a prompt takes among others than in a step of its own."""
 
 
 def build(plan: Plan) -> Schedule:
@@ -93,6 +90,7 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
         ahead=is_ahead and settings.mix and len(plan.stages) == 1 and settings.microbatches == 1,
         reuse_is_planned=estimate.reuse is not None,
         slack=_slack(plan, policy),
+        first_tokens=first_tokens(plan),
     )
 
 
@@ -106,14 +104,14 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
     return Slack(budget, StepClock(times), round(budget.share * tpot_ns), len(plan.stages))
 
 
-def latest_start(plan: Plan) -> LatestStart | None:
-    """When a request must begin to have its first token within the plan's bound; None: the order does not ask."""
+def first_tokens(plan: Plan) -> FirstTokens | None:
+    """When first tokens are due by the plan's bound, and how long prompts take; None: the order does not ask."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
     assert times is not None and ttft_ns is not None
-    clock = StepClock(times)
-    return lambda request: request.arrival_ns + ttft_ns - round(SHARED * clock.prompt_ns(request.input_length))
+    at_once = min(len(plan.stages), getattr(plan.policy, "microbatches", 1))
+    return FirstTokens(StepClock(times), ttft_ns, at_once)
 
 
 def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:
@@ -130,7 +128,7 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
 
 def queue_of(plan: Plan) -> Queue:
     """Return an empty queue in the plan's order of admission."""
-    return make_queue(plan.admission.order, plan.admission.row_tokens, plan.patience_ns, latest_start(plan))
+    return make_queue(plan.admission.order, plan.admission.row_tokens, plan.patience_ns, first_tokens(plan))
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:

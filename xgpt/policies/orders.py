@@ -1,8 +1,8 @@
 """The orders of admission: which of an account's waiting requests enters next.
 
-First come, first served (fcfs) or almost (in-time, shuffled), shortest prompt first (sjf), longest output first (lpt),
-earliest deadline first (edf), and TCB's deadline-aware scheduling (das), also for rows in slots (slotted-das). All keep
-requests sorted as they come, so that a step pays for those that enter, not for those that wait.
+First come, first served (fcfs) or almost (shuffled; in-time is in `in_time`), shortest prompt first (sjf), longest
+output first (lpt), earliest deadline first (edf), and TCB's deadline-aware scheduling (das), also for rows in slots
+(slotted-das). All keep requests sorted as they come, so that a step pays for those that enter, not for those that wait.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from xgpt.policies.request import Request
-from xgpt.schema import AdmissionOrder
 
 Entry = tuple[float, int, Request]
 """(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
-
-
-LatestStart = Callable[[Request], int]
-"""When a request must begin at the latest, on the clock of `arrival_ns`."""
 
 WINDOW = 64
 """Requests, in the order of their ids, that the order "shuffled" deals out among each other: those of many batches, and
@@ -130,45 +125,6 @@ class SortedOrder(Order):
 
     def _drop(self, request: Request) -> None:
         prune(self._heap, self.numbers, len(self.numbers))
-
-
-class InTimeOrder(Order):
-    """The first to arrive enters next of those that can still begin in time, then of those that no longer can.
-
-    Which those are depends on the clock alone, however often it was set in between.
-    """
-
-    def __init__(self, latest_ns: LatestStart) -> None:
-        super().__init__()
-        self._latest_ns = latest_ns
-        self._now_ns = 0
-        self._in_time = SortedOrder()
-        self._late = SortedOrder()
-        self._by_latest: list[Entry] = []
-
-    def at(self, now_ns: int) -> None:
-        self._now_ns = now_ns
-        numbers = self._in_time.numbers
-        while self._by_latest and self._by_latest[0][0] < now_ns:
-            _, number, request = heappop(self._by_latest)
-            if numbers.get(request.id) == number:
-                self._in_time.drop(request)
-                self._late.add(request, number)
-
-    def first(self) -> Request:
-        return (self._in_time if self._in_time.numbers else self._late).first()
-
-    def _add(self, request: Request, number: int) -> None:
-        latest_ns = self._latest_ns(request)
-        if latest_ns < self._now_ns:
-            self._late.add(request, number)
-            return
-        self._in_time.add(request, number)
-        heappush(self._by_latest, (latest_ns, number, request))
-
-    def _drop(self, request: Request) -> None:
-        (self._in_time if request.id in self._in_time.numbers else self._late).drop(request)
-        prune(self._by_latest, self._in_time.numbers, len(self._in_time))
 
 
 class DasOrder(Order):
@@ -324,30 +280,6 @@ class SlottedDasOrder(DasOrder):
     def restore(self, state: tuple[Any, ...]) -> None:
         *of_row, self.slots = state
         super().restore(tuple(of_row))
-
-
-def make_order(order: AdmissionOrder, row_tokens: int | None = None, latest_ns: LatestStart | None = None) -> Order:
-    """Return an empty order; its arguments are those of `make_queue`."""
-    match order:
-        case "fcfs":
-            return SortedOrder()
-        case "in-time":
-            assert latest_ns is not None
-            return InTimeOrder(latest_ns)
-        case "sjf":
-            return SortedOrder(lambda request: request.input_length)
-        case "lpt":
-            return SortedOrder(lambda request: -request.max_output)
-        case "edf":
-            return SortedOrder(deadline)
-        case "shuffled":
-            return SortedOrder(shuffled)
-        case "das":
-            assert row_tokens is not None
-            return DasOrder(row_tokens)
-        case "slotted-das":
-            assert row_tokens is not None
-            return SlottedDasOrder(row_tokens)
 
 
 class EarliestUpTo:

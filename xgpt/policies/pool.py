@@ -104,6 +104,11 @@ class Pool:
         self.batches.extend(added)
         return added
 
+    def in_turn(self, first: MicroBatch) -> list[MicroBatch]:
+        """Return all micro-batches in the order of their turns, from one on."""
+        number = self.batches.index(first)
+        return self.batches[number:] + self.batches[:number]
+
     @property
     def prompt_blocks(self) -> int:
         """Number of blocks where prompts are encoded."""

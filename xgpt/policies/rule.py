@@ -7,10 +7,13 @@ the same schedule on the simulated clock and on the real one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 from typing import Any
 
+from xgpt.policies.in_time import FirstTokens
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.policies.slack import Room, Slack, TimeRoom, TokenRoom
@@ -46,6 +49,7 @@ class LaneSettings:
         whole_prompts: a prompt waits for a step that has room for all of it, or is empty (only with `mix`).
         slack: prompts fill a step as far as running requests have time, in place of `token_budget` (only with `mix`).
         thresholds: what ends a phase, once its iterations are done (only without `mix`).
+        first_tokens: when they are due, where prompts that cannot be in time give way.
     """
 
     mix: bool
@@ -64,6 +68,7 @@ class LaneSettings:
     whole_prompts: bool = False
     slack: Slack | None = None
     thresholds: Thresholds | None = None
+    first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
         """The settings of one micro-batch: its share of whatever counts requests or tokens."""
@@ -206,14 +211,17 @@ class OneLaneRule:
         Args:
             may_encode: a phase may begin now.
         """
+        settings = self.settings
+        giving_way = (
+            frozenset() if settings.first_tokens is None else self._give_way(settings.first_tokens, pool, batch)
+        )
         if not batch.num_running and not (may_encode and pool.can_admit()):
             return None
-        settings = self.settings
         if not (settings.refill_when_empty and batch.encoding):  # nothing decodes before all parts are encoded
             pool.make_room(batch)
         encode: tuple[Chunk, ...] = ()
         if settings.mix:
-            encode = self._fill(pool, batch)
+            encode = self._fill(pool, batch, giving_way)
         elif settings.refill_when_empty:
             encode = self._part(pool, batch)
         elif batch.encoding or (may_encode and self._may_begin_phase(pool, batch)):
@@ -243,50 +251,72 @@ class OneLaneRule:
             return tuple(batch.decoding)
         return tuple(r.id for r in batch.decoding.values() if r.generated < r.max_output and not pool.is_leaving(r.id))
 
-    def _fill(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+    def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
+        """Decide which prompts let those go first that can be in time; returns those of them that are begun."""
+        settings, decoding = self.settings, batch.decoding.values()
+        # Those that have been preempted have had their first token.
+        begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
+        context = sum([r.input_length + r.generated for r in decoding])
+        pace = first_tokens.pace(len(decoding), context, settings.token_budget, settings.slack)
+        return pool.waiting.plan(begun, pace)
+
+    def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
         """Prompts as far as the step has room, up to the largest batch."""
         if self.settings.slack is not None:
-            return self._fill_in_time(self.settings.slack, pool, batch)
+            return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
         decodes = 0 if self.settings.prompts_first else len(self._decodable(pool, batch))
-        return self._fill_room(TokenRoom(None if budget is None else budget - decodes), pool, batch)
+        return self._fill_room(TokenRoom(None if budget is None else budget - decodes), pool, batch, giving_way)
 
-    def _fill_in_time(self, slack: Slack, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+    def _fill_in_time(
+        self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
+    ) -> tuple[Chunk, ...]:
         """Prompts as far as running requests can spare time."""
         forecast, now_ns = pool.forecast, pool.now_ns
         running = [batch.decoding[id_] for id_ in self._decodable(pool, batch)]
-        due_ns = [
-            slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming)
-            for each in pool.batches
-            for coming in [each.steps_under_way if each.assumed is None else 0]
-            for r in each.decoding.values()
-        ]
-        first_due_ns = min(due_ns, default=now_ns)
-        spare_s = slack.step_s(forecast.until_ns(first_due_ns, now_ns, pool.num_under_way))
+        free_ns = forecast.free_ns(now_ns, pool.num_under_way)
+        own, *others = (_first_due_ns(slack, each, now_ns) - free_ns for each in pool.in_turn(batch))
         context = sum([r.input_length + r.generated for r in running])
-        room = TimeRoom(slack, spare_s if due_ns else None, len(running), context)
-        chunks = self._fill_room(room, pool, batch)
+        begun = (r for each in pool.batches for r in each.encoding.values())
+        even = slack.even_tokens(r.context - r.encoded for r in chain(begun, pool.waiting))
+        room = TimeRoom(slack, slack.step_s(own, others), len(running), context, even)
+        chunks = self._fill_room(room, pool, batch, giving_way)
         if chunks or running:
             forecast.begin(now_ns, room.seconds, slack.num_stages)
         return chunks
 
-    def _fill_room(self, room: Room, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Prompts as far as the step has room, up to the largest batch."""
+    def _fill_room(self, room: Room, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
+        """Prompts as far as the step has room, up to the largest batch: those that are begun, then others; of both
+        those last that give way."""
         chunks: list[Chunk] = []
-        for request in batch.encoding.values():
+        begun = list(batch.encoding.values())
+        self._go_on(room, pool, [request for request in begun if request.id not in giving_way], chunks)
+        late = [request for request in begun if request.id in giving_way]
+        self._admit(room, pool, batch, chunks, in_time=bool(late))
+        if late:
+            self._go_on(room, pool, late, chunks)
+            self._admit(room, pool, batch, chunks)
+        return tuple(chunks)
+
+    def _go_on(self, room: Room, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
+        """Take more of prompts that are begun."""
+        for request in begun:
             if not room.is_open:
-                return tuple(chunks)
-            if self.settings.ahead and pool.is_leaving(request.id):
-                continue
-            chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
+                return
+            if not (self.settings.ahead and pool.is_leaving(request.id)):
+                chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
+
+    def _admit(self, room: Room, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False) -> None:
+        """Take prompts that wait; `in_time`: as long as the next one gives way to none."""
         while room.is_open and self._has_slot(batch):
+            if in_time and pool.num_waiting and pool.waiting.head_gives_way():
+                return
             if self.settings.whole_prompts and not self._holds_next(room, pool):
-                break
+                return
             admitted = pool.admit(batch)
             if admitted is None:
-                break
+                return
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
-        return tuple(chunks)
 
     def _holds_next(self, room: Room, pool: Pool) -> bool:
         """Whether the next prompt fits what is left of a step, uncut unless it is longer than any step."""
@@ -324,6 +354,17 @@ class OneLaneRule:
             self._budget.spend(length)
         self._budget.close()
         return tuple(chunks)
+
+
+def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
+    """When the first request of a micro-batch is due its next token, after those under way; infinite where none
+    decodes."""
+    coming = batch.steps_under_way if batch.assumed is None else 0
+    due_ns = (
+        slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming)
+        for r in batch.decoding.values()
+    )
+    return min(due_ns, default=inf)
 
 
 def are_met(thresholds: Thresholds, num_waiting: int, oldest_wait_ns: int) -> bool:

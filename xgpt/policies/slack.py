@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from math import inf
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from xgpt.schema import SlackBudget, StepTimes
@@ -22,6 +21,15 @@ class StepClock:
     def tokens(self, count: int) -> float:
         """Return the seconds that this many tokens take, without attention."""
         return _at(self._tokens, self._tokens_s, count)
+
+    def most_tokens(self, seconds: float) -> int:
+        """Return how many tokens take no longer than this, without attention."""
+        counts, times = self._tokens, self._tokens_s
+        i = min(bisect_right(times, seconds), len(times) - 1) - 1
+        if i < 0:
+            return 0
+        share = min((seconds - times[i]) / (times[i + 1] - times[i]), 1.0) if times[i + 1] > times[i] else 1.0
+        return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
         """Return the seconds that decodes take beyond their tokens."""
@@ -66,18 +74,46 @@ class Slack(NamedTuple):
         budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
         return self._replace(budget=budget, num_microbatches=count)
 
-    def step_s(self, spare_ns: int) -> float:
-        """Return the seconds that a step may take where the first request is due its next token after so long.
+    @property
+    def equal_ns(self) -> float:
+        """Nanoseconds of a step, through all stages, where all micro-batches have equal parts of a token's time."""
+        return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
 
-        Micro-batches take turns: while one's requests wait for a token, each of the others runs a step. So a step has
-        the part of a token's time that makes all of them equal, and an equal part of what there is beyond: were one to
-        take all, the others' steps would be late behind it, and stages idle in their turns.
+    def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
+        """Return the seconds that a step may take, through all stages.
+
+        Micro-batches take turns, each with a step of equal parts. Another's next step begins once this one has left the
+        first stage, and leaves the last one after it.
+
+        Args:
+            own_ns: from when the first stage is free until the first of the micro-batch's requests is due its next
+                token; infinite where none decodes.
+            others_ns: the same of the other micro-batches' next steps, in the order of their turns.
         """
-        count, stages = self.num_microbatches, self.num_stages
+        stages, equal_ns = self.num_stages, self.equal_ns
+        left_ns = own_ns
+        for place, until_ns in enumerate(others_ns):
+            turn_ns = until_ns - place * equal_ns / stages
+            left_ns = min(left_ns, stages * (turn_ns - equal_ns), turn_ns - equal_ns / stages)
+        return left_ns / 1e9
+
+    def even_tokens(self, to_encode: Iterable[int]) -> int:
+        """Return the prompt tokens from which on a step leaves further prompts to other micro-batches' steps.
+
+        Were one to take all, stages would idle in the others' turns.
+
+        Args:
+            to_encode: tokens of each prompt that waits or is begun.
+        """
+        count, most = self.num_microbatches, self.budget.most_tokens
         if count == 1:
-            return spare_ns / 1e9
-        equal_ns = self.tpot_ns * stages / max(stages, count)
-        return (equal_ns + (spare_ns - self.tpot_ns) / count) / 1e9
+            return most
+        total = 0
+        for tokens in to_encode:
+            total += tokens
+            if total >= count * most:
+                return most
+        return -(-total // count)
 
 
 class LaneForecast:
@@ -87,8 +123,8 @@ class LaneForecast:
         self._begun: deque[tuple[int, int]] = deque()
         """When steps were scheduled, and nanoseconds of each on a stage."""
 
-    def until_ns(self, due_ns: int, now_ns: int, num_under_way: int) -> int:
-        """Return what a step that is scheduled now has until then, once the first stage is free.
+    def free_ns(self, now_ns: int, num_under_way: int) -> int:
+        """Return when the first stage can begin a step that is scheduled now.
 
         Args:
             num_under_way: of the steps that have begun, how many have not ended.
@@ -98,7 +134,7 @@ class LaneForecast:
         free_ns = 0
         for begun_ns, stage_ns in self._begun:
             free_ns = max(begun_ns, free_ns) + stage_ns
-        return due_ns - max(now_ns, free_ns)
+        return max(now_ns, free_ns)
 
     def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
         """Note a step that is scheduled now."""
@@ -146,28 +182,29 @@ class TimeRoom:
     """As many tokens as the step can take and be over in time, within the budget's limits.
 
     Args:
-        spare_s: until the first running request is due its next token; None: none runs.
+        spare_s: that the step may take.
         decodes, context: requests that the step decodes, and tokens that they attend to.
+        even: prompt tokens from which on it takes no further prompt.
     """
 
-    def __init__(self, slack: Slack, spare_s: float | None, decodes: int, context: int) -> None:
-        self._clock, self._budget = slack.clock, slack.budget
+    def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
+        self._clock, budget = slack.clock, slack.budget
+        self._least, self._most, self._even = budget.least_tokens, budget.most_tokens, even
         self._decodes, self._used = decodes, 0
         self._others_s = self._clock.decodes(decodes, context)
-        self._left_s = inf if spare_s is None else spare_s
+        self._left_s = spare_s
 
     @property
     def is_open(self) -> bool:
-        used, budget = self._used, self._budget
-        return used < budget.most_tokens and (used < budget.least_tokens or self._is_over_in_time(0, 1))
+        used = self._used
+        return used < min(self._most, self._even) and (used < self._least or self._is_over_in_time(0, 1))
 
     def holds(self, length: int) -> bool:
-        return self._used + length <= self._budget.most_tokens and self._is_over_in_time(0, length)
+        return self._used + length <= self._most and self._is_over_in_time(0, length)
 
     def take(self, start: int, end: int) -> int:
-        budget, used = self._budget, self._used
-        length = min(end - start, budget.most_tokens - used)
-        least = min(max(budget.least_tokens - used, 1), length)
+        length = min(end - start, self._most - self._used)
+        least = min(max(self._least - self._used, 1), length)
         if length > least and not self._is_over_in_time(start, length):
             low, high = least, length  # the longest piece with which it is
             while high - low > 1:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from xgpt import policies
-from xgpt.policies.build import latest_start
-from xgpt.policies.orders import InTimeOrder
+from xgpt.policies.in_time import InTimeOrder
 from xgpt.schema import Plan, StageLane
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals, two_lane_arrivals
@@ -55,9 +54,10 @@ def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Strea
     schedule = policies.build(plan)
     if not isinstance(schedule, policies.OneLane) or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
         return None
-    settings, latest_ns = schedule.settings, latest_start(plan)
-    if settings.ahead or (plan.admission.order != "fcfs" and (latest_ns is None or not settings.mix)):
+    settings = schedule.settings
+    first_tokens = settings.first_tokens
+    if settings.ahead or (plan.admission.order != "fcfs" and (first_tokens is None or not settings.mix)):
         return None
     kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    in_time = None if latest_ns is None else InTimeOrder(latest_ns)
+    in_time = None if first_tokens is None else InTimeOrder(first_tokens)
     return TimedRun(settings, lanes["both"], kv, stream, in_time, plan.patience_ns)

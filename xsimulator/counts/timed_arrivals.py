@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
+from math import inf
 
-from xgpt.policies.orders import InTimeOrder
+from xgpt.policies.in_time import InTimeOrder
 from xgpt.policies.request import Request
 from xgpt.policies.rule import LaneSettings, are_met
-from xgpt.policies.slack import LaneForecast, Slack, TimeRoom
+from xgpt.policies.slack import LaneForecast, Room, Slack, TimeRoom, TokenRoom
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts.arrivals import Kv, Stream
 from xsimulator.counts.stepped_arrivals import Batch, Step
@@ -37,6 +39,8 @@ class TimedRun(SteppedRun):
         super().__init__(settings, cost, kv, stream)
         self._order, self._patience_ns = order, patience_ns
         self._num_taken_in = 0
+        self._giving_way: Collection[int] = ()
+        """Requests that are begun and let others go first."""
         self._oldest: list[int] = []
         """Waiting requests, the first to arrive first; those that have entered are left out when they come up."""
         self._is_waiting = [False] * len(self.inputs)
@@ -56,6 +60,8 @@ class TimedRun(SteppedRun):
             self._joined[batch].append((request, batch.iteration))
 
     def _step_of(self, number: int, batch: Batch) -> Step | None:
+        if self._order is not None:
+            self._plan(self._of_batch[number], batch)
         step = super()._step_of(number, batch)
         if step is not None and step.decodes and self._settings.slack is not None:
             self._note_joined(batch)
@@ -77,44 +83,87 @@ class TimedRun(SteppedRun):
             heappush(self._due[batch], (self.now_ns - slack.tpot_ns * iteration, request))
         self._joined[batch].clear()
 
-    def _spare_s(self, slack: Slack) -> float | None:
-        """What a step may take until the first request in decode is due, of all micro-batches; None: none decodes."""
-        firsts: list[int] = []
-        for batch, due in self._due.items():
-            while due and self.end_ns[due[0][1]] >= 0:
-                heappop(due)
-            iteration = batch.iteration + batch.steps  # their tokens are on the way
-            firsts += [due[0][0] + slack.tpot_ns * iteration] if due else []
-            joined = [of for request, of in self._joined[batch] if self.end_ns[request] < 0]
-            firsts += [self.now_ns + slack.tpot_ns * (iteration - of) for of in joined]
-        due_ns = slack.due_ns(min(firsts), 1) if firsts else self.now_ns
-        spare_ns = self._forecast.until_ns(due_ns, self.now_ns, len(self._under_way))
-        return slack.step_s(spare_ns) if firsts else None
+    def _first_due_ns(self, slack: Slack, batch: Batch) -> float:
+        """When the first request of a micro-batch is due its next token, after those under way; infinite where none
+        decodes."""
+        due = self._due[batch]
+        while due and self.end_ns[due[0][1]] >= 0:
+            heappop(due)
+        iteration = batch.iteration + batch.steps  # their tokens are on the way
+        firsts = [due[0][0] + slack.tpot_ns * iteration] if due else []
+        joined = [of for request, of in self._joined[batch] if self.end_ns[request] < 0]
+        firsts += [self.now_ns + slack.tpot_ns * (iteration - of) for of in joined]
+        return slack.due_ns(min(firsts), 1) if firsts else inf
+
+    def _step_s(self, slack: Slack, batch: Batch) -> float:
+        """Return what a step of a micro-batch may take."""
+        free_ns, number = self._forecast.free_ns(self.now_ns, len(self._under_way)), self._batches.index(batch)
+        in_turn = self._batches[number:] + self._batches[:number]
+        own, *others = (self._first_due_ns(slack, each) - free_ns for each in in_turn)
+        return slack.step_s(own, others)
 
     def _fill(self, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
-        self._take_in()
         if settings.slack is None:
-            return super()._fill(settings, batch)
-        room = TimeRoom(settings.slack, self._spare_s(settings.slack), batch.decoding, batch.context)
+            if self._order is None:
+                return super()._fill(settings, batch)
+            decodes = 0 if settings.prompts_first else batch.decoding
+            budget = settings.token_budget
+            return self._fill_room(TokenRoom(None if budget is None else budget - decodes), settings, batch)
+        even = settings.slack.even_tokens(self._to_encode())
+        room = TimeRoom(settings.slack, self._step_s(settings.slack, batch), batch.decoding, batch.context, even)
         chunks = self._fill_room(room, settings, batch)
         if chunks or batch.decoding:
             self._forecast.begin(self.now_ns, room.seconds, settings.slack.num_stages)
         return chunks
 
-    def _fill_room(self, room: TimeRoom, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
+    def _to_encode(self) -> Iterator[int]:
+        """Yield the tokens that are left of each prompt that is begun or waits."""
+        for batch in self._batches:
+            yield from (self.inputs[request] - encoded for request, encoded in batch.encoding.items())
+        waiting = range(self.head, self.tail) if self._order is None else self._order.numbers
+        yield from (self.inputs[request] for request in waiting)
+
+    def _fill_room(self, room: Room, settings: LaneSettings, batch: Batch) -> list[tuple[int, int, int]]:
         chunks: list[tuple[int, int, int]] = []
-        for request, encoded in batch.encoding.items():
+        begun, giving_way = list(batch.encoding.items()), self._giving_way
+        self._go_on(room, [of for of in begun if of[0] not in giving_way], chunks)
+        late = [of for of in begun if of[0] in giving_way]
+        self._take_more(room, settings, batch, chunks, in_time=bool(late))
+        if late:
+            self._go_on(room, late, chunks)
+            self._take_more(room, settings, batch, chunks)
+        return chunks
+
+    def _go_on(self, room: Room, begun: list[tuple[int, int]], chunks: list[tuple[int, int, int]]) -> None:
+        for request, encoded in begun:
             if not room.is_open:
-                return chunks
+                return
             chunks.append((request, encoded, room.take(encoded, self.inputs[request])))
+
+    def _take_more(
+        self,
+        room: Room,
+        settings: LaneSettings,
+        batch: Batch,
+        chunks: list[tuple[int, int, int]],
+        *,
+        in_time: bool = False,
+    ) -> None:
         most = settings.max_batch
         while room.is_open and self.head < self.tail and (most is None or batch.num_running < most):
+            if in_time and self._head_gives_way():
+                return
+            if settings.whole_prompts and not self._holds_next(room, settings):
+                return
             admitted = self.admit()
             if admitted is None:
-                break
+                return
             start = batch.encoding[admitted] = self.found(admitted)
             chunks.append((admitted, start, room.take(start, self.inputs[admitted])))
-        return chunks
+
+    def _holds_next(self, room: Room, settings: LaneSettings) -> bool:
+        length = self.inputs[self.head if self._order is None else self._first()[0]]
+        return room.holds(length if settings.token_budget is None else min(length, settings.token_budget))
 
     # Thresholds ----------------------------------------------------------------------------------------------
 
@@ -129,19 +178,38 @@ class TimedRun(SteppedRun):
 
     def _take_in(self) -> None:
         """Let those wait that have arrived, and set the order's clock."""
-        if self._order is None:
-            return
+        assert self._order is not None
         for i in range(self._num_taken_in, self.tail):
             self._is_waiting[i] = True
             self._oldest.append(i)
-            self._order.add(Request(i, self.inputs[i], self.max_output, self._arrivals_ns[i]), i)
+            self._order.add(self._request(i), i)
         self._num_taken_in = self.tail
         self._order.at(self.now_ns)
+
+    def _plan(self, settings: LaneSettings, batch: Batch) -> None:
+        """Decide which prompts give way."""
+        assert self._order is not None
+        self._take_in()
+        of = self._order.first_tokens
+        begun = [
+            of.job(self._request(request, encoded))
+            for each in self._batches
+            for request, encoded in each.encoding.items()
+        ]
+        pace = of.pace(batch.decoding, batch.context, settings.token_budget, settings.slack)
+        self._giving_way = self._order.plan(begun, pace)
+
+    def _request(self, request: int, encoded: int = 0) -> Request:
+        return Request(request, self.inputs[request], self.max_output, self._arrivals_ns[request], encoded=encoded)
+
+    def _head_gives_way(self) -> bool:
+        assert self._order is not None
+        first, is_overdue = self._first()
+        return not is_overdue and self._order.gives_way(self._request(first))
 
     def can_admit(self) -> bool:
         if self._order is None:
             return super().can_admit()
-        self._take_in()
         if self.head == self.tail:
             return False
         first, _ = self._first()
@@ -154,7 +222,7 @@ class TimedRun(SteppedRun):
             return None
         request, is_overdue = self._first()
         self._may_be_overdue = not is_overdue
-        self._order.drop(Request(request, self.inputs[request], self.max_output))
+        self._order.drop(self._request(request))
         self._is_waiting[request] = False
         self.head += 1
         self._reserved += self._kv.of(self.inputs[request] + self.max_output)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xgpt.app.plan.arrivals import best_by_arrivals
+from xgpt.app.plan.arrivals import best_by_arrivals, rate_of, with_capacity
 from xgpt.app.plan.problems import scheduler
 from xgpt.app.plan.request import POLICY_GROUPS, PolicyChoice
 from xgpt.app.plan.saturation import settled, with_simulated_figures
@@ -21,15 +21,15 @@ from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from xgpt.app.plan.profiles import Progress
     from xscheduler.problem import Problem
     from xscheduler.schedule import Scheduler
     from xscheduler.search import Method
 
-TIGHTER = 0.4
-"""Of the bound on the time per token: under it tuning finds another budget to begin with."""
+TIGHTER = (0.7, 0.4)
+"""Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """What other planners offer, on replicas of equal stages."""
 
@@ -63,7 +63,9 @@ def plan_each(
             plans = {kind: with_simulated_figures(plan, problem.profile) for kind, plan in plans.items()}
         if policy in TUNED:  # never without a word in `auto`: it takes its time
             (base,) = plans.values()
-            others = [finish(plan) for plan in _others(of, TUNED[policy])]
+            fixed = [base, *_under_tighter(problem, kinds, finish, search)]
+            base, *others = sorted(fixed, key=rate_of, reverse=True)
+            others += [finish(plan) for plan in _on_one_stage(of, TUNED[policy], fixed)]
             return {policy: tune(base, policy, problem.profile, others=others, order=order)}
         return _distinct(plans)
     plans = best_of_each(of, kinds, progress)
@@ -84,14 +86,33 @@ def _check_tunable(problem: Problem, policy: str) -> None:
         raise InputError("policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra")
 
 
-def _others(of: Scheduler, kind: str) -> list[Plan]:
-    """Plans to begin tuning with, other than a policy's best: of other placements, and for a tighter time per token,
-    under which the closed form takes smaller budgets."""
-    constraint = of.problem.constraint
+def _under_tighter(
+    problem: Problem, kinds: tuple[str, ...], finish: Callable[[Plan], Plan], search: Method
+) -> Iterator[Plan]:
+    """Yield the best plans under a tighter time per token, with their capacities under the bound itself."""
+    constraint = problem.constraint
     assert constraint.tpot_s is not None
-    tighter = of.under(constraint.model_copy(update={"tpot_s": TIGHTER * constraint.tpot_s}))
-    found = [plan for plan, _ in (*of.by_arrivals(kind, 2), *tighter.by_arrivals(kind, 1))]
-    return [plan.model_copy(update={"constraint": constraint}) for plan in found]
+    for share in TIGHTER:
+        tighter = problem.under(constraint.model_copy(update={"tpot_s": share * constraint.tpot_s}))
+        try:
+            found = best_by_arrivals(scheduler(tighter, search), kinds, finish=finish)
+        except InfeasibleError:
+            continue
+        for plan in found.values():
+            plan = plan.model_copy(update={"constraint": constraint})
+            yield with_capacity(plan, problem.profile, rate_of(plan), edges=False)
+
+
+def _on_one_stage(of: Scheduler, kind: str, fixed: list[Plan]) -> list[Plan]:
+    """Return a policy's best plan in closed form whose steps pass one stage, where none of these is one.
+
+    Steps of a pipeline have less time, and a prompt passes one of its micro-batches alone.
+    """
+    problem = of.problem
+    if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
+        return []
+    one = replace(problem, fixed={**problem.fixed, "pp": 1})
+    return [plan for plan, _ in scheduler(one, "branch-and-bound").by_arrivals(kind, 1)]
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:

@@ -20,7 +20,7 @@ from xgpt.schema import AdmissionOrder, Plan, Profile, SlackBudget, Thresholds
 if TYPE_CHECKING:
     import optuna
 
-NUM_TRIALS = 56
+NUM_TRIALS = 44
 ROUND = 4
 """Settings that are proposed together: the same whatever the number of processes, so that plans do not depend on it."""
 NUM_PROCESSES = 2
@@ -69,7 +69,7 @@ def tune(
     for settings in proposed(plan):
         study.enqueue_trial({"plan": 0, **settings})
     for i, other in enumerate(plans[1:], 1):
-        for settings in islice(proposed(other), 3):
+        for settings in islice(proposed(other), 5):
             study.enqueue_trial({"plan": i, **settings})
     with _workers(plan, profile) as score_all:
         for _ in range(NUM_TRIALS // ROUND):
@@ -122,7 +122,7 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Settings to begin with: the fixed budget, in the order of arrival; then by slack alone."""
+    """Settings to begin with: the fixed budget, in the order of arrival and in time; then by slack alone."""
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,
@@ -134,12 +134,11 @@ def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
     }
     yield fixed
     yield {**fixed, **_in_time(plan)}
-    fixed["by_slack"] = True
-    for share in (0.95, 0.85):
-        yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32, "share": share, **_in_time(plan)}
-    yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32}
-    yield {**fixed, "least": 32, "beyond": LARGEST_STEP / 32, "behind": 4, **_in_time(plan)}
-    yield {**fixed, "least": max(budget // 2, 16), "beyond": 4.0, **_in_time(plan)}
+    slack = {**fixed, "by_slack": True, "least": 32, "beyond": LARGEST_STEP / 32}
+    for share, behind in ((0.97, 0), (0.93, 0), (0.95, 1), (0.95, 0), (0.9, 0), (0.97, 2), (0.97, 4)):
+        yield {**slack, "share": share, "behind": behind, **_in_time(plan)}
+    yield slack
+    yield {**slack, "least": max(budget // 2, 16), "beyond": 4.0, **_in_time(plan)}
 
 
 def _in_time(plan: Plan) -> dict[str, str]:
@@ -150,8 +149,8 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
     by_slack = trial.suggest_categorical("by_slack", [False, True])
     least = trial.suggest_int("least", 16, LARGEST_STEP, log=True)
     most = round(least * trial.suggest_float("beyond", 1.0, LARGEST_STEP / 16, log=True))
-    share = round(trial.suggest_float("share", 0.6, 1.0), 3)
-    behind = trial.suggest_int("behind", 0, 16)
+    share = round(trial.suggest_float("share", 0.7, 1.0), 3)
+    behind = trial.suggest_int("behind", 0, 8)
     orders = ["fcfs"] if plan.constraint.ttft_s is None else ["fcfs", "in-time"]
     chosen: Any = trial.suggest_categorical("order", orders)
     slack = SlackBudget(

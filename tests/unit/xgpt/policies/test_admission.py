@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.xgpt.policies.test_in_time import nanosecond_a_token
 from xgpt.policies import admission
 from xgpt.policies.admission import Queue
-from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, InTimeOrder, SlottedDasOrder, SortedOrder, utility
+from xgpt.policies.in_time import InTimeOrder
+from xgpt.policies.orders import WINDOW, DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
 from xgpt.policies.request import Request
 from xgpt.schema import Account, AdmissionOrder
 
@@ -23,7 +25,7 @@ ORDERS = get_args(AdmissionOrder)
 
 
 def make_queue(order: AdmissionOrder = "fcfs", row_tokens: int | None = None, patience_ns: int | None = None) -> Queue:
-    return admission.make_queue(order, row_tokens, patience_ns, lambda request: request.arrival_ns + 50)
+    return admission.make_queue(order, row_tokens, patience_ns, nanosecond_a_token(ttft_ns=60))
 
 
 def request(id_: int, length: int, deadline_ns: int | None = None, arrival_ns: int = 0) -> Request:
@@ -319,7 +321,7 @@ def heaps_of(queue: Queue) -> list[list[object]]:
             case DasOrder():
                 heaps += order._heaps.values()
             case InTimeOrder():
-                heaps += [order._in_time._heap, order._late._heap, order._by_latest]
+                heaps += [order._jobs, order._late._heap, order._by_latest]
             case SortedOrder():
                 heaps.append(order._heap)
             case _:
@@ -343,7 +345,7 @@ def test_in_time_lets_those_last_that_are_too_late() -> None:
     queue = filled(make_queue("in-time"), [request(0, 10), request(1, 10), request(2, 10)])
     for id_, arrival_ns in ((3, 60), (4, 70)):
         queue.push(Request(id_, 10, 10, arrival_ns))
-    queue.expire(80)  # the first three had to begin by 50
+    queue.expire(80)  # the first three had to begin by 50: ten tokens, due at 60
     assert [one.id for one in queue.ahead(5)] == [3, 4, 0, 1, 2]
     queue.expire(115)  # the fourth by 110
     assert [one.id for one in queue.ahead(5)] == [4, 0, 1, 2, 3]

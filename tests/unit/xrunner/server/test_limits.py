@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import SPEC, FakeExecutor, byte_codec, eventually, fake_app, fake_engine, fake_plan, running
+from tests.unit.xgpt.policies.test_in_time import nanosecond_a_token
 from xgpt.errors import InputError
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.policies.admission import make_queue
@@ -156,8 +157,8 @@ def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: Admi
         now_s += rng.exponential(20 / (3 * capacity_per_s))
         size = int(rng.integers(1, 20)), output, output
         requests.append(SimulatedRequest(id_, *size, round(now_s * 1e9), account=account))
-    latest_ns = (lambda pending: pending.arrival_ns + 10**9) if order == "in-time" else None
-    pool = Pool(10_000, 16, waiting=make_queue(order, 100 if "das" in order else None, 2 * 10**9, latest_ns))
+    first_tokens = nanosecond_a_token(10**9) if order == "in-time" else None
+    pool = Pool(10_000, 16, waiting=make_queue(order, 100 if "das" in order else None, 2 * 10**9, first_tokens))
     lane = OneLane(LaneSettings(mix=True, max_batch=8), pool)
     tokens = {"a": 0, "b": 0}
     engine = SimulatedEngine(lane, lambda start_ns, step: start_ns + 10_000_000, requests)
