@@ -3,8 +3,7 @@
 Where prompts wait that cannot all be encoded in time, those that take longest give way, as few as possible
 (Moore and Hodgson's algorithm, with prompts that are begun already among them).
 
-Source: Moore, An n job, one machine sequencing algorithm for minimizing the number of late jobs, Management Science
-15(1), 1968.
+Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
 
 from __future__ import annotations
