@@ -228,6 +228,16 @@ class SeenSteps:
         """Step of the last admission: from there on batches shrink."""
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
+    def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
+        """When requests have their first token: where no step that encodes makes it, the first that decodes does."""
+        if encode_emits:
+            return self.end_s[self.first_token[ids]]
+        found = np.full(len(ids), np.nan)
+        for batch, steps in self.steps.items():
+            own = self.batch[ids] == batch
+            found[own] = self.end_s[steps[self.joined[ids[own]]]]
+        return found
+
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
         """Seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
         opens = int(self.admitted[ids[0]])

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtri
 
 from xgpt.errors import InputError
 from xsimulator.costs.curves import Array, Table
@@ -94,18 +95,18 @@ class TwoLaneModel:
         met = sd**2
         encoding = through * (1 + met)
         queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
-        first_gap = moving + step / 2 + step
-        decodes = self.quantile_decodes
-        emits = not self.decode.has_encoder
+        decodes, emits = self.quantile_decodes, not self.decode.has_encoder
+        own, slow = (step, step) if emits else self._with_newcomers(encode_batch, microbatches, batch, step, sd)
+        first_gap = moving + step / 2 + own
         ttft = encoding + queued + (0.0 if emits else first_gap)
-        latency = encoding + queued + ((moving + step / 2) if decodes else 0.0) + decodes * step
+        latency = encoding + queued + ((first_gap + (decodes - 1) * step) if decodes else 0.0)
         has_first_gap = emits and 1 / mean_decodes > 0.01
         return Performance(
             throughput=throughput,
             latency=latency,
             ttft=ttft,
             tpot=(latency - ttft) / max(decodes - (not emits), 1),
-            itl_p99=first_gap if has_first_gap else step,
+            itl_p99=first_gap if has_first_gap else slow,
             encode_batch=encode_batch,
             encode_tokens=tokens,
             decode_batch=batch,
@@ -277,9 +278,8 @@ class TwoLaneModel:
         """
         cost, slowest, through = (of[..., :size] for of in self._decode_grid)
         joining = GRID[:size] / max(self.mean_decodes, 1e-9)
-        some = -np.expm1(-joining / encode_batch[:, None])  # [n, grid]
-        tokens = joining / np.maximum(some, 1e-12) * self.lengths.mean_input
-        some = -np.expm1(-joining / largest_batch[:, None])
+        tokens = joining / _share_joined(joining, encode_batch[:, None]) * self.lengths.mean_input  # [n, grid]
+        some = _share_joined(joining, largest_batch[:, None])
         extra = self.decode.cross_kv(tokens)  # [kinds, n, grid]
         long = np.stack([(cost[:, None] + extra).max(axis=0), through + self._decode_pipeline.all_stages(extra)])
         short = np.stack([np.broadcast_to(slowest, some.shape), np.broadcast_to(through, some.shape)])
@@ -287,6 +287,37 @@ class TwoLaneModel:
         share = np.stack([1 - some, some]).reshape(1, 2, -1)
         rounds = RandomSteps(steps[1], steps[0], share, np.repeat(microbatches, size)).round()
         return np.maximum(rounds[0].reshape(some.shape), 1e-12)
+
+    def _with_newcomers(
+        self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
+    ) -> tuple[Array, Array]:
+        """Seconds of the iteration with which a request of an encoder joins, and what 99% of all gaps do not exceed.
+
+        Args:
+            batch, step: requests in decode, and seconds of an iteration in the mean.
+            deviation: of an encode batch's tokens, relative.
+        """
+        each = batch / microbatches
+        joining = each / max(self.mean_decodes, 1e-9)
+        some = _share_joined(joining, encode_batch)
+        tokens = joining / some * self.lengths.mean_input
+        # The share of the joined steps that takes longer than 99% of all steps.
+        beyond = np.clip(0.01 / some, 0.01, 0.5)
+        cost, slowest, through = (of[..., 1:] for of in self._decode_grid)
+        at = np.maximum(each, encode_batch * self._stays.together / microbatches)
+        costs = np.stack([np.interp(at, GRID[1:], of) for of in cost])
+        slowest, through = np.interp(at, GRID[1:], slowest), np.interp(at, GRID[1:], through)
+
+        def longer(tokens: Array) -> Array:
+            extra = self.decode.cross_kv(tokens)
+            waiting = (costs + extra).max(axis=0) - slowest
+            passing = self._decode_pipeline.all_stages(extra)
+            return np.where(microbatches * slowest > through, waiting, passing)
+
+        mean = longer(tokens)
+        own = step + (1 - some) * mean
+        slow = step - some * mean + longer(tokens * (1 + deviation * -ndtri(beyond)))
+        return own, np.where(microbatches * some > 0.01, slow, step)
 
     @cached_property
     def _encode_table(self) -> Table:
@@ -313,6 +344,11 @@ class TwoLaneModel:
         some = np.maximum(GRID, 1.0)
         through = self._decode_pipeline.through(table(some)[:, 0], decode.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
+
+
+def _share_joined(joining: Array, batch: Array) -> Array:
+    """Of steps that requests join, where `joining` do so in the mean, batch by batch at even intervals."""
+    return np.clip(joining / batch, 1e-12, 1.0)
 
 
 def as_interpolated(batches: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.app.plan.arrivals import BOUNDS, rate_of, simulating
 from xgpt.app.plan.verifying import request_law, with_law
-from xgpt.app.simulating import check_fits, outstanding_requests, run_requests, warm_up_requests
+from xgpt.app.simulating import check_fits, encode_emits, outstanding_requests, run_requests, warm_up_requests
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import quantile, sample
@@ -122,7 +122,7 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
     ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
-    first_s = seen.end_s[seen.first_token[chosen]]
+    first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))
     ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
     length = quantile(plan.workload.output, plan.constraint.planned_quantile)
     about = (outputs[chosen] >= max(2, length / ABOUT)) & (outputs[chosen] <= ABOUT * length)

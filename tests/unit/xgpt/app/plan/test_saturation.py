@@ -43,3 +43,13 @@ def test_where_nothing_keeps_a_bound_in_simulation_it_is_said():
     with pytest.raises(InfeasibleError) as caught:
         api.solve(**SUBJECT, latency_bound_s=8.0, ttft_s=0.001)
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("task", "bound_s"), [("summarization", 2.8), ("translation", None)])
+def test_requests_of_an_encoder_decoder_have_their_first_token_in_the_decode_lane(task, bound_s):
+    """The steps that they join are the long ones there: their first tokens', and gaps of those inside."""
+    subject = {"model": "t5-11b", "cluster": "a40x8", "policy": "waa", "objective": "saturated"}
+    plan = api.solve(**subject, workload=task, latency_bound_s=bound_s).best
+    seen = api.simulate(plan, num_requests=1500).figures
+    assert plan.estimate.ttft_s == pytest.approx(seen["ttft_s"], rel=0.1)
+    assert plan.estimate.itl_p99_s == pytest.approx(seen["itl_p99_s"], rel=0.12)
