@@ -148,10 +148,11 @@ def simulate_fleet(
     order = np.argsort(homes, kind="stable")
     edges = np.searchsorted(homes[order], np.arange(len(replicas) + 1))
 
-    def run(number: int, replica: Replica) -> None:
+    def run(number: int) -> None:
         chosen = order[edges[number] : edges[number + 1]]
         if not len(chosen):
             return
+        replica = replicas[number]
         plan = kinds[replica.kind].plan
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
         # A request that came before the replica served has waited for it.
@@ -163,8 +164,9 @@ def simulate_fleet(
         ttft[chosen], whole[chosen] = first - arrivals_s, end - arrivals_s
         tpot[chosen] = (end - first) / np.maximum(outputs - 1, 1)
 
+    largest_first = np.argsort(-np.diff(edges), kind="stable")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # what is compiled lets others run
-        for done in [pool.submit(run, number, replica) for number, replica in enumerate(replicas)]:
+        for done in [pool.submit(run, number) for number in largest_first.tolist()]:
             done.result()
     path_s = np.asarray([kinds[replica.kind].plan.request_path_s for replica in replicas])[homes]
     return RequestTimes(ttft + path_s, tpot, whole + path_s)

@@ -132,6 +132,9 @@ def test_a_controller_killed_in_mid_change_loses_no_request_and_no_replica(tmp_p
         try:
             with autoscaling(tmp_path, port) as keeper:
                 until_said(keeper, "start 2 of")
+                until_s = time.monotonic() + READY_S  # it says so before it starts the first of them
+                while len(world.replicas(0.0)) < 2 and time.monotonic() < until_s:
+                    time.sleep(0.05)
             with autoscaling(tmp_path, port) as keeper:
                 asking = [clients.submit(ask) for _ in range(2)]
                 until_said(keeper, "drain ")
