@@ -26,6 +26,7 @@ import httpx
 import numpy as np
 
 import xgpt
+from benchmarks.lib import made
 from xgpt.app.fleet.operating import simulate
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.io import dump_json, write_atomic
@@ -60,6 +61,7 @@ class Live:
     starts: int
     replicas: int
     left_over: int
+    commit: str
 
 
 def draw(rate: float, seconds: float, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -159,6 +161,7 @@ def _live(
         starts=sum(line.startswith("start ") for line in notes),
         replicas=max((int(line.split(" ready")[0].rsplit(" ", 1)[1]) for line in notes if " ready" in line), default=0),
         left_over=len(marked),
+        commit=made.commit(),
     )
 
 

@@ -12,9 +12,14 @@ from xgpt.machine import detect
 PACKAGES = ("numpy", "numba", "scipy")
 
 
+def commit() -> str:
+    """Return the commit that is checked out."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 def page(title: str, text: str, body: str) -> str:
     """A page: its title, what it shows, the table, and where, when and with what it was made."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
-    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit `{commit.stdout.strip()}`, {date.today()}.\n"
+    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit `{commit()}`, {date.today()}.\n"
