@@ -3,12 +3,14 @@
     python -m benchmarks.reuse overhead
     python -m benchmarks.reuse soak [--requests 20000]
     python -m benchmarks.reuse curve TRACE.jsonl...
-    python -m benchmarks.reuse served [--requests 60]
+    python -m benchmarks.reuse served [--requests 60] [--latency-bound 18]
+    python -m benchmarks.reuse gain
     python -m benchmarks.reuse page -o docs/results/reuse.md
 
 Each keeps its part of the page in `--work DIR`, and `page` puts them together. `served` plans a scaled agent trace for
 this machine, once counting on reuse and once not, runs both plans and one of them without reuse, and compares
-predictions with measurements. What of it is in DIR already (profile, plans, a plan's run) is not made again.
+predictions with measurements. `gain` simulates such plans under several bounds and sizes of memory. What of it is in
+DIR already (profile, a plan's run) is not made again.
 """
 
 from __future__ import annotations
@@ -41,17 +43,19 @@ from xsimulator.reuse import exact_share
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9
 """Of the machine, so that memory has to be divided."""
+SIZES_GIB = (2.9, 4.0, 6.0)
+BOUNDS_S = (60.0, 25.0, 18.0, 12.0)
 REPEATS = 7
 """Times that an overhead is measured; the least counts."""
-PARTS = ("served", "curve", "overhead", "soak")
-SERVED = """## Planned and measured
+PARTS = ("served-*", "gain", "curve", "overhead", "soak")
+SERVED = """## Planned and measured, latency within {bound:g} s
 
-`python -m benchmarks.reuse served --requests {count}`: OPT-125M (random weights), chunked, of whose memory {memory} GiB
-are taken for the machine's, so that it has to be divided. Requests of an agent's tools, always waiting: {prompts}
-prompts of {prompt_tokens} tokens in the mean, drawn with probabilities in proportion to n^-0.8, a question of
-{mean_input:.0f} and an answer of {mean_output:.0f} behind them. The simulated engine runs the same requests as the
-machine, of which {count} are measured. TTFT counts from admission. At the pace: with every step as much longer than its
-prediction as the run's steps were (pace).
+`python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}`: OPT-125M (random weights), chunked,
+on {device}; {memory} GiB are taken for the machine's memory, so that it has to be divided. Requests of an agent's
+tools, always waiting: {prompts} prompts of {prompt_tokens} tokens in the mean, drawn with probabilities in proportion
+to n^-0.8, a question of {mean_input:.0f} and an answer of {mean_output:.0f} behind them. The simulated engine runs the
+same requests as the machine, of which {count} are measured. TTFT and latency, at the quantile's length, count from
+admission. At the pace: with every step as much longer than its prediction as the run's steps were (pace).
 
 | plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|
@@ -61,8 +65,15 @@ prediction as the run's steps were (pace).
 |---|---|---|---|---|---|---|---|
 {firsts}
 
+| plan | reuse | latency simulated | measured | error | at the pace |
+|---|---|---|---|---|---|
+{latencies}
+
 {gain}
 """
+CURVE = """`python -m benchmarks.reuse curve`: the share of prompt tokens found, predicted in one pass over the trace,
+and replayed block by block on the engine's own blocks. `conversation_trace` and `synthetic_trace` are of Mooncake's
+FAST'25 release. Of its third one, `toolagent_trace`, 93 rows could be had (`toolagent_extract`)."""
 
 
 @click.group()
@@ -79,7 +90,7 @@ def main(context: click.Context, work: Path) -> None:
 @click.pass_obj
 def page(work: Path, output: Path) -> None:
     """Write what the other commands have kept as one page."""
-    parts = [part.read_text(encoding="utf-8") for name in PARTS if (part := work / f"{name}.md").exists()]
+    parts = [part.read_text(encoding="utf-8") for name in PARTS for part in sorted(work.glob(f"{name}.md"))]
     text = "Written by `python -m benchmarks.reuse`: [what is reused, and how plans count on it](../guide/reuse.md)."
     write_atomic(output, made_page("Reuse of prompts", text, "\n".join(parts)))
 
@@ -204,13 +215,7 @@ class _Echo(OneAtATime):
 def curve(work: Path, traces: tuple[Path, ...]) -> None:
     """The share of prompt tokens that caches of eight sizes find, predicted in one pass and replayed block by block."""
     with _part(work, "curve") as lines:
-        lines += [
-            "## Found by size of cache",
-            "",
-            "`python -m benchmarks.reuse curve`: the share of prompt tokens found,",
-        ]
-        lines.append("predicted in one pass over the trace, and replayed block by block on the engine's own blocks.")
-        lines.append("`conversation_trace` and `synthetic_trace` are of Mooncake's FAST'25 release.")
+        lines += ["## Found by size of cache", "", CURVE]
         for path in traces:
             trace = read_lengths(path)
             assert trace.prefixes is not None, f"{path} does not say what requests have in common"
@@ -231,6 +236,8 @@ def curve(work: Path, traces: tuple[Path, ...]) -> None:
 
 AGENTS = {"prompts": 12, "prompt_tokens": 400, "mean_input": 60.0, "mean_output": 40.0}
 """Of `shared_prompts`."""
+MOST_TOKENS = 1800
+"""Of a request: longer ones are left out."""
 
 
 class Shown(NamedTuple):
@@ -239,30 +246,34 @@ class Shown(NamedTuple):
     Attributes:
         rate: requests a second at saturation.
         first_s: mean time from admission to the first token.
+        latency_s: from admission to the last token, at the length of the plan's quantile.
         found: share of the prompt tokens.
         pace: measured over predicted time of the same steps; 1 where simulated.
     """
 
     rate: float
     first_s: float
+    latency_s: float
     found: float
     pace: float = 1.0
 
 
 @main.command()
 @click.option("--requests", default=60, show_default=True, help="That are measured, once as many run as may.")
+@click.option("--latency-bound", default=60.0, show_default=True, help="Seconds.")
 @click.pass_obj
-def served(work: Path, requests: int) -> None:
+def served(work: Path, requests: int, latency_bound: float) -> None:
     """Plans with and without reuse on this machine, predicted and measured."""
-    trace = _within(shared_prompts(2000, np.random.default_rng(0), **AGENTS), 1800)  # type: ignore[arg-type]
-    steps, aware, unaware = _planned(work, trace)
-    rates, firsts, measured = [], [], []
+    trace = _agents()
+    steps, aware, unaware = _planned(work, trace, MEMORY_GIB, latency_bound)
+    rates, firsts, latencies, measured = [], [], [], []
     for name, plan, reuse in (
         ("weighs batch against cache", aware, True),
         ("ignores reuse", unaware, True),
         ("ignores reuse", unaware, False),
     ):
-        kept = work / f"run-{requests}-{'aware' if plan is aware else 'unaware'}-{'on' if reuse else 'off'}.json"
+        which = f"{'aware' if plan is aware else 'unaware'}-{'on' if reuse else 'off'}"
+        kept = work / f"run-{latency_bound:g}-{requests}-{which}.json"
         if not kept.exists():
             write_atomic(kept, json.dumps(_measured(plan, steps, trace, requests, reuse=reuse)))
         shown = Shown(*json.loads(kept.read_text()))
@@ -272,16 +283,47 @@ def served(work: Path, requests: int) -> None:
         cells = [name, mode, f"{policy.token_budget}", f"{policy.max_batch}", f"{plan.estimate.throughput_rps:.2f}"]  # type: ignore[union-attr]
         cells += _compared(of.rate, shown.rate, 1 / shown.pace, "")
         rates.append(f"| {' | '.join([*cells, f'{shown.pace:.2f}'])} |")
+        cells = [name, mode, *_compared(of.latency_s, shown.latency_s, shown.pace, " s")]
+        latencies.append(f"| {' | '.join(cells)} |")
         cells = [name, mode, *_compared(of.first_s, shown.first_s, shown.pace, " s")]
         firsts.append(f"| {' | '.join([*cells, f'{of.found:.1%}', f'{shown.found:.1%}'])} |")
         click.echo(rates[-1] + "\n" + firsts[-1])
-    gain = (
+    gained = (
         f"Weighing batch against cache serves {measured[0] / measured[1]:.2f} times what the plan that ignores reuse "
         f"does, and {measured[0] / measured[2]:.2f} times what that one does with reuse off."
     )
-    with _part(work, "served") as lines:
-        filled = {"rates": "\n".join(rates), "firsts": "\n".join(firsts), "gain": gain}
-        lines.append(SERVED.format(count=requests, memory=MEMORY_GIB, **AGENTS, **filled))
+    with _part(work, f"served-{latency_bound:g}") as lines:
+        tables = {"rates": rates, "firsts": firsts, "latencies": latencies}
+        filled = {
+            "gain": gained,
+            "device": steps.device,
+            **{name: "\n".join(rows) for name, rows in tables.items()},
+        }
+        lines.append(SERVED.format(count=requests, memory=MEMORY_GIB, bound=latency_bound, **AGENTS, **filled))
+
+
+@main.command()
+@click.option("--requests", default=400, show_default=True)
+@click.pass_obj
+def gain(work: Path, requests: int) -> None:
+    """What plans that count on reuse gain, simulated, by memory and by bound."""
+    trace = _agents()
+    with _part(work, "gain") as lines:
+        lines += ["## Gain by memory and bound", ""]
+        lines.append(
+            f"`python -m benchmarks.reuse gain`: the same plans, simulated on {requests} requests. Weighs: counts on "
+            "reuse. Ignores: planned from lengths alone, served with reuse. Off: the same plan without reuse."
+        )
+        lines += ["", "| memory, GiB | bound, s | batches | weighs, req/s | ignores | off | over ignores | over off |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for memory in SIZES_GIB:
+            for bound in BOUNDS_S:
+                steps, aware, unaware = _planned(work, trace, memory, bound)
+                of = [(aware, True), (unaware, True), (unaware, False)]
+                rates = [_simulated(plan, steps, trace, requests, reuse=reuse).rate for plan, reuse in of]
+                batches = f"{aware.policy.max_batch}, {unaware.policy.max_batch}"  # type: ignore[union-attr]
+                cells = [f"{memory:g}", f"{bound:g}", batches, *(f"{rate:.2f}" for rate in rates)]
+                lines.append(f"| {' | '.join([*cells, *(f'{rates[0] / rate:.2f}' for rate in rates[1:])])} |")
 
 
 def _compared(predicted: float, measured: float, at_pace: float, unit: str) -> list[str]:
@@ -289,13 +331,18 @@ def _compared(predicted: float, measured: float, at_pace: float, unit: str) -> l
     return [f"{predicted:.2f}{unit}", f"{measured:.2f}{unit}", *errors]
 
 
-def _planned(work: Path, trace: TraceLengths) -> tuple[Profile, Plan, Plan]:
+def _agents() -> TraceLengths:
+    trace = shared_prompts(2000, np.random.default_rng(0), **AGENTS)  # type: ignore[arg-type]
+    return trace.take(np.flatnonzero(trace.input + trace.output <= MOST_TOKENS))
+
+
+def _planned(work: Path, trace: TraceLengths, memory_gib: float, bound_s: float) -> tuple[Profile, Plan, Plan]:
     """Return step times, the plan that counts on reuse, and the one of the lengths alone."""
     import xgpt
     from xgpt.resolve import load_cluster
 
     cluster = load_cluster("local")
-    device = cluster.device.model_copy(update={"memory_bytes": int(MEMORY_GIB * 2**30)})
+    device = cluster.device.model_copy(update={"memory_bytes": int(memory_gib * 2**30)})
     agents, lengths, times = work / "agents.jsonl", work / "lengths.csv", work / "profile.json"
     write_atomic(agents, write(trace))
     pairs = zip(trace.input.tolist(), trace.output.tolist(), strict=True)
@@ -308,17 +355,11 @@ def _planned(work: Path, trace: TraceLengths) -> tuple[Profile, Plan, Plan]:
         "cluster": cluster.model_copy(update={"device": device}),
         "objective": "saturated",
         "policy": "chunked",
-        "latency_bound_s": 60.0,
+        "latency_bound_s": bound_s,
         "profile": steps,
     }
     aware, unaware = (xgpt.plan(**asked, workload=path) for path in (agents, lengths))  # type: ignore[arg-type]
     return steps, aware, unaware
-
-
-def _within(trace: TraceLengths, most: int) -> TraceLengths:
-    fits = np.flatnonzero(trace.input + trace.output <= most)
-    assert trace.prefixes is not None and trace.timestamp_s is not None
-    return TraceLengths(trace.input[fits], trace.output[fits], trace.timestamp_s[fits], trace.prefixes.take(fits))
 
 
 def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
@@ -356,7 +397,7 @@ def _read(plan: Plan, log: list[StepRecord], count: int) -> Shown:
     from xgpt.app.simulating import read_log, reused_share
 
     found = read_log(plan, plan.workload, log, count, saturated=True)
-    return Shown(found.throughput_rps, found.ttft_s, reused_share(log))
+    return Shown(found.throughput_rps, found.ttft_s, found.latency_s, reused_share(log))
 
 
 def _prompt(trace: TraceLengths, number: int) -> tuple[int, ...]:
