@@ -33,7 +33,7 @@ FROM_PARTS = ("gemma3",)
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """The model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
+    """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
     Its stop tokens are those of generation_config.json, where there is one that names any. Embedding and head are tied
     where config.json says so and no head is stored.
@@ -50,7 +50,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """The model that a config.json alone describes: its stop tokens and what is tied are as it says.
+    """Return the model that a config.json alone describes: its stop tokens and what is tied are as it says.
 
     Raises:
         InputError: as `read_spec` does.
@@ -61,7 +61,7 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    """What config.json says, and the directory that holds it, if any."""
+    """Return what config.json says, and the directory that holds it, if any."""
     config = _read_object(path) or {}
     family = config.get("model_type")
     if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
@@ -89,7 +89,7 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """What generation_config.json says of how tokens are chosen: defaults of requests, as vLLM takes them.
+    """Return what generation_config.json says of how tokens are chosen: defaults of requests, as vLLM takes them.
 
     Raises:
         InputError: a value is out of its range.
@@ -105,7 +105,7 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file."""
+    """Return a JSON object; None where there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
+    """Return the files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
 
     model.safetensors, or the shards that model.safetensors.index.json names, each in the same directory.
 
@@ -181,7 +181,7 @@ def _text_of(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
-    """The token that a decoder starts with: generation_config.json's, or else config.json's."""
+    """Return the token that a decoder starts with: generation_config.json's, or else config.json's."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

@@ -40,7 +40,7 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def own_api_key() -> str | None:
-    """What XGPT_API_KEY says; None: nothing.
+    """Return what XGPT_API_KEY says; None: nothing.
 
     Raises:
         InputError: it is none. Never shows it.
@@ -104,7 +104,7 @@ class Connection:
         return event.status_code
 
     async def read(self) -> bytes | None:
-        """The next piece of the answer's body; None: there is no more. Raises one of `Failure`."""
+        """Return the next piece of the answer's body; None: there is no more. Raises one of `Failure`."""
         event = await self._next()
         if isinstance(event, h11.Data):
             return bytes(event.data)
@@ -113,7 +113,7 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """What is left of the answer's body. Raises one of `Failure`."""
+        """Return what is left of the answer's body. Raises one of `Failure`."""
         pieces = []
         while (piece := await self.read()) is not None:
             pieces.append(piece)

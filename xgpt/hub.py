@@ -17,12 +17,12 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """The id that a plan's checkpoint is; None: it is a directory, or there is none."""
+    """Return the id that a plan's checkpoint is; None: it is a directory, or there is none."""
     return checkpoint.removeprefix(PREFIX) if checkpoint is not None and checkpoint.startswith(PREFIX) else None
 
 
 def cached(model_id: str) -> Path | None:
-    """The directory of a model's newest download in huggingface_hub's cache; None: it is not there."""
+    """Return the directory of a model's newest download in huggingface_hub's cache; None: it is not there."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{model_id.replace('/', '--')}"

@@ -32,7 +32,7 @@ def configs_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where profiles are cached: XDG_CACHE_HOME/xgpt, or ~/.cache/xgpt."""
+    """Return where profiles are cached: XDG_CACHE_HOME/xgpt, or ~/.cache/xgpt."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "xgpt"
 
@@ -46,7 +46,7 @@ FILES = (".yaml", ".yml", ".csv", ".json", ".jsonl")
 
 
 def find_config(kind: ConfigKind, name: str) -> Path:
-    """The file behind a name on the command line: a shipped config, or a path.
+    """Return the file behind a name on the command line: a shipped config, or a path.
 
     Raises:
         InputError: neither exists; the message lists what does.
@@ -96,7 +96,7 @@ def _one_line(error: ValidationError, field: str, depth: int = 0) -> InputError:
 
 
 def load_cluster_yaml(path: Path) -> Any:
-    """A cluster's document; a `device` that is a name stands for the document of that kind of device.
+    """Return a cluster's document; a `device` that is a name stands for the document of that kind of device.
 
     Raises:
         InputError: there is no such file, or no such device.
@@ -147,7 +147,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
 
 def dump_json(value: BaseModel) -> str:
-    """The text of one of our files. It is read back first: what is written here can be read.
+    """Return the text of one of our files. It is read back first: what is written here can be read.
 
     Raises:
         XgptError: it cannot (`model_copy` checks nothing), with the field that is wrong.
@@ -250,7 +250,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """The steps of a log; a last line that is cut short (the engine was killed) is left out."""
+    """Return the steps of a log; a last line that is cut short (the engine was killed) is left out."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

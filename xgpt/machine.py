@@ -90,7 +90,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """The largest shipped cluster of such devices, for their datasheet's rates and links."""
+    """Return the largest shipped cluster of such devices, for their datasheet's rates and links."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -98,7 +98,7 @@ def _shipped_cluster_of(device: str) -> ClusterSpec | None:
 
 
 def slug(name: str) -> str:
-    """A product's name as configs write it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
+    """Return a product's name as configs write it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
     plain = re.sub(r"\((r|tm)\)|\b(nvidia|tesla|cpu|processor)\b|@.*", " ", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "cpu"
 
@@ -157,7 +157,7 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel's, empty where this system has none."""
+    """Return the text of a file of the kernel's, empty where this system has none."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -9,14 +9,14 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def whole(text: str) -> int:
-    """The integer that a text is. Raises ValueError."""
+    """Return the integer that a text is. Raises ValueError."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"not a whole number: {text!r}")
     return int(text)
 
 
 def decimal(text: str) -> float:
-    """The finite number that a text is. Raises ValueError."""
+    """Return the finite number that a text is. Raises ValueError."""
     if not _DECIMAL.fullmatch(text) or (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"not a number: {text!r}")
     return number

@@ -99,7 +99,7 @@ class Sample:
 
     @classmethod
     def of(cls, requests: Sequence[Seen]) -> Sample:
-        """A window as numbers; not of an empty one.
+        """Return a window as numbers; not of an empty one.
 
         May run in another thread than counts the tokens: which requests have finished is read first, so that none
         counts as finished with fewer tokens than it generated.
@@ -274,7 +274,7 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """The requests since lengths changed; None: they have not, or too few have ended since.
+        """Return the requests since lengths changed; None: they have not, or too few have ended since.
 
         Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
         """
@@ -291,7 +291,7 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """How little chance explains its inputs or its outputs."""
+        """Return how little chance explains its inputs or its outputs."""
         if sample.num_finished < MIN_FINISHED // 2:
             return 0.0
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN

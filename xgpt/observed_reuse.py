@@ -114,7 +114,7 @@ def most_kept(plan: Plan) -> int:
 
 
 def _numbers(chain: Chain) -> Ints:
-    """The first eight bytes of each key, as numbers."""
+    """Return the first eight bytes of each key, as numbers."""
     if not chain:
         return np.empty(0, np.int64)
     return np.frombuffer(b"".join(key[:8].ljust(8) for key in chain), dtype=np.int64)

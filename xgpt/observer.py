@@ -54,7 +54,7 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """The measured slowdown where it is known and another than the plan rests on, else the plan's."""
+    """Return the measured slowdown where it is known and another than the plan rests on, else the plan's."""
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
     return measured

@@ -30,7 +30,7 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """The shape of a model, and the absolute path of its weights' directory (None: it is not here).
+    """Return the shape of a model, and the absolute path of its weights' directory (None: it is not here).
 
     Args:
         name: a shipped model, a YAML file, a directory in Hugging Face layout, or a Hugging Face id.
@@ -67,7 +67,7 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """A cluster by name or file; `local` is the machine at hand, `local:N` takes N devices of it.
+    """Return a cluster by name or file; `local` is the machine at hand, `local:N` takes N devices of it.
 
     Raises:
         InputError: there is no such cluster, or what is there is no cluster.
@@ -85,7 +85,7 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """An engine by name or file; a framework's name stands for its newest version.
+    """Return an engine by name or file; a framework's name stands for its newest version.
 
     Raises:
         InputError: there is no such engine, or what is there is none.
@@ -96,7 +96,7 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """The engine whose steps a profile has; None: any engine's, or none that is described.
+    """Return the engine whose steps a profile has; None: any engine's, or none that is described.
 
     vLLM measured on this machine runs under xgpt's own schedule: none of what it does by itself holds.
     """
@@ -113,7 +113,7 @@ def _version_of(name: str) -> tuple[int, ...]:
 
 
 def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
-    """A workload's histograms, by name or file.
+    """Return a workload's histograms, by name or file.
 
     Args:
         name: a shipped workload, a YAML file, or a trace (.csv, .jsonl).
@@ -137,7 +137,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
-    """A workload by name or file, or as it is given, within the context of a model.
+    """Return a workload by name or file, or as it is given, within the context of a model.
 
     Raises:
         InputError: see `load_workload`.
@@ -150,7 +150,7 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """The requests of a workload that is a trace, pair by pair; None where it is none."""
+    """Return the requests of a workload that is a trace, pair by pair; None where it is none."""
     path = find_config("workloads", name)
     return read_lengths(path) if path.suffix in _TRACES else None
 

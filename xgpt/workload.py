@@ -87,7 +87,7 @@ class TraceLengths(NamedTuple):
 
 
 def histogram(distribution: LengthDistribution) -> Histogram:
-    """The exact probability of every whole length.
+    """Return the exact probability of every whole length.
 
     A truncated normal gives length k the mass of its density over [k - 1/2, k + 1/2], over min to max.
 
@@ -121,7 +121,7 @@ def _normal_mass(k: int, normal: TruncatedNormal) -> float:
 
 
 def histogram_of(values: ArrayLike) -> Histogram:
-    """The histogram of observed lengths."""
+    """Return the histogram of observed lengths."""
     lengths, counts = np.unique(np.asarray(values, dtype=np.int64), return_counts=True)
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((counts / counts.sum()).tolist()))
 
@@ -144,7 +144,7 @@ def decoding_share(workload: Workload) -> float:
 
 
 def quantile(histogram: Histogram, q: float) -> int:
-    """The smallest length with cdf >= q.
+    """Return the smallest length with cdf >= q.
 
     Raises:
         InputError: q lies outside (0, 1].

@@ -95,7 +95,7 @@ class AheadWorker(Worker):
         self.num_ahead += 1
 
     def _take(self, ids: tuple[int, ...]) -> Tensor | None:
-        """The tokens of these requests' next step, where it runs already. # int64 [requests]"""
+        """Return the tokens of these requests' next step, where it runs already. # int64 [requests]"""
         ahead, self._ahead = self._ahead, None
         if ahead is None or not ahead.index.keys() >= set(ids):
             return None

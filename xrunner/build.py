@@ -59,7 +59,7 @@ class WorkerSettings:
 def build_worker(
     settings: WorkerSettings, *, part: Part | None = None, group: Group | None = None, pipe: Pipe | None = None
 ) -> Worker:
-    """A worker with its weights loaded, on one device.
+    """Return a worker with its weights loaded, on one device.
 
     Args:
         part: what this rank holds of the model; None: all of it.
@@ -107,7 +107,7 @@ def build_worker(
 
 
 def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
-    """A worker that runs whole batches in rows, on one device; its K/V memory is each batch's own.
+    """Return a worker that runs whole batches in rows, on one device; its K/V memory is each batch's own.
 
     Raises:
         InputError: weights that do not fit the spec, or attention that rows do not have.
@@ -125,12 +125,12 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
-    """The device, and the type of what a step reads and writes there."""
+    """Return the device, and the type of what a step reads and writes there."""
     return torch.device(settings.device), state_dtype(settings.dtype, settings.device)
 
 
 def _load(settings: WorkerSettings, part: Part | None) -> Model:
-    """The model with its weights.
+    """Return the model with its weights.
 
     Raises:
         MachineError: the device is not here, or has no products in this type.
@@ -158,7 +158,7 @@ def whole_worker(
     device: torch.device,
     grammars: Grammars | None = None,
 ) -> Worker:
-    """A worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
+    """Return a worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
 
     Args:
         dtype: of keys and values.

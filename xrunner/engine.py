@@ -280,7 +280,7 @@ class Engine:
         return tokens, outputs
 
     def _outputs(self, prefixes: Prefixes, finished: Iterable[int]) -> dict[int, Chain]:
-        """The keys of the blocks that requests leave behind those of their prompts."""
+        """Return the keys of the blocks that requests leave behind those of their prompts."""
         outputs = {}
         for id_ in finished:
             request = self.pool.running[id_]
@@ -357,5 +357,5 @@ class Engine:
 
 
 def _failed(tokens: Iterable[Token]) -> list[int]:
-    """The requests that these tokens end in an error."""
+    """Return the requests that these tokens end in an error."""
     return [token.id for token in tokens if token.finish == "error"]

@@ -38,12 +38,12 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """A JSON schema's values as a term of Lark."""
+    """Return a JSON schema's values as a term of Lark."""
     return f"%json {json.dumps(schema | DENSE)}"
 
 
 def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
-    """The grammar of one opening, a value of its JSON schema and `end`.
+    """Return the grammar of one opening, a value of its JSON schema and `end`.
 
     Args:
         opened: schemas by openings. Each is a document of its own: what `$ref` names lies in it.
@@ -57,7 +57,7 @@ def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
 
 
 def tagged_grammar(trigger: str | int, called: str) -> str:
-    """The grammar of text in which what follows each trigger keeps to a rule.
+    """Return the grammar of text in which what follows each trigger keeps to a rule.
 
     Args:
         trigger: text, or the id of a special token.
@@ -97,7 +97,7 @@ class Grammars:
             self._read.set_exception(MachineError(f"{path} cannot be used for grammars: {error}"))
 
     def why_not(self, grammar: str) -> str | None:
-        """Why a grammar is not accepted; None: it is.
+        """Return why a grammar is not accepted; None: it is.
 
         Raises:
             MachineError: the tokenizer cannot be used.
@@ -112,7 +112,7 @@ class Grammars:
         return None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> State:
-        """The state behind `output`.
+        """Return the state behind `output`.
 
         Raises:
             MachineError: the tokenizer cannot be used.

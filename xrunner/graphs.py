@@ -106,7 +106,7 @@ class _Inputs:
         return len(batch.context_len) <= rows and batch.block_tables.shape[1] <= blocks
 
     def first(self, size: int) -> Batch:
-        """The first rows, as a batch."""
+        """Return the first rows, as a batch."""
         whole = self._batch
         return Batch(
             token_ids=whole.token_ids[:size],

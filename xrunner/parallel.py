@@ -31,7 +31,7 @@ class Group(Protocol):
     degree: int
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Return the sum over all ranks, in place."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank; all have one shape."""
@@ -53,7 +53,7 @@ class Share(NamedTuple):
 
 
 def share(full: int, rank: int, degree: int) -> Share:
-    """A rank's share of `full` things, as even as can be."""
+    """Return a rank's share of `full` things, as even as can be."""
     return Share(full * rank // degree, full * (rank + 1) // degree, full)
 
 
@@ -192,7 +192,7 @@ class VocabularyShare(Embedding):
 
 
 def build(part: Part) -> Model:
-    """The model of a part, without memory (on "meta") and without its group.
+    """Return the model of a part, without memory (on "meta") and without its group.
 
     Raises:
         InputError: this version does not run the family.
@@ -222,7 +222,7 @@ def build(part: Part) -> Model:
 
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
-    """The modules that hold each parameter, and what they call it; under the name of the first."""
+    """Return the modules that hold each parameter, and what they call it; under the name of the first."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for leaf, held in module._parameters.items():

@@ -37,7 +37,7 @@ class Ledger:
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """A request that is about to be encoded: after a preemption, with what it had generated as prompt."""
+        """Return a request that is about to be encoded: after a preemption, with what it had generated as prompt."""
         generation = self.generations[request.id]
         generated = self._generated.get(request.id, [])[: request.generated]
         if not generated:
@@ -76,7 +76,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """The tokens of a step that have not been handed out before; counts those that have."""
+        """Return the tokens of a step that have not been handed out before; counts those that have."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]

@@ -67,6 +67,6 @@ class Redeployment:
         return schedule, executor, refused
 
     def unpark(self) -> list[Generation]:
-        """The requests that were parked, in the order of their coming; they are so no longer."""
+        """Return the requests that were parked, in the order of their coming; they are so no longer."""
         parked, self._parked = list(self._parked.values()), {}
         return parked

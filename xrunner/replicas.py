@@ -184,7 +184,7 @@ class Replicas:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """The tokens of the next step to end anywhere, or None where none has ended."""
+        """Return the tokens of the next step to end anywhere, or None where none has ended."""
         while True:
             self._wake.clear()
             try:

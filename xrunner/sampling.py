@@ -123,7 +123,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """The next tokens; NO_TOKEN where there is none.
+        """Return the next tokens; NO_TOKEN where there is none.
 
         Args:
             logits: # [sampled, vocab]
@@ -166,7 +166,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """What a call does where no request is at fault; what rows remember changes at its end alone."""
+        """Return what a call does where no request is at fault; what rows remember changes at its end alone."""
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -271,7 +271,7 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """The score below which top-k, then top-p among those, and min-p drop a token; equals are kept together.
+    """Return the score below which top-k, then top-p among those, and min-p drop a token; equals are kept together.
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
@@ -346,7 +346,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Logprobs]:
-    """Each row's, of its token and the most probable ones, under the model's own distribution: before penalties,
+    """Return each row's, of its token and the most probable ones, under the model's own distribution: before penalties,
     temperature and cuts.
 
     Args:

@@ -84,7 +84,7 @@ class StageModel:
         return None
 
     def _memory(self, batch: Batch) -> Tensor | None:
-        """What has been read of the batch's prompts."""
+        """Return what has been read of the batch's prompts."""
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None

@@ -69,7 +69,7 @@ class Suspects(Generic[T]):
         return held
 
     def next(self) -> T | None:
-        """The next one to let in, if it is its turn."""
+        """Return the next one to let in, if it is its turn."""
         if self._tried is not None or not self._held:
             return None
         self._tried = next(iter(self._held))

@@ -74,7 +74,7 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
 
 
 def reading_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """What an encoder has read, from the ranks of its last stage, which all have it, to every decode worker."""
+    """Return what an encoder has read, from the ranks of its last stage, which all have it, to every decode worker."""
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 

@@ -29,7 +29,7 @@ DTYPES: dict[DType, torch.dtype] = {
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:
-    """What a model's activations are in on a device, its products in `dtype`.
+    """Return what a model's activations are in on a device, its products in `dtype`.
 
     Raises:
         InputError: nothing runs in it there.
@@ -41,7 +41,7 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
 
 
 def kv_dtype(dtype: DType, device: str) -> torch.dtype:
-    """What a model's keys and values are kept in on a device, its products in `dtype`."""
+    """Return what a model's keys and values are kept in on a device, its products in `dtype`."""
     return DTYPES[_precision(dtype, device).kv]
 
 
@@ -229,7 +229,7 @@ class SeededWeights:
 
 
 def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Model:
-    """A model with random weights.
+    """Return a model with random weights.
 
     Raises:
         InputError: this version does not run the family.
@@ -238,7 +238,7 @@ def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Mod
 
 
 def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "cpu") -> Model:
-    """The model of a directory in Hugging Face layout; `dtype` None: as its config.json says.
+    """Return the model of a directory in Hugging Face layout; `dtype` None: as its config.json says.
 
     Raises:
         InputError: the directory, its config or its weights are not what this version runs.
@@ -294,7 +294,7 @@ def load_prepacked(
 
 
 def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_read: Callable[[Linear], None]) -> Model:
-    """A model's part with its weights; `when_read` is called with each projection whose matrix is its own."""
+    """Return a model's part with its weights; `when_read` is called with each projection whose matrix is its own."""
     if part.spec.quantization is not None and torch.device(device).type != "cpu":
         accepted = "xgpt's own engine runs checkpoints in eight bits on CPUs: take another, or --engine vllm"
         raise InputError("model.quantization", part.spec.quantization.kind, accepted)
@@ -314,7 +314,7 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
 
 
 def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
-    """The model without memory, its weights known to be there."""
+    """Return the model without memory, its weights known to be there."""
     if dtype not in part.spec.run_dtypes:
         raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(part.spec.run_dtypes)}")
     model = build(part)
@@ -348,7 +348,7 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
 
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
-    """Where an expert's parameter stands among those of all experts, if it is stored with them."""
+    """Return where an expert's parameter stands among those of all experts, if it is stored with them."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
         return None

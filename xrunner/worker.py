@@ -133,7 +133,7 @@ class Worker(OneAtATime):
         return row
 
     def cargo(self, part: Part) -> Cargo:
-        """What moves of its requests between the lanes of WAA."""
+        """Return what moves of its requests between the lanes of WAA."""
         if self.model.decoder_start:
             return Readings(self.readings, self.model.spec.hidden_size, self.dtype)
         return CachePart(self.cache, part)
@@ -223,7 +223,7 @@ class Worker(OneAtATime):
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
-        """The step of a model that cannot cut prompts: each runs whole when its last piece comes."""
+        """Return the step of a model that cannot cut prompts: each runs whole when its last piece comes."""
         ended = [id_ for id_, start, length in step.encode if start + length == self._prompt_len[self._row[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
 
@@ -279,7 +279,7 @@ class Worker(OneAtATime):
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
-        """The step as the model takes it; `rows` are those of its decodes, then of its chunks."""
+        """Return the step as the model takes it; `rows` are those of its decodes, then of its chunks."""
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]

@@ -32,7 +32,7 @@ class Rated(NamedTuple):
 
 
 def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0.0) -> list[Rated]:
-    """The best settings of each promising placement, the highest arrival rate first.
+    """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
         spaces: of one policy; their `bound` is what they serve under the constraint.
@@ -52,7 +52,7 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0
 
 
 def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rated | None:
-    """The best settings of a placement; None: none that reaches the rate."""
+    """Return the best settings of a placement; None: none that reaches the rate."""
     outer, best = _outer_values(space, space.forecast.num_curves), None
     for round_ in range(2):
         best = max(
@@ -65,7 +65,7 @@ def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rate
 
 
 def rate_of(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
-    """The rate that the closed form gives one placement's settings, all replicas together."""
+    """Return the rate that the closed form gives one placement's settings, all replicas together."""
     columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
     found = space.evaluate(_curves(columns, space.forecast)).performance
     return float(space.placement.replicas * max_rate(space.forecast.stations, found, space.lengths, constraint)[0, -1])
@@ -103,7 +103,7 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
 
 
 def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
-    """The points of curves that end at these settings. # [curves * NUM_LOADS]"""
+    """Return the points of curves that end at these settings. # [curves * NUM_LOADS]"""
     load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
     columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}

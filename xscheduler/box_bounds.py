@@ -38,7 +38,7 @@ LATENCY_TOLERANCE = 0.01
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
-    """Which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
+    """Return which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")

@@ -41,7 +41,7 @@ def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
 
 
 def of_space(space: Space) -> list[TradeOff]:
-    """The frontier of one placement."""
+    """Return the frontier of one placement."""
     columns = space.grid_points(NUM_POINTS)
     evaluation = space.evaluate(columns)
     latency, throughput = evaluation.performance.latency, evaluation.throughput

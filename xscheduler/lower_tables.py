@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 
 def lowered(profile: Profile) -> Profile:
-    """The profile with every table replaced; the same object where that changes nothing."""
+    """Return the profile with every table replaced; the same object where that changes nothing."""
     changed = {name: _floor(value) for name, value in profile}
     return profile if all(changed[name] is value for name, value in profile) else profile.model_copy(update=changed)
 
@@ -87,12 +87,12 @@ def _floor_of_surface(value: Surface) -> Surface:
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
-    """The largest table below that never falls: each entry is the least of what follows."""
+    """Return the largest table below that never falls: each entry is the least of what follows."""
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """The largest table below whose time per unit never rises; size 0 is left as it is."""
+    """Return the largest table below whose time per unit never rises; size 0 is left as it is."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])

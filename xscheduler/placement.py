@@ -96,7 +96,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Where a plan stands, its micro-batches included."""
+        """Return where a plan stands, its micro-batches included."""
         policy = plan.policy
         searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}
         fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}

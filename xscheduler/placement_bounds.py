@@ -168,7 +168,7 @@ class PlacementBounds:
         )
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
-        """The highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
+        """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
 
         Between grid points times are linear and the throughput is monotone: it is highest at one of them, or at the
         end.
@@ -187,7 +187,7 @@ class PlacementBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """The largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
+        """Return the largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
         m = self.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)

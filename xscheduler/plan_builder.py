@@ -28,7 +28,7 @@ def plan_of(
     settings: PolicySettings,
     certificate: SearchCertificate,
 ) -> Plan:
-    """The plan of one point of a space.
+    """Return the plan of one point of a space.
 
     Args:
         values: the point's predictions, by name; the throughput is that of all replicas.
@@ -67,7 +67,7 @@ def plan_of(
 def _stages(
     space: Space, values: dict[str, float], is_encoder_decoder: bool
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """The stages of one replica on its devices, and each device's bytes."""
+    """Return the stages of one replica on its devices, and each device's bytes."""
     stages: list[Stage] = []
     memory_bytes: list[int] = []
     device, limits = 0, space.limits

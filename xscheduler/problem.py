@@ -44,7 +44,7 @@ class Problem:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
-        """The problem that a plan was made for, on all of its cluster's devices."""
+        """Return the problem that a plan was made for, on all of its cluster's devices."""
         return cls(
             plan.model,
             plan.checkpoint,
@@ -58,7 +58,7 @@ class Problem:
         )
 
     def under(self, constraint: Constraint) -> Problem:
-        """The same problem under another constraint."""
+        """Return the same problem under another constraint."""
         return replace(self, constraint=constraint)
 
 

@@ -58,7 +58,7 @@ class Scheduler:
     # Spaces ----------------------------------------------------------------------------------------------------
 
     def spaces(self, kind: str, constraint: Constraint | None = None) -> list[Space]:
-        """The spaces of one policy: every placement that holds the model and may keep the constraint."""
+        """Return the spaces of one policy: every placement that holds the model and may keep the constraint."""
         problem, constraint = self.problem, constraint or self.problem.constraint
         found = []
         for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
@@ -112,7 +112,7 @@ class Scheduler:
         )
 
     def _in_loop(self, constraint: Constraint) -> Constraint:
-        """What the engine's loop must keep of a constraint on requests that arrive."""
+        """Return what the engine's loop must keep of a constraint on requests that arrive."""
         engine = self.problem.engine
         return constraint if engine is None else constraint.less(engine.request_path_s)
 
@@ -139,12 +139,12 @@ class Scheduler:
     # Answers ---------------------------------------------------------------------------------------------------
 
     def frontier(self, kind: str) -> list[TradeOff]:
-        """A policy's trade-off between latency and throughput, whatever the latency bound."""
+        """Return a policy's trade-off between latency and throughput, whatever the latency bound."""
         constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
         return frontier(self.spaces(kind, constraint))
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
-        """The best plan of each policy that has one.
+        """Return the best plan of each policy that has one.
 
         Raises:
             InfeasibleError: none has; with the nearest bound that one of them meets.
@@ -212,7 +212,7 @@ class Scheduler:
         return found
 
     def predicted_rate(self, plan: Plan) -> float:
-        """The arrival rate that the closed form gives a plan that this scheduler found."""
+        """Return the arrival rate that the closed form gives a plan that this scheduler found."""
         return rate_of(self._found[_key(plan)], plan.policy, self._in_loop(plan.constraint))
 
     def most_stable(self, kind: str) -> float:
@@ -236,7 +236,7 @@ class Scheduler:
         return self._placements.num_devices
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
-        """The plan with the highest throughput among these policies."""
+        """Return the plan with the highest throughput among these policies."""
         return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
@@ -355,7 +355,7 @@ class Scheduler:
         )
 
     def _no_memory(self) -> InfeasibleError:
-        """Why no placement holds the model, from the one that spreads it widest."""
+        """Return why no placement holds the model, from the one that spreads it widest."""
         memory = self._memory(self._placements.widest)
         if isinstance(memory, InfeasibleError):
             return memory

@@ -205,7 +205,7 @@ class Space:
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The least box of indices on the searched axes that holds all of a box's points that have a number.
+        """Return the least box of indices on the searched axes that holds all of a box's points that have a number.
 
         None where it holds none.
         """
@@ -243,7 +243,7 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """The inverse of `points`, for those of these settings that are points of the space."""
+        """Return the inverse of `points`, for those of these settings that are points of the space."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
@@ -272,7 +272,7 @@ class Space:
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def slowest_points(self) -> dict[str, Ints]:
-        """The points of lowest latency, one for each branch: every searched variable at its slow end."""
+        """Return the points of lowest latency, one for each branch: every searched variable at its slow end."""
         branches = self.branches()
         columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
         for axis in self.searched:
@@ -286,7 +286,7 @@ class Space:
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """The same points' predictions on the lower tables: periods and latencies that no point falls below."""
+        """Return the same points' predictions on the lower tables: periods and latencies that no point falls below."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)

@@ -167,7 +167,7 @@ def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     )
     document = json.loads(xgpt(*asked, "--json").out)
     assert document["constraint"]["headroom"] == 0.2
-    assert "restless" in document["estimate"]["warnings"][0]
+    assert "busy machine" in document["estimate"]["warnings"][0]
 
 
 def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:

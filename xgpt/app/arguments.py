@@ -31,7 +31,7 @@ Rates = float | Sequence[tuple[float, float | None]]
 
 
 class ProblemArguments(TypedDict, total=False):
-    """What schedules are found for, the latency bound apart."""
+    """The arguments of a planning problem, apart from its latency bound."""
 
     model: PathLike | ModelSpec
     config: PathLike | None
@@ -54,7 +54,7 @@ class ProblemArguments(TypedDict, total=False):
 
 
 class PlanArguments(ProblemArguments, total=False):
-    """A problem, and how one plan is chosen for it."""
+    """The arguments of `xgpt.plan`, apart from its latency bound."""
 
     arrival_rate_per_s: float | None
     burstiness: float | None
@@ -66,7 +66,7 @@ class PlanArguments(ProblemArguments, total=False):
 
 
 class ProfileArguments(TypedDict, total=False):
-    """Whose step times are asked for, and where they come from."""
+    """The arguments of `xgpt.profile`."""
 
     model: PathLike
     config: PathLike | None
@@ -79,7 +79,7 @@ class ProfileArguments(TypedDict, total=False):
 
 
 class FleetArguments(TypedDict, total=False):
-    """What a day's fleet is made of, trace, clusters and latency bound apart."""
+    """The arguments of `xgpt.fleet`, apart from trace, clusters and latency bound."""
 
     model: PathLike | ModelSpec
     config: PathLike | None
@@ -110,7 +110,7 @@ class LoadArguments(TypedDict, total=False):
 
 
 class BenchArguments(LoadArguments, total=False):
-    """A load, and how a client sends it."""
+    """A load, and how the client sends it."""
 
     concurrency: int
     stream: bool
@@ -120,10 +120,10 @@ def check(given: Mapping[str, object], known: type) -> None:
     """Refuse keyword arguments that a function does not have.
 
     Args:
-        known: the TypedDict of those that it has.
+        known: the TypedDict of the arguments that it has.
 
     Raises:
-        InputError: the first of them.
+        InputError: an argument is not known; the message names the first one, and the nearest known name.
     """
     for name in given:
         if name not in known.__annotations__:

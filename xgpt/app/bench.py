@@ -43,24 +43,23 @@ if TYPE_CHECKING:
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
-"""Of a log, latencies from admission."""
+"""Figures that are read off a log; latencies count from admission."""
 URL_VOCABULARY = 1000
-"""Token ids sent to an endpoint whose vocabulary is not known: any has as many."""
+"""Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that something is measured with.
+    """The requests with which a plan or an endpoint is measured.
 
     Attributes:
         num_requests: requests that are measured; more are sent, so that they are measured in a steady state.
-        workload: their lengths; None: the plan's own, of an endpoint summarisation's.
-        arrivals: when they come; None: the loop is closed.
-        stream: have answers streamed. All figures of a plan come from the engine's log in any case; but the client
-            shares the machine with the engine, and reading every token by itself makes decode steps on two cores a
-            tenth longer.
+        workload: their lengths; None: the plan's own, for an endpoint those of summarization.
+        arrivals: the times at which they are sent; None: a closed loop.
+        stream: ask for streamed answers. Figures of a plan come from the engine's log in any case; the client shares
+            the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth longer.
         concurrency: outstanding requests of the closed loop against an endpoint.
-        ca_file: authorities that may vouch for an https endpoint; None: the system's.
+        ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
     """
 
     num_requests: int = 300
@@ -73,12 +72,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Benched:
-    """What a bench has measured.
+    """The result of `bench`.
 
     Attributes:
-        report: predictions and measurements of a plan; what the client saw of an endpoint.
-        steps: those that a plan's engine executed.
-        profile: the plan's, fitted to these steps; None: that was not asked for.
+        report: predicted and measured figures of a plan, or the client's figures of an endpoint.
+        steps: the steps that the plan's engine executed.
+        profile: the plan's profile, fitted to these steps; None: not asked for.
     """
 
     report: BenchReport | UrlReport
@@ -100,9 +99,9 @@ def bench(
 
     Args:
         seed: of the requests.
-        batching: how a whole batch is laid out.
-        profile: the plan's; None: the one kept here.
-        calibrate: fit it to the measured steps.
+        batching: layout of a whole batch.
+        profile: the plan's profile; None: the copy kept on this machine.
+        calibrate: fit the profile to the measured steps.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -151,7 +150,8 @@ def bench_plan(
     engine does with the same requests.
 
     Args:
-        profile: the plan's; None: it is not here, and not needed where the plan's own workload saturates it.
+        profile: the plan's profile; None: not on this machine, and not needed where the plan's own workload saturates
+            it.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -213,7 +213,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
 
 
 def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
-    """The drawn requests, with prompts of random tokens."""
+    """Return the drawn requests, with prompts of random tokens."""
     from xgpt.client import ClientRequest
 
     return [
@@ -287,7 +287,7 @@ def _report(
 
 
 def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """What is predicted of a load where every step takes `pace` times as long as the plan says."""
+    """Return the predicted figures of a load, with every step `pace` times as long as the plan says."""
     workload = load.workload or plan.workload
     closed = load.arrivals is None
     if closed and workload == plan.workload:
@@ -306,7 +306,7 @@ def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Figures by name; where requests arrive, their times count from arrival."""
+    """Return figures by name; where requests arrive, their times count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]
@@ -315,10 +315,10 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
 
 
 def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
-    """Replay sampled requests against any running endpoint; what a client sees is all that is known.
+    """Replay sampled requests against any running endpoint, and return what the client measured.
 
     Raises:
-        InputError: the load's file holds no certificate, or XGPT_API_KEY no key.
+        InputError: `ca_file` holds no certificate, or XGPT_API_KEY is not a key.
         MachineError: nothing answers there, or every request failed.
     """
     from xgpt.client import ClientRequest, replay
@@ -364,12 +364,12 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """`xgpt serve` as users run it, on a free port, until the end of the block or of this thread. Yields its URL.
+    """Run `xgpt serve` in a process of its own, on a free port, and yield its URL; the process ends with the block.
 
     Args:
         directory: where the plan is written.
-        replan: let the server go over to other plans.
-        options: further ones of `xgpt serve`.
+        replan: let the server change to other plans.
+        options: further options of `xgpt serve`.
     """
     from xgpt.io import dump_json
     from xgpt.processes import end_with_parent
@@ -409,7 +409,7 @@ def served(
 
 
 def gflops() -> float:
-    """GFLOP/s of a fixed matrix product: tells in which state the machine's clock is."""
+    """Return the GFLOP/s of a fixed matrix product, which show the state of the machine's clock."""
     import numpy as np
 
     a = np.ones((1024, 1024), np.float32)

@@ -17,15 +17,15 @@ from xgpt.schema import Frozen, Profile
 STEADY = 0.10
 """Share by which slow repeats of one product may exceed the median on a machine whose profile can be trusted."""
 CLOCK_S = 1.0
-"""How long the clock is watched."""
+"""Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""Of open files: an endpoint keeps some for itself and gives the rest to connections."""
+"""A limit on open files up to which a higher one is advised: an endpoint needs one for each connection."""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
-"""That matrix products gain from, as Linux names them."""
+"""Instruction sets that speed up matrix products, as Linux names them."""
 
 
 class Finding(Frozen):
-    """One thing that was looked at."""
+    """A line of `xgpt doctor`."""
 
     name: str
     """What it is."""
@@ -36,10 +36,10 @@ class Finding(Frozen):
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Look at the machine, at what is installed and at what is kept. Takes two to four seconds.
+    """Return what was found of the machine, of what is installed and of what is kept; takes two to four seconds.
 
     Args:
-        root: where proc is found.
+        root: directory that contains proc.
     """
     return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
 
@@ -64,7 +64,7 @@ def _devices() -> Finding:
 
 
 def instructions(root: Path = Path("/")) -> Finding:
-    """The instructions of this machine's processor that products gain from."""
+    """Return the instructions of this machine's processor that products gain from."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -75,7 +75,7 @@ def instructions(root: Path = Path("/")) -> Finding:
 
 def _load() -> Finding:
     cores, load = num_cores(), os.getloadavg()[0]
-    advice = None if load < 0.5 else "something else runs: figures measured now are of the rest of the machine"
+    advice = None if load < 0.5 else "other programs are running: figures measured now are those of a busy machine"
     return Finding(name="load", value=f"{load:.1f} on {cores} cores", advice=advice)
 
 
@@ -90,14 +90,14 @@ def _clock() -> Finding:
         times_s.append(time.perf_counter() - begin_s)
     median_s, slow_s = np.quantile(times_s, [0.5, 0.9])
     spread = slow_s / median_s - 1
-    advice = None if spread < STEADY else "not steady: profile and measure in a quieter minute"
+    advice = None if spread < STEADY else "not steady: profile and measure when the machine is idle"
     return Finding(
         name="clock", value=f"one product in ten takes over {1 + spread:.2f} times the median", advice=advice
     )
 
 
 def _profiles() -> list[Finding]:
-    """What was measured here, and how weights are kept for it."""
+    """Return the profiles measured on this machine, and the layouts of weights that they found fastest."""
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):

@@ -27,7 +27,7 @@ MOST_ROUNDS = 4
 MOST_DIVISIONS = 2
 """Divisions of memory for which arrivals are simulated."""
 UNUSED = 0.02
-"""Of a bound: a judged plan that breaks it is searched for again under one that is tighter by a quarter of this."""
+"""Share of a bound: after a plan breaks the bound, the next search's bound is tighter by a quarter of it."""
 
 
 def judged(
@@ -50,7 +50,7 @@ def judged(
 
 
 def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
-    """A plan that may take over, with what the running one's rule goes by beyond its policy's variables."""
+    """Return a plan that may take over, with the running plan's tuned settings and order of admission."""
     policy, order = found.policy, running.admission.order
     names = policy.tuned if policy.kind == running.policy.kind else ()
     more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
@@ -65,9 +65,9 @@ def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
 
 
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans whose bound is for all requests: simulate the running one, and what is to take over.
+    """Compare plans whose bound is for all requests by simulating the running plan and the candidate.
 
-    Where that breaks the bound, look for another under a tighter one.
+    Where the candidate breaks the bound, search for another one under a tighter bound.
     """
     plan, profile, lengths = situation.plan, situation.profile, situation.lengths
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
@@ -85,9 +85,9 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
         verdict = replace(verdict, plan=with_law(verdict.plan, law), best=best)
         if bound_s is None or (1 + constraint.headroom) * seen_s <= bound_s:
             return verdict
-        reason = f"what would take over takes {seen_s:.3g} s in simulation, the bound is {bound_s:g} s"
+        reason = f"the best other plan takes {seen_s:.3g} s in simulation, and the bound is {bound_s:g} s"
         if not best.keeps_bound:
-            break  # it was found for want of one that keeps the bound, so there is none under a tighter one
+            break  # no plan keeps the bound, so none keeps a tighter one
         others *= (1 + constraint.headroom) * seen_s / bound_s * (1 + UNUSED / 4)
     return replace(verdict, switch=False, reason=reason)
 
@@ -170,7 +170,7 @@ class ArrivalsJudge(Judge):
 
     @staticmethod
     def _promising(problems: list[Problem], kinds: Sequence[str]) -> list[Problem]:
-        """Return the divisions of memory to look at, which takes simulations: those that serve most at saturation."""
+        """Return the divisions of memory to simulate: those with the highest saturated throughput."""
         if len(problems) == 1:
             return problems
 

@@ -85,7 +85,7 @@ class Simulated:
         return found
 
     def chrome_trace(self) -> str:
-        """The steps as a Chrome trace, which Perfetto opens."""
+        """Return the steps as a Chrome trace, which Perfetto opens."""
         from xsimulator.timeline import Timeline, chrome_trace
 
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
@@ -166,7 +166,7 @@ def simulate(
 def _first_of(
     trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """The first requests of a trace that one replica gets, in their order, with what they have in common.
+    """Return the first requests of a trace that one replica gets, in their order, with what they have in common.
 
     Raises:
         InputError: the trace has too few.
@@ -205,7 +205,7 @@ def _simulated(
 def request_latencies(
     plan: Plan, profile: Profile, workload: Workload, num_requests: int, rng: np.random.Generator
 ) -> RequestLaw:
-    """The law of the latencies of all requests at saturation, from admission to the last token.
+    """Return the law of the latencies of all requests at saturation, from admission to the last token.
 
     Where requests enter one by one, the first ones enter in the middle of their outputs, as those that a running engine
     is met with: a batch that began all at once would end nearly so for many lifetimes.
@@ -378,7 +378,7 @@ def shares_prompts(plan: Plan) -> bool:
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
-    """When the steps of one replica of a plan end."""
+    """Return when the steps of one replica of a plan end."""
     from xsimulator.clock import LaneClock, TwoLaneClock
     from xsimulator.costs.step_cost import lanes_of
 
@@ -398,7 +398,7 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
-    """What a log of this plan shows, after its warm-up where it ran saturated."""
+    """Return what a log of this plan shows, after its warm-up where it ran saturated."""
     from xgpt.workload import quantile
     from xsimulator.measures import measure
 
@@ -414,7 +414,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
 
 
 def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
-    """What the first requests of a log of this plan took from their arrival on."""
+    """Return what the first requests of a log of this plan took from their arrival on."""
     from xsimulator.measures import request_times
 
     return request_times(log, num_requests, encode_emits=encode_emits(plan))

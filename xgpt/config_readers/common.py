@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 def count(config: dict[str, Any], field: str) -> int:
-    """A whole number of at least one.
+    """Return a whole number of at least one.
 
     Raises:
         InputError: it is something else.
@@ -31,7 +31,7 @@ def count(config: dict[str, Any], field: str) -> int:
 
 
 def activation(config: dict[str, Any], field: str, default: str) -> str:
-    """The activation that `field` names.
+    """Return the activation that `field` names.
 
     Raises:
         InputError: it is not one of those known.

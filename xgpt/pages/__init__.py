@@ -36,7 +36,7 @@ def render(template: str, **values: object) -> str:
 
 
 def render_live(heading: str, warning: str | None = None) -> str:
-    """The page of a running server: asks its /live every two seconds, and runs no other script than its own.
+    """Return the page of a running server: asks its /live every two seconds, and runs no other script than its own.
 
     Args:
         warning: what stands above everything else.
@@ -45,12 +45,12 @@ def render_live(heading: str, warning: str | None = None) -> str:
 
 
 def render_ui() -> str:
-    """The page on which one plans: asks its own server, and runs no other script than its own."""
+    """Return the page on which one plans: asks its own server, and runs no other script than its own."""
     return _render_alive("ui")
 
 
 def _render_alive(name: str, **values: object) -> str:
-    """A page with the script of its name, behind what all scripts draw with."""
+    """Return a page with the script of its name, behind what all scripts draw with."""
     import base64
     import hashlib
 

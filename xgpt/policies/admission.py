@@ -117,7 +117,7 @@ class Queue:
         return 0 if first is None else self.now_ns - first.arrival_ns
 
     def head(self) -> Request | None:
-        """The request that enters next; None where none waits."""
+        """Return the request that enters next; None where none waits."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
@@ -190,11 +190,11 @@ class Queue:
         return row
 
     def order_of(self, name: str) -> Order:
-        """The order of an account's requests that have never been inside."""
+        """Return the order of an account's requests that have never been inside."""
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """The account of a request that is about to change."""
+        """Return the account of a request that is about to change."""
         self._next = None
         return self._named(request.account.name)
 
@@ -204,7 +204,7 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _Choice:
-        """The head, and where it waits; there is one."""
+        """Return the head, and where it waits; there is one."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -281,7 +281,7 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """The request that has waited for longest, if since before `due_ns`."""
+        """Return the request that has waited for longest, if since before `due_ns`."""
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -293,7 +293,7 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """The next to enter, where it waits, and (of those behind) since when."""
+        """Return the next to enter, where it waits, and (of those behind) since when."""
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:

@@ -79,7 +79,7 @@ def row_tokens(plan: Plan) -> int:
 
 
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
-    """The rule's settings of a plan, whose policy that is."""
+    """Return the rule's settings of a plan, whose policy that is."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
     # What an engine does a step ahead, it does where one step at a time is under way: phases and static batches are
@@ -95,7 +95,7 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
 
 
 def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
-    """A policy's slack budget, with the plan's bound and step times."""
+    """Return a policy's slack budget, with the plan's bound and step times."""
     budget = policy.slack if isinstance(policy, ChunkedSettings) else None
     if budget is None:
         return None

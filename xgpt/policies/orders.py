@@ -25,7 +25,7 @@ few enough that none waits for long."""
 
 
 def utility(request: Request) -> float:
-    """What serving a request in time is worth. Source: TCB sec. 5.1."""
+    """Return what serving a request in time is worth. Source: TCB sec. 5.1."""
     return 1 / request.input_length
 
 
@@ -88,7 +88,7 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """What the order remembers of requests that have entered."""
+        """Return what the order remembers of requests that have entered."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -97,7 +97,7 @@ class Order(ABC):
 
     @abstractmethod
     def first(self) -> Request:
-        """The request that enters next; there are some."""
+        """Return the request that enters next; there are some."""
 
     @abstractmethod
     def _add(self, request: Request, number: int) -> None:
@@ -188,7 +188,7 @@ class DasOrder(Order):
         self._room = max(0, self._room - length)
 
     def _num_shortest(self, room: int) -> int:
-        """How many of the shortest fit."""
+        """Return how many of the shortest fit."""
         total = 0
         for length in self._lengths:
             fitting = min(self._count[length], room // length)
@@ -213,7 +213,7 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """The length with the earliest deadline of those up to a longest."""
+        """Return the length with the earliest deadline of those up to a longest."""
         for length in self._changed:
             heap = self._heaps.get(length)
             self._earliest.put(length, None if heap is None else heap[0][:2])

@@ -267,7 +267,7 @@ class Pool:
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        """The requests that have lost their K/V since the last call; they wait again."""
+        """Return the requests that have lost their K/V since the last call; they wait again."""
         preempted = tuple(self._preempted)
         self._preempted.clear()
         return preempted

@@ -71,7 +71,7 @@ class LaneSettings:
     first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
-        """The settings of one micro-batch: its share of whatever counts requests or tokens."""
+        """Return the settings of one micro-batch: its share of whatever counts requests or tokens."""
         count = self.microbatches
         return replace(
             self,
@@ -88,7 +88,7 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    """A plan's settings as the rule takes them.
+    """Return a plan's settings as the rule takes them.
 
     Args:
         encode_tokens: the plan's mean prompt tokens a step that encodes (rra only).
@@ -204,7 +204,7 @@ class OneLaneRule:
         return self.is_phase_over(batch) and are_met(thresholds, pool.num_waiting, pool.waiting.oldest_wait_ns)
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
-        """The next step, or None where nothing can run. Admits the requests that the step begins to encode.
+        """Return the next step, or None where nothing can run. Admits the requests that the step begins to encode.
 
         Being asked in vain changes nothing: how often an engine asks depends on its clock.
 
@@ -330,7 +330,7 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """The next part of a batch that entered whole; several parts may be under way one after the other."""
+        """Return the next part of a batch that entered whole; several parts may be under way one after the other."""
         missing = [request for request in batch.encoding.values() if not pool.is_under_way(request.id)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(next_chunk(request, None) for request in missing[:size])

@@ -102,11 +102,11 @@ class Schedule(ABC):
         """
 
     def sampled(self, step: Step) -> list[int]:
-        """The requests that have one token more once this step is settled, held ones included."""
+        """Return the requests that have one token more once this step is settled, held ones included."""
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:
-        """The requests whose prompt this step ends."""
+        """Return the requests whose prompt this step ends."""
         running = self.pool.running
         return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
 

@@ -124,12 +124,12 @@ def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest:
 
 
 def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
-    """The requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
+    """Return the requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
     return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, _places(rows))
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
-    """The same requests dealt out, longest first and to and fro, so that all rows have about as many of them.
+    """Return the same requests dealt out, longest first and to and fro, so that all rows have about as many of them.
 
     A decode step attends in every row as if it had as many requests as the fullest, and DAS fills its first row with
     the shortest. Rows that would not fit `row_tokens` then stay as they are.

@@ -57,7 +57,7 @@ class Deployment(Frozen):
         return sum(len(stage.devices) for stage in self.stages)
 
     def seat(self, worker: int) -> Seat:
-        """A worker's place.
+        """Return a worker's place.
 
         Raises:
             InputError: the model's heads cannot be shared out among the stage's devices.
@@ -94,7 +94,7 @@ class Deployment(Frozen):
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """The stages of a lane, in order; "both" is the only one where there is one."""
+        """Return the stages of a lane, in order; "both" is the only one where there is one."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 

@@ -251,7 +251,7 @@ class RemoteExecutor:
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
-        """What is pending for a lane, no longer so."""
+        """Return what is pending for a lane, no longer so."""
         pending = self._pending[lane]
         taken = pending.release, pending.begin if begin else []
         pending.release = []

@@ -99,7 +99,7 @@ class LauncherProcess:
         self._write(settings)
 
     def fileno(self) -> int:
-        """What can be waited for until `hear` has something new."""
+        """Return what can be waited for until `hear` has something new."""
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:

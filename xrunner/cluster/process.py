@@ -231,7 +231,7 @@ class Executing:
         self._mover = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """A socket of the transfer thread's own."""
+        """Return a socket of the transfer thread's own."""
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
@@ -256,7 +256,7 @@ class Executing:
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
-        """The worker, with these requests gone and those begun."""
+        """Return the worker, with these requests gone and those begun."""
         worker = self._worker
         assert worker is not None
         worker.release(release)

@@ -37,7 +37,7 @@ class Secret:
 
     @classmethod
     def from_passphrase(cls, passphrase: str) -> Secret:
-        """The same on every machine that is given the same words.
+        """Return the same on every machine that is given the same words.
 
         A listener to a connection's first bytes can try words against them; scrypt makes each try cost 16 MiB.
         """
@@ -59,7 +59,7 @@ class Sockets:
         self._opened: list[zmq.Socket[bytes]] = []
 
     def bind(self, kind: int, port: int | None = None) -> tuple[zmq.Socket[bytes], str]:
-        """A socket and its endpoint; on any free port where none is given.
+        """Return a socket and its endpoint; on any free port where none is given.
 
         Raises:
             MachineError: the interface is not here, or the port is taken.
@@ -99,7 +99,7 @@ class Sockets:
 
 
 def interface_of(host: str) -> str | None:
-    """The name of the interface that has this IPv4 address; None where that cannot be told."""
+    """Return the name of the interface that has this IPv4 address; None where that cannot be told."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
             answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -60,7 +60,7 @@ class Keys:
         self._waiting = still
 
     def _do(self, call: m.StoreCall) -> list[bytes | None]:
-        """The values of the keys, after what is to be done to them."""
+        """Return the values of the keys, after what is to be done to them."""
         values = self._values
         match call.verb:
             case "set":

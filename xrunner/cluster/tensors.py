@@ -100,7 +100,7 @@ class RankPipe:
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
-    """The group of this worker's stage, where it has company. All workers must call this together."""
+    """Return the group of this worker's stage, where it has company. All workers must call this together."""
     own = None
     for stage in deployment.stages:
         if stage.tp > 1:

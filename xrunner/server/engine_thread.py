@@ -108,7 +108,7 @@ class Stream:
 
 
 def single_thread() -> ThreadPoolExecutor:
-    """Where an engine is built and run."""
+    """Return where an engine is built and run."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
 
@@ -407,7 +407,7 @@ class EngineThread:
         self._backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
-        """The requests of a step."""
+        """Return the requests of a step."""
         ids = (*record.decode, *(chunk[0] for chunk in record.encode))
         found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
         return {id_: seen for id_, seen in found if seen is not None}

@@ -81,7 +81,7 @@ class ServedEngine(Protocol):
         """Follow another plan as soon as can be. Raises InputError where the engine cannot run it."""
 
     def step(self) -> list[Token] | None:
-        """The tokens of the next step to end, or None where nothing could run. Raises MachineError."""
+        """Return the tokens of the next step to end, or None where nothing could run. Raises MachineError."""
 
     def wait(self, timeout_s: float) -> None:
         """Block until something is to be done, or the time is over."""

@@ -214,7 +214,7 @@ def _with_latency(plan: Plan, latency_s: float) -> Plan:
 
 
 def _admission(plan: Plan, best: Plan) -> Admission:
-    """The running plan's; the order in time goes by step times, which not every plan has."""
+    """Return the running plan's; the order in time goes by step times, which not every plan has."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
     return plan.admission.model_copy(update={"max_running": best.admission.max_running, "order": order})
 

@@ -106,7 +106,7 @@ class _Open:
         return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
-        """The box without what lies outside memory; none where all of it does."""
+        """Return the box without what lies outside memory; none where all of it does."""
         inside = self.space.within_memory(low, high)
         return [] if inside is None else [(*inside, branch)]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xscheduler.search import Method
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
-"""By how much the latency bound is relaxed to see what that buys; None: no bound."""
+"""Factors by which the latency bound is relaxed to see what that gains; None: no bound."""
 
 
 OnStart = Callable[[Plan], None]
@@ -33,11 +33,11 @@ OnStart = Callable[[Plan], None]
 
 
 class Gain(NamedTuple):
-    """By which factor the best plan's highest arrival rate exceeds that of what runs now.
+    """The factor by which the best plan's highest arrival rate exceeds that of the current deployment.
 
     Attributes:
         per_device: the same for each device.
-        num_devices, current_devices: of the best plan, and of what runs now.
+        num_devices, current_devices: devices of the best plan, and of the current deployment.
     """
 
     arrivals: float
@@ -53,9 +53,9 @@ class Compared:
     Attributes:
         plans: the best plan of each policy, the best of all first.
         relaxed: the best plan under each looser latency bound, s; None: under none.
-        current: what runs now, scored as a plan; None: nothing was given.
-        notes: what was assumed of what runs now.
-        measured: what each plan did when it was run here, by policy.
+        current: the current deployment, scored as a plan; None: none was given.
+        notes: assumptions about the current deployment.
+        measured: figures of each plan measured on this machine, by policy.
     """
 
     plans: dict[str, Plan]
@@ -71,7 +71,7 @@ class Compared:
 
     @property
     def gain(self) -> Gain | None:
-        """Of the best plan over what runs now; None: nothing was given, or it keeps the bounds at no arrival rate."""
+        """The best plan's gain over the current deployment; None: none was given, or it keeps the bounds at no rate."""
         return None if self.current is None else gain_of(self.best, self.current)
 
 
@@ -83,16 +83,16 @@ def compare(
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
 ) -> Compared:
-    """Plan each policy at its best; score what runs now, and run the plans here, where that is asked for.
+    """Plan each policy at its best; if asked for, score the current deployment and measure the plans on this machine.
 
     Args:
-        current: what runs now, as its `vllm serve` command.
-        measured: what each plan is run with; None: none is run.
-        seed: of the requests that it is run with.
+        current: the `vllm serve` command of the current deployment.
+        measured: the load with which each plan is measured; None: no plan is measured.
+        seed: of the requests of that load.
 
     Raises:
-        InputError: a name that is not there, plans for other machines that are to be measured, or what runs now does
-            not compare with plans for the same work.
+        InputError: a name is not known, plans for another machine are to be measured, or the current deployment
+            cannot run the same work as the plans.
         InfeasibleError: nothing keeps the constraint.
         MachineError: this machine cannot be profiled, or a server does not start.
     """
@@ -115,7 +115,7 @@ def compare(
 
 
 def score_current(problem: Problem, current: CurrentEngine) -> Plan:
-    """What an engine that was started like this does: chunked prompts, K/V blocks taken as requests grow.
+    """Return a plan with the settings and figures of a running engine: chunked prompts, K/V taken as requests grow.
 
     Raises:
         InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
@@ -144,7 +144,7 @@ def score_current(problem: Problem, current: CurrentEngine) -> Plan:
 
 
 def gain_of(best: Plan, current: Plan) -> Gain | None:
-    """The gain of a plan over what runs now; None: that keeps the bounds at no arrival rate."""
+    """Return a plan's gain over the current deployment; None: the latter keeps the bounds at no arrival rate."""
     if rate_of(current) <= 0:
         return None
     devices = [plan.num_devices for plan in (best, current)]
@@ -153,10 +153,10 @@ def gain_of(best: Plan, current: Plan) -> Gain | None:
 
 
 def gain_in_words(best: Plan, current: Plan) -> str:
-    """How the best plan compares with what runs now: arrival rates at which both keep the bounds, for each device."""
+    """Return a sentence that compares the arrival rates, in all and for each device, of plan and current deployment."""
     gain = gain_of(best, current)
     if gain is None:
-        return "what runs now keeps the bounds at no arrival rate worth speaking of"
+        return "what runs now keeps the bounds at practically no arrival rate"
     return (
         f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, what "
         f"runs now up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as many for "
@@ -165,7 +165,7 @@ def gain_in_words(best: Plan, current: Plan) -> str:
 
 
 def check_current(problem: Problem, current: CurrentEngine) -> None:
-    """Refuse what cannot be compared with plans for the same work.
+    """Refuse a current deployment that cannot be compared with plans for the same work.
 
     Raises:
         InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
@@ -187,7 +187,7 @@ def check_current(problem: Problem, current: CurrentEngine) -> None:
 
 
 def relax(problem: Problem, search: Method) -> dict[float | None, Plan]:
-    """The best plan for each relaxed latency bound (None: without one); empty where there is no bound to relax."""
+    """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound."""
     bound = problem.constraint.latency_bound_s
     if bound is None:
         return {}
@@ -209,8 +209,8 @@ def measure_each(
     """Run each plan on the same engine, one after the other, with the same load.
 
     Args:
-        profile: of all plans.
-        on_start: so that a plan's prediction is on record before it runs.
+        profile: the profile of all plans.
+        on_start: is called with each plan before it runs, so that its prediction is on record.
     """
     reports = {}
     for kind, plan in plans.items():

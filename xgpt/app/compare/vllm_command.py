@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 LAUNCHERS = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"))
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
-"""Of vLLM's server: GiB of device memory from which they hold, requests and tokens in a step."""
+"""Defaults of vLLM's server: (GiB of device memory from which they hold, requests, tokens in a step)."""
 A100_LIMIT = 160
-"""GiB below which an A100 has the smallest."""
+"""GiB of memory below which an A100 has the smallest defaults."""
 CPU_DEFAULTS = (128, 2048)
-"""The same on a CPU, times the devices of a replica."""
+"""(requests, tokens) in a step on a CPU; times the devices of a replica."""
 GPU_SHARE = 0.92
-"""Of a GPU's memory, that vLLM takes by itself."""
+"""Share of a GPU's memory that vLLM uses by default."""
 BLOCK_SIZE = 16
 DTYPES: dict[str, DType | None] = {
     "auto": None,
@@ -44,17 +44,17 @@ Given = dict[str, str]
 
 @dataclass(frozen=True)
 class CurrentEngine:
-    """An engine with chunked prompts as it was started.
+    """The settings of a running vLLM, which cuts prompts into chunks.
 
     Attributes:
         num_stages: pipeline stages of a replica, `tp_degree` devices each.
         ep_degree: parts into which these devices divide the experts of a layer.
-        max_num_seqs: requests in a step at most.
-        max_num_batched_tokens: tokens in a step at most.
-        usable_memory: share of a device's memory that it takes; None: what the cluster says.
-        max_model_len: the longest request that it takes; None: the model's context.
-        dtype: what it runs in; None: what the model's config says.
-        notes: what was assumed.
+        max_num_seqs: largest number of requests in a step.
+        max_num_batched_tokens: largest number of tokens in a step.
+        usable_memory: share of a device's memory that it uses; None: the cluster's.
+        max_model_len: tokens of the longest request that it accepts; None: the model's context.
+        dtype: type that it runs in; None: the one in the model's config.
+        notes: assumptions, in words.
     """
 
     tp_degree: int
@@ -74,7 +74,7 @@ class CurrentEngine:
 
 
 def read_vllm_command(command: str, cluster: ClusterSpec) -> CurrentEngine:
-    """The schedule that a `vllm serve` command asks for.
+    """Return the schedule that a `vllm serve` command asks for.
 
     Raises:
         InputError: the command starts something else, a flag is not one of vLLM's, its value is none, or it changes
@@ -128,7 +128,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> CurrentEngine:
 
 
 def _arguments(command: str) -> list[str]:
-    """The words behind the launcher and the model."""
+    """Return the words behind the launcher and the model."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -142,14 +142,14 @@ def _arguments(command: str) -> list[str]:
 
 
 def _read_flags(words: list[str]) -> Given:
-    """`--flag value`, `--flag=value`, `-tp 4`, `-O3`, `--flag.field value`; dashes or underscores."""
+    """Return the flags of words like `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`."""
     given: Given = {}
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not _is_flag(word):
-            raise InputError("current", word, "behind the model everything is a flag or its value")
+            raise InputError("current", word, "after the model only flags and their values may follow")
         name, equals, value = word.partition("=")
         if word.startswith("-O"):
             name, equals, value = "--optimization-level", "=", word[2:].removeprefix("=")
@@ -158,7 +158,7 @@ def _read_flags(words: list[str]) -> Given:
         takes = TAKES[name]
         if takes in ("nothing", "switch"):
             if equals or dot:
-                raise InputError(f"current: --{name}", value, "it takes no value")
+                raise InputError(f"current: --{name}", value, "it is a switch: give no value")
             given[name] = "yes" if is_on else "no"
             continue
         values = [value] if equals else []
@@ -167,13 +167,13 @@ def _read_flags(words: list[str]) -> Given:
             values.append(words[at])
             at += 1
         if not values and takes != "optional":
-            raise InputError(f"current: --{name}", "", "it takes a value")
+            raise InputError(f"current: --{name}", "", "give a value")
         given[name] = json.dumps({inner: " ".join(values)}) if dot else " ".join(values)
     return _read_config(given.pop("config")) | given if "config" in given else given
 
 
 def _read_config(path: str) -> Given:
-    """The flags of a YAML file, as `vllm serve --config` takes them."""
+    """Return the flags of a YAML file, as `vllm serve --config` takes them."""
     from xgpt.io import load_yaml
 
     data = load_yaml(Path(path), "current: --config")
@@ -189,7 +189,7 @@ def _read_config(path: str) -> Given:
             words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
     given = _read_flags(words)
     if "config" in given:
-        raise InputError("current: --config", path, "it names another one; give one file")
+        raise InputError("current: --config", path, "it names another config file; put all flags into one")
     return given
 
 
@@ -198,7 +198,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _flag(word: str) -> tuple[str, bool]:
-    """The long name, and whether it is switched on.
+    """Return the long name, and whether it is switched on.
 
     Raises:
         InputError: vLLM has no such flag; the message names the nearest.
@@ -216,10 +216,10 @@ def _flag(word: str) -> tuple[str, bool]:
 
 
 def _of(given: Given, name: str, read: Callable[[str], T | None], default: T) -> T:
-    """The value of a flag, or its default.
+    """Return the value of a flag, or its default.
 
     Raises:
-        InputError: what is given is no such value.
+        InputError: the value cannot be read.
     """
     if name not in given:
         return default
@@ -242,7 +242,7 @@ def _count(text: str) -> int:
 
 
 def _whole(text: str) -> int:
-    """8192, 8k (8,000), 8K (8,192), 1.5k."""
+    """Return the number in text like 8192, 8k (8,000), 8K (8,192) or 1.5k."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in MULTIPLES else (text, "")
     if unit and unit.islower() and re.fullmatch(r"\d+\.\d+", number):
         return int(float(number) * MULTIPLES[unit])
@@ -260,7 +260,7 @@ def _share(text: str) -> float:
 
 
 def _dtype(given: Given) -> DType | None:
-    """Return the dtype that it runs in. Eight bits are scored where weights and K/V have them alike, as in profiles."""
+    """Return the dtype that it runs in; eight bits are accepted only for weights and K/V together, as in profiles."""
     weights, kv = given.get("quantization"), given.get("kv-cache-dtype", "auto")
     if weights not in (None, "fp8"):
         raise InputError("current: --quantization", weights, "step times are known for fp8 alone")
@@ -283,7 +283,7 @@ def _dtype(given: Given) -> DType | None:
 
 
 def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens) that vLLM's server takes by itself."""
+    """Return (max_num_seqs, max_num_batched_tokens) of vLLM's server by default."""
     device = cluster.device
     if device.type == "cpu":
         return CPU_DEFAULTS[0] * replica_devices, CPU_DEFAULTS[1] * replica_devices

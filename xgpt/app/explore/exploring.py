@@ -1,8 +1,8 @@
 """Answer the questions of the planning page: the quick parts of an answer first.
 
-A question is the arguments of `xgpt.plan` by name, and `current`, the `vllm serve` command of what runs now. Closed
-forms answer at once; then a run is simulated, and at last what `xgpt plan` would write is planned. It all happens in
-a process of its own (`python -m xgpt.app.explore.exploring`), which leaves a question as soon as a newer one has come.
+A question holds the arguments of `xgpt.plan` by name, and `current`, the `vllm serve` command that runs now. Closed
+forms answer at once; then a run is simulated, and last comes the plan that `xgpt plan` would write. This runs in a
+process of its own (`python -m xgpt.app.explore.exploring`), which gives a question up as soon as a newer one comes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Part = dict[str, Any]
 """A piece of an answer; `part` names its kind."""
 
 LOOSER = (1.1, 1.25, 1.5, 2.0)
-"""Factors on the latency bound, to see what a looser one buys."""
+"""Factors on the latency bound, to see what a looser one gains."""
 NUM_REQUESTS = 300
-"""Of the simulated run whose steps are drawn."""
+"""Requests of the simulated run whose steps are drawn."""
 MOST_POINTS = 200
-"""Of a line that is drawn."""
+"""Largest number of points of a drawn line."""
 MOST_KEPT = 8
-"""Problems whose tables are kept."""
+"""Largest number of problems whose tables are kept."""
 FREE = {"latency_bound_s": None, "ttft_s": None, "tpot_s": None}
 
 
 @dataclass
 class Explorer:
-    """Answers questions; the tables of the problems last asked about are kept."""
+    """Answers questions, and keeps the tables of recent problems."""
 
     _kept: OrderedDict[str, tuple[Scheduler, Part]] = field(default_factory=OrderedDict)
 
@@ -56,7 +56,7 @@ class Explorer:
         """Yield the parts of one answer.
 
         Raises:
-            XgptError: what is asked for is wrong, or no schedule keeps it; parts that could be told came before.
+            XgptError: the question is wrong, or no schedule keeps the bounds; parts known by then were yielded.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
@@ -86,7 +86,7 @@ class Explorer:
             yield {"part": "current", **scored(of, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """The scheduler of a request, with tables that are kept, and what does not depend on its bounds."""
+        """Return the scheduler of a request, with kept tables, and the part of the answer that needs no bounds."""
         free = request.constraint.model_copy(update=FREE)
         key = request.model_copy(update={"constraint": free}).model_dump_json()
         if key not in self._kept:
@@ -100,12 +100,12 @@ class Explorer:
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
-    """What decides how a plan's steps look."""
+    """Return the settings on which a plan's steps depend."""
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 
 def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
-    """Each policy's best plan in closed form and its arrival rate, where that is maximised; the best of all first.
+    """Return each policy's best plan in closed form, with its arrival rate if that is maximised; the best first.
 
     Raises:
         InfeasibleError: none keeps the bounds.
@@ -126,7 +126,7 @@ def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float 
 
 
 def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
-    """A row a policy."""
+    """Return a table with a row for each policy."""
     rows = []
     for kind, (plan, rate) in plans.items():
         e = plan.estimate
@@ -149,7 +149,7 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
 
 
 def outline_of(plan: Plan) -> Part:
-    """The chosen plan in words, and its devices' memory."""
+    """Return the chosen plan in words, and its devices' memory."""
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
         "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
@@ -162,7 +162,7 @@ def outline_of(plan: Plan) -> Part:
 
 
 def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
-    """Each policy's highest saturated throughput for each latency."""
+    """Return each policy's highest saturated throughput for each latency."""
     relaxed = of.under(of.problem.constraint.model_copy(update=FREE))
     lines = []
     for kind in kinds:
@@ -174,7 +174,7 @@ def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
 
 
 def timeline(plan: Plan, of: Scheduler) -> Part:
-    """Some steps of a simulated run of the plan, while requests always wait."""
+    """Return some steps of a simulated run of the plan, with requests always waiting."""
     import numpy as np
 
     spans: list[Span] = []
@@ -183,7 +183,7 @@ def timeline(plan: Plan, of: Scheduler) -> Part:
 
 
 def looser(of: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
-    """The best in closed form under each looser latency bound, the bound itself first."""
+    """Return the best in closed form under each looser latency bound, the bound itself first."""
     bound = of.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
@@ -195,7 +195,7 @@ def looser(of: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 
 
 def scored(of: Scheduler, command: str, best: Plan) -> Part:
-    """What runs now and how the plan compares; or why that cannot be said."""
+    """Return the current deployment's figures and how the plan compares, or why it cannot be scored."""
     try:
         running = read_vllm_command(command, of.problem.cluster)
         plan = score_current(of.problem, running)
@@ -206,7 +206,7 @@ def scored(of: Scheduler, command: str, best: Plan) -> Part:
 
 
 def settled(planned: Planned) -> Part:
-    """What `xgpt plan` writes, its arrival rates simulated."""
+    """Return the plans that `xgpt plan` would write, with simulated arrival rates."""
     rated = {
         kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
     }
@@ -223,7 +223,7 @@ def settled(planned: Planned) -> Part:
 
 
 def refusal(error: Exception) -> Part:
-    """Why a question has no answer."""
+    """Return why a question has no answer."""
     if isinstance(error, InfeasibleError):
         return {"part": "infeasible", "reason": str(error), "nearest_bound_s": error.nearest_bound_s}
     if isinstance(error, XgptError):
@@ -236,10 +236,9 @@ class _Superseded(Exception):
 
 
 def main() -> None:
-    """Answer questions, a JSON object {"id", "asked"} a line, by lines {"id", "part", …}; SIGUSR1 ends the one at hand.
+    """Read questions, a line {"id", "asked"} each, and write answers as lines {"id", "part", …}; SIGUSR1 ends one.
 
-    The signal is sent before the next question, so it never meets another one than it is meant for; and not before
-    {"part": "ready"} is told.
+    The signal is sent before the next question, so that it never ends a wrong one, and only after {"part": "ready"}.
     """
     is_busy = False
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""By which a browser may call it: a page from elsewhere that is led here under another name gets nothing."""
+"""Host names that a browser may use: a request under another name, from a page elsewhere, is refused."""
 MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
-"""Of a trace that is dropped on the page, or of a question."""
+"""Largest size of a trace that is dropped on the page, and of a question."""
 
 
 class Worker:
@@ -39,15 +39,15 @@ class Worker:
         self._lock = asyncio.Lock()
         self._asked = 0
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        """What is told of the question that was asked last, a JSON object a line; empty: the process has ended."""
+        """Lines of the answer to the last question, a JSON object each; an empty line: the process has ended."""
         self._reading: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
-        """It has said that it can be interrupted, or has ended."""
+        """Set once the process can be interrupted, or has ended."""
 
     async def start(self) -> None:
         """Start the process, which loads what it needs."""
         if self._reading is not None:
-            await self._reading  # the last word of the one before is no answer of this one
+            await self._reading  # so that no line of the process before is taken for an answer
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -62,13 +62,13 @@ class Worker:
 
     @property
     def _has_ended(self) -> bool:
-        """Whichever is noticed first: that the process is gone, or that no more comes from it."""
+        """Whether the process is gone, or its output has ended, whichever is noticed first."""
         if self._process is None or self._reading is None:
             return True
         return self._process.returncode is not None or self._reading.done()
 
     async def stop(self) -> None:
-        """End it, whatever it does."""
+        """End the process, even while it answers."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -111,7 +111,7 @@ class Worker:
 
 
 def build_app() -> Starlette:
-    """The page, what one can choose, and the answers."""
+    """Return the application: the page, the names to choose from, and the answers."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -138,13 +138,13 @@ def build_app() -> Starlette:
         try:
             asked = json.loads(body)
         except ValueError:
-            return JSONResponse({"error": "the question is no JSON"}, 400)
+            return JSONResponse({"error": "the question is not JSON"}, 400)
         if not isinstance(asked, dict):
-            return JSONResponse({"error": "the question is no JSON object"}, 400)
+            return JSONResponse({"error": "the question is not a JSON object"}, 400)
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
     async def trace(request: Request, body: bytes) -> Response:
-        """The histograms of a trace that was dropped on the page; its name is that of the file."""
+        """Return the histograms of a trace that was dropped on the page, under the name of its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / ("trace.jsonl" if name.endswith(".jsonl") else "trace.csv")
@@ -170,8 +170,10 @@ def build_app() -> Starlette:
 
 
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
-    """Refuse what another site's page has a browser send: only our own can send JSON without being asked first. And
-    what is too long, whether it says so beforehand or comes in chunks."""
+    """Refuse bodies that are too long, and requests that a page of another site makes a browser send.
+
+    Only the server's own page can send JSON without a preflight request.
+    """
     from starlette.responses import JSONResponse
 
     async def checked(request: Request) -> Response:
@@ -193,10 +195,10 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
 
     Args:
         port: 0: any free one.
-        on_ready: is told the page's address.
+        on_ready: is called with the page's address.
 
     Raises:
-        MachineError: the port cannot be had.
+        MachineError: the port cannot be opened.
     """
     import socket
 
@@ -205,7 +207,7 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
-        raise MachineError(f"port {port} cannot be had: {error.strerror}; take another as `port`") from None
+        raise MachineError(f"port {port} cannot be opened: {error.strerror}; give another `port`") from None
     config = uvicorn.Config(
         build_app(), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )

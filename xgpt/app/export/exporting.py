@@ -1,7 +1,7 @@
 """Write the files from which another platform starts a plan: scripts for a machine, Kubernetes objects.
 
-All of them run `xgpt serve`, so the plan is never without its endpoint's keys and limits. Everything is pinned to a
-version and starts offline; nothing is written for a plan that does not fit its devices.
+All of them run `xgpt serve`, so that the endpoint's keys and limits always apply. Versions are pinned, and everything
+starts offline. A plan that does not fit its devices is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from xgpt.schema import Plan
 Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
 
 WEIGHTS = "weights"
-"""The directory, next to a script, of weights that it fetches."""
+"""Directory next to a script, into which it fetches weights."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
-    """The files of a target, by name.
+    """Return the files of a target, by name.
 
     Raises:
         InputError: the plan does not fit its devices by its own estimate, is for another engine, or the target cannot
@@ -47,10 +47,10 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def check_memory(plan: Plan) -> None:
-    """Refuse a plan whose fullest device is overfull, so that nothing exported dies of memory at its start.
+    """Refuse a plan that needs more memory than its fullest device has.
 
     Raises:
-        InputError: says by how much.
+        InputError: the message says how much the plan needs and how much there is.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -64,7 +64,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def start_command(target: Target) -> str:
-    """What starts what was exported, from within its directory."""
+    """Return the command that starts exported files, from within their directory."""
     return {"vllm": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
 
 
@@ -93,7 +93,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """The native engine: `xgpt serve` on each node."""
+    """Return a script that runs `xgpt serve` with xgpt's own engine on each node."""
     from xgpt.app.export.kubernetes import RENDEZVOUS_PORT
     from xgpt.app.plan.profiles import check_engine
 
@@ -114,7 +114,7 @@ def _start_script(plan: Plan) -> dict[str, str]:
 
 
 def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:
-    """A script that becomes the command, with what it is given behind it.
+    """Return a script that executes the command, followed by the script's own arguments.
 
     Args:
         variables: arguments with the shell's own variables in them, quoted already.

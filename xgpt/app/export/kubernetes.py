@@ -1,7 +1,7 @@
 """Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
 
-Pods run `xgpt serve`, in vLLM where a replica lives on one node and its figures are not of xgpt's own engine, and
-otherwise in that, whose processes on several nodes meet at the leader.
+Pods run `xgpt serve`: with vLLM where a replica fits on one node and its plan was not made for xgpt's own engine,
+otherwise with xgpt's own, whose processes on several nodes meet at the leader.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
 LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 TOLERANCE = 0.1
-"""Relative distance from its target within which an autoscaler changes nothing, by Kubernetes' default."""
+"""Relative distance from the target within which an autoscaler changes nothing; Kubernetes' default."""
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """The objects, a kustomization of them, an autoscaler, and for vLLM the Dockerfile of their image, by file name.
+    """Return by file name: the objects, their kustomization, an autoscaler, and for vLLM the image's Dockerfile.
 
     Raises:
         InputError: pods could not run the plan.
@@ -50,15 +50,15 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
 
 
 def replica_files(plan: Plan, names: Names) -> dict[str, str]:
-    """The same under other names."""
+    """Return the files of `kubernetes_files`, with other names of the objects."""
     return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
 
 
 def check_deployable(plan: Plan, target: str) -> None:
-    """Refuse a plan for other devices than pods ask for, or without weights.
+    """Refuse a plan for other devices than GPUs, or without weights.
 
     Raises:
-        InputError: says what to plan for.
+        InputError: the message says what to plan for.
     """
     if plan.cluster.device.type != "gpu":
         raise InputError("to", target, f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
@@ -68,10 +68,10 @@ def check_deployable(plan: Plan, target: str) -> None:
 
 
 def num_nodes(plan: Plan) -> int:
-    """Nodes that a replica spans.
+    """Return the number of nodes that a replica spans.
 
     Raises:
-        InputError: it does not spread evenly over them.
+        InputError: the replica's devices do not divide evenly among them.
     """
     devices, per_node = plan.devices_per_replica, plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
@@ -82,7 +82,7 @@ def num_nodes(plan: Plan) -> int:
 
 
 def _deployment(plan: Plan, names: Names) -> dict[str, str]:
-    """A pod for each replica."""
+    """Return a Deployment with a pod for each replica."""
     from xgpt.app.export.packages import PORT, vllm_dockerfile
     from xgpt.app.plan.profiles import check_engine
     from xgpt.app.serve.checking import check_vllm_runs
@@ -119,7 +119,7 @@ _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for C
 
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
-    """A group of pods for each replica: the leader answers requests, and all of them compute."""
+    """Return a LeaderWorkerSet with a group of pods for each replica: the leader answers requests, all compute."""
     from xgpt.app.export.packages import PORT
     from xgpt.app.plan.profiles import check_engine
 
@@ -171,7 +171,7 @@ def _template(plan: Plan, names: Names, work: Work) -> Object:
 
 
 def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
-    """The command of a pod that answers requests."""
+    """Return the command of a pod that answers requests."""
     hosts = [names.name, *(f"{names.name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
     command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *more]
     command += ["--host", "0.0.0.0", "--port", str(port), "--api-key-file", f"{ETC}/keys/keys"]
@@ -180,20 +180,22 @@ def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
 
 
 def serving_command(names: Names, port: int) -> list[str]:
-    """What a pod in vLLM runs whose name a gateway keeps to itself: it is asked for by addresses alone."""
+    """Return the command of a pod with vLLM behind a gateway, which reaches it by address only."""
     return _serve(names, port, ["--engine", "vllm"])
 
 
 def weights_note(plan: Plan, names: Names) -> str:
-    """Where pods have weights from, as a comment."""
+    """Return a comment that says where pods get weights from."""
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
     return f"the weights come from a volume claim, {names.name}-model"
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """An autoscaler for overlays to add, which keeps each replica to the arrival rate at which the plan keeps its
-    bounds; nothing where no such rate is known."""
+    """Return an autoscaler for overlays to add; nothing where the plan has no arrival rate.
+
+    It keeps each replica at the arrival rate at which the plan keeps its bounds.
+    """
     if plan.estimate.capacity is None:
         return {}
     rate = plan.estimate.capacity.rate_per_s / plan.replicas / (1 + TOLERANCE)
@@ -230,5 +232,5 @@ def _files(
 
 
 def kustomization(resources: list[str]) -> str:
-    """A base that overlays add their namespace, images and autoscalers to."""
+    """Return a kustomization to which overlays add their namespace, images and autoscalers."""
     return to_yaml([{"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}])

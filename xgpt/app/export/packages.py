@@ -10,23 +10,23 @@ from xgpt.schema import Plan
 WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
 MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
 BESIDE_VLLM = ("click", "optuna", "rich", "scipy")
-"""What serving needs that vLLM does not bring."""
+"""Packages that serving needs and vLLM does not install."""
 PORT = 8000
 NIXL_PACKAGE = "nixl==1.5.1"
-"""What K/V of WAA goes by, from GPU to GPU."""
+"""Package that moves K/V from GPU to GPU under WAA."""
 
 
 def beside_vllm(plan: Plan) -> list[str]:
-    """Return what pip is to install next to vLLM."""
+    """Return the requirements that pip installs next to vLLM."""
     moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
     return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
 
 def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) -> str:
-    """The Dockerfile of an image with xgpt next to vLLM.
+    """Return the Dockerfile of an image with xgpt next to vLLM.
 
     Args:
-        base: the image that has vLLM; None: vLLM's own. Another one's version of vLLM is checked as it is built.
+        base: the image that has vLLM; None: vLLM's own. The version of vLLM in any other is checked during the build.
     """
     from xrunner.vllm import TESTED_VERSION
 
@@ -43,7 +43,7 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
 
 
 def _pinned(name: str) -> str:
-    """The version that is here; of a package that is not, whichever fits."""
+    """Return a requirement pinned to the installed version; unpinned if the package is not installed."""
     try:
         return f"{name}=={version(name)}"
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
 """Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
 
 A plan of one lane keeps its schedule: under Dynamo in vLLM's scheduler class, under llm-d in pods of `xgpt serve`. The
-two lanes of WAA become prefill and decode workers of the plan's sizes and number; which prompts are encoded together is
-then decided by vLLM's own scheduler within these sizes, and the platform's router takes the place of xgpt's front.
+two lanes of WAA become prefill and decode workers with the sizes and the number that the plan has. Which prompts are
+encoded together is then up to vLLM's own scheduler, and the platform's router takes the place of xgpt's front.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
 """llm-d's proxy listens on the front's port, and looks for vLLM on the decode lane's."""
 API_SERVER: list[Object] = [{"protocol": "TCP", "port": port} for port in (443, 6443)]
 SYSTEM_PORT = 9090
-"""Where Dynamo's workers answer probes."""
+"""Port at which Dynamo's workers answer probes."""
 ROUTER_PORT = 8081
-"""The proxy's, in llm-d's router."""
+"""Port of the proxy in llm-d's router."""
 
 
 def dynamo_files(plan: Plan) -> dict[str, str]:
-    """A DynamoGraphDeployment and what it needs.
+    """Return a DynamoGraphDeployment and what it needs.
 
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
@@ -170,10 +170,10 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
-    """The lanes, and the part that each plays on a platform.
+    """Return (lane, part that it plays on the platform) pairs.
 
     Args:
-        alone: the part of a plan's only lane.
+        alone: the part that the only lane of a plan plays.
     """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 
@@ -204,7 +204,7 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: Work, name: str, type_: str, replicas: int) -> Object:
-    """A component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
+    """Return a component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
     for held in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         held[:] = [entry for entry in held if entry["name"] != "shm"]
@@ -243,7 +243,7 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> Work:
 
 
 def _routing_proxy() -> Object:
-    """A sidecar that has a prompt encoded by a prefill worker before it asks the decode worker next to it."""
+    """Return the sidecar of a decode worker, which first sends each prompt to a prefill worker."""
     return {
         "name": "routing-proxy",
         "image": SIDECAR,
@@ -256,7 +256,7 @@ def _routing_proxy() -> Object:
 
 
 def _router(names: Names, *, is_split: bool) -> Object:
-    """The values of llm-d's router: each request goes where the fewest are."""
+    """Return the values of llm-d's router: each request goes to the worker with the fewest requests."""
     picked = [{"pluginRef": "active-request-scorer"}, {"pluginRef": "max-score-picker"}]
     plugins: list[Object] = [
         {"type": "inflight-load-producer"},
@@ -291,4 +291,4 @@ def _router(names: Names, *, is_split: bool) -> Object:
 def _lanes_note(plan: Plan) -> str:
     if len(plan.policy.lanes) == 1:
         return ""
-    return "\n# The lanes have the plan's sizes; which prompts are encoded together, vLLM's own scheduler says."
+    return "\n# The lanes have the plan's sizes; vLLM's own scheduler decides which prompts are encoded together."

@@ -1,7 +1,7 @@
 """Pods that run a plan: the parts that objects of Kubernetes, Dynamo and llm-d share.
 
-All of them run as a user without rights on a root that cannot be written to, and take the plan from a ConfigMap, keys
-from a Secret, and weights from a volume claim or, of a model that is known by its id, from the hub.
+Pods run as a user without privileges on a read-only root. The plan comes from a ConfigMap, keys from a Secret, weights
+from a volume claim or, for a model named by its Hugging Face id, from the hub.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Object = dict[str, Any]
 ETC = "/etc/xgpt"
 MODEL_PATH = "/model"
 SCRATCH = "/tmp"
-"""The only place that can be written to: sockets, and what is compiled."""
+"""The only writable directory: sockets, and compiled code."""
 USER = 10001
 MAX_NAME = 48
-"""Characters of an object's name, which leaves room for what is added to it; a label holds 63."""
+"""Largest length of an object's name; suffixes are added to it, and a label holds 63 characters."""
 MAX_CONFIG_BYTES = 1_000_000
-"""Of a ConfigMap: the API server takes 1 MiB, names included."""
+"""Largest size of a ConfigMap; the API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""After SIGTERM: until no balancer sends anything any more, for what runs, and for the engine to end in."""
+"""Seconds after SIGTERM: until load balancers notice, for running requests, and for the engine to end."""
 START_S = 1800
-"""To load weights and compile in."""
+"""Seconds in which a pod must have loaded weights and compiled."""
 DOWNLOADS = {"protocol": "TCP", "port": 443}
 NAMES = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-"""What a pod asks to find another by its name."""
+"""Ports of DNS."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the objects of a plan are called and labelled.
+    """The names and labels of a plan's objects.
 
     Attributes:
         selector: labels that choose the plan's pods and no others.
@@ -55,22 +55,22 @@ class Names:
         return cls(name, {"app.kubernetes.io/name": name})
 
     def meta(self, end: str = "", labels: Mapping[str, str] | None = None) -> Object:
-        """An object's metadata."""
+        """Return an object's metadata."""
         own = {**self.selector, "app.kubernetes.io/managed-by": "xgpt", **(labels or {})}
         return {"name": f"{self.name}{end}", "labels": own}
 
 
 @dataclass(frozen=True)
 class Work:
-    """The container that does a pod's work.
+    """The main container of a pod.
 
     Attributes:
         ports: by name.
         probed: the name of the port that answers probes; None: the pod has no port of its own, and ends by
             itself when the engine does.
-        alive, ready: the paths that say whether it runs, and whether it takes requests.
-        mounts_keys: whether the clients' keys are a file of it.
-        env: variables beyond those that every container has, as Kubernetes has them.
+        alive, ready: paths that answer whether it runs, and whether it accepts requests.
+        mounts_keys: whether the clients' keys are mounted as a file.
+        env: further environment variables, as Kubernetes writes them.
     """
 
     image: str
@@ -86,7 +86,7 @@ class Work:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """The plan of one replica, with its weights where pods have them.
+    """Return a ConfigMap with the plan of one replica, its checkpoint as pods see it.
 
     Raises:
         InputError: it is too large.
@@ -101,7 +101,7 @@ def config_map(plan: Plan, names: Names) -> Object:
 
 
 def pod(plan: Plan, names: Names, work: Work, *, fetches: bool = True) -> Object:
-    """A pod's specification.
+    """Return a pod's specification.
 
     Args:
         fetches: whether the weights of a model that is known by its id are fetched before the container starts, to
@@ -171,7 +171,7 @@ def _container(plan: Plan, names: Names, work: Work, *, has_model: bool) -> Obje
 
 
 def _fetching(model_id: str, names: Names, image: str) -> Object:
-    """What puts the weights on a pod's own disk before it starts."""
+    """Return the init container that fetches weights to the pod's own disk."""
     return {
         "name": "fetch",
         "image": image,
@@ -187,7 +187,7 @@ def _fetching(model_id: str, names: Names, image: str) -> Object:
 
 
 def container_security() -> Object:
-    """What a container may do: nothing that serving does not take."""
+    """Return a container's security context, with only the rights that serving needs."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -196,13 +196,13 @@ def container_security() -> Object:
 
 
 def of_secret(variable: str, secret: str, key: str, *, optional: bool = False) -> Object:
-    """A variable with the value of a secret."""
+    """Return an environment variable with the value of a secret."""
     ref = {"name": secret, "key": key} | ({"optional": True} if optional else {})
     return {"name": variable, "valueFrom": {"secretKeyRef": ref}}
 
 
 def of_pod(variable: str, path: str) -> Object:
-    """A variable with a field of the pod."""
+    """Return an environment variable with a field of the pod."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -211,7 +211,7 @@ def _hub_token(names: Names) -> Object:
 
 
 def _own_variables() -> list[Object]:
-    """A user without a home of its own, whose files go where it may write."""
+    """Return environment variables that put the files of a user without a home into the writable directory."""
     own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
     return [{"name": key, "value": value} for key, value in (own | {"USER": "xgpt"}).items()]
 
@@ -219,7 +219,7 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """What may speak with the plan's pods: the namespace, on these ports; and what they may speak with.
+    """Return the NetworkPolicy of a plan's pods: the namespace reaches these ports, and nothing else.
 
     Args:
         among: the pods also speak with each other, on any port.
@@ -244,13 +244,13 @@ def network_policy(
 
 
 def disruption_budget(names: Names) -> Object:
-    """Drains of nodes take one pod at a time."""
+    """Return a PodDisruptionBudget: drains of nodes end one pod at a time."""
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": names.selector}}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names.meta(), "spec": spec}
 
 
 def service(names: Names, selector: Mapping[str, str] | None = None) -> Object:
-    """What clients ask."""
+    """Return the Service that clients send requests to."""
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     spec = {"selector": {**names.selector, **(selector or {})}, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta(), "spec": spec}
@@ -261,7 +261,7 @@ def _probe(work: Work, path: str, **settings: int) -> Object:
 
 
 def _resources(plan: Plan, devices: int) -> Object:
-    """A core for each GPU's worker, and four for the endpoint and the engine's loop; weights pass through memory."""
+    """Return a container's resources: a core for each GPU, four for endpoint and loop, memory to load weights."""
     memory_gib = 8 + 4 * devices + shared_memory_gib(devices)
     gpus = {"nvidia.com/gpu": str(devices)} if devices else {}
     passing = 8 + (_weights_gib(plan) if devices else 0)
@@ -276,7 +276,7 @@ def _weights_gib(plan: Plan) -> int:
 
 
 def shared_memory_gib(devices: int) -> int:
-    """Shared memory, through which the workers of a pod speak."""
+    """Return the GiB of shared memory through which the workers of a pod communicate."""
     return 2 + 2 * devices
 
 
@@ -285,11 +285,11 @@ def _gib(count: int) -> str:
 
 
 def to_yaml(objects: Sequence[Object]) -> str:
-    """Objects as YAML documents, by a library: no name in a plan can become YAML."""
+    """Return objects as YAML documents; a library quotes them, so that no name in a plan can add YAML."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as they are, and what occurs twice twice."""
+        """Writes texts of several lines as blocks, and repeats values instead of using aliases."""
 
         def ignore_aliases(self, data: object) -> bool:
             return True

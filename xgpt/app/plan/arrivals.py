@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     from xsimulator.capacity import CapacitySearch
 
 SHARP = 0.005
-"""Precision of the best plan's rate; another one must exceed it by this share."""
+"""Relative precision of the best plan's rate; another plan must exceed it by this share."""
 COARSE = 0.03
-"""Precision of the rate of a policy that is far behind."""
+"""Relative precision of the rate of a policy that is far behind."""
 BEHIND = 0.7
-"""A policy is far behind whose rate in closed form is less than this share of the best simulated one."""
+"""A policy is far behind if its rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
-"""Plans of a policy that are simulated at most, the best in closed form first."""
+"""Largest number of a policy's plans that are simulated, the best in closed form first."""
 DOUBT = 0.06
-"""Share by which a plan's rate in closed form may fall below the best one and the plan still be simulated."""
+"""Share by which the rate in closed form of a simulated plan may fall below the best one."""
 LOOSER = 1.04
-"""By which factor a bound that is never kept is loosened until it is."""
+"""Factor by which a bound that no plan keeps is loosened, again and again until one does."""
 MOST_LOOSENED = 60
 BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
 STABLE = "the highest throughput that any schedule reaches, whatever its latency"
 
 
 def rate_of(plan: Plan) -> float:
-    """The highest arrival rate at which a plan keeps its bounds: its simulated one; without bounds, its throughput."""
+    """Return the arrival rate up to which a plan keeps its bounds, as simulated; without bounds, its throughput."""
     found = plan.estimate.capacity
     return plan.estimate.throughput_rps if found is None else found.rate_per_s
 
 
 def maximised(plan: Plan) -> float:
-    """What the plan's own objective counts, requests a second."""
+    """Return the figure that the plan's own objective maximises, in requests a second."""
     return rate_of(plan) if plan.constraint.maximises_arrivals else plan.estimate.throughput_rps
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Plans with their simulated capacities, where they have none yet; the first one's also about its bounds."""
+    """Return the plans with simulated capacities where they have none; the first also under slightly other bounds."""
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
         known = plan.estimate.capacity
@@ -55,7 +55,7 @@ def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]
 
 
 def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """The highest arrival rate of a plan in closed form; None where it has no bounds."""
+    """Return the highest arrival rate of a plan in closed form; None where it has no bounds."""
     from xscheduler.arrival_rate import rate_of as closed_rate
     from xscheduler.placement import Placement
     from xscheduler.problem import Problem
@@ -68,11 +68,11 @@ def predicted_rate(plan: Plan, profile: Profile) -> float | None:
 
 
 def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
-    """The plan with its simulated capacity; as it is where it has no bounds.
+    """Return the plan with its simulated capacity; unchanged if it has no bounds.
 
     Args:
         predicted: the closed form's rate.
-        edges: also under bounds that are a little tighter and looser.
+        edges: also simulate bounds that are a little tighter and looser.
     """
     from xsimulator.capacity import capacity
 
@@ -87,15 +87,15 @@ def best_by_arrivals(
     only_best: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Each policy's plan of the highest arrival rate, with that rate, the highest first.
+    """Return each policy's plan of the highest arrival rate, with that rate, the highest first.
 
     Args:
-        progress: told of each policy that is simulated.
-        finish: what is made of a plan before it is simulated: its order of admission.
-        only_best: of all policies together, the one plan.
+        progress: is called for each policy that is simulated.
+        finish: completes a plan before it is simulated, by its order of admission.
+        only_best: return only the best plan of all policies.
 
     Raises:
-        InfeasibleError: no plan keeps the bounds at any rate, or at the rate that is asked for.
+        InfeasibleError: no plan keeps the bounds at any rate, or at the requested one.
     """
     from xsimulator.forecast import choice_of
 
@@ -109,7 +109,7 @@ def best_by_arrivals(
         started = time.perf_counter()
         if progress is not None:
             progress(i, len(ranked), simulating(kind))
-        # A policy that is far behind gets a figure, and no contest within it.
+        # A policy that is far behind gets a coarse rate; its plans are not compared with each other.
         hopeless = best is not None and candidates[kind][0][1] < BEHIND * best.rate
         plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
         search = _best_of(plans, of.problem.profile, best if only_best else None)
@@ -142,7 +142,7 @@ def best_by_arrivals(
 
 
 def simulating(what: str) -> str:
-    """What a progress bar says of a simulation."""
+    """Return a progress bar's text for a simulation."""
     from xsimulator.counts.counted_run import is_compiled
 
     once = "" if is_compiled() else " (the first simulations on a machine are compiled: some 15 s)"
@@ -152,7 +152,7 @@ def simulating(what: str) -> str:
 def _best_of(
     candidates: list[tuple[Plan, float]], profile: Profile, rival: CapacitySearch | None
 ) -> CapacitySearch | None:
-    """The plan of the highest simulated rate among some, the best in closed form first; None: not above the rival's."""
+    """Return the candidate with the highest simulated rate, if that is above the rival's; else None."""
     from xsimulator.capacity import CapacitySearch
 
     best = rival
@@ -166,7 +166,7 @@ def _best_of(
 
 
 def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan], Plan]) -> CapacitySearch:
-    """The best plan, or one whose settings are near to its own and which keeps a higher rate."""
+    """Return the best plan, or a plan of neighbouring settings with a higher rate."""
     near = [
         (finish(other).model_copy(update={"search": best.plan.search}), predicted)
         for other, predicted in of.neighbours(best.plan)
@@ -177,7 +177,7 @@ def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan]
 def _best_rival(
     of: Scheduler, best: CapacitySearch, kinds: list[str], finish: Callable[[Plan], Plan]
 ) -> CapacitySearch:
-    """The best plan, or one of those of the highest saturated throughput, where that keeps a higher rate."""
+    """Return the best plan, or one of those with the highest saturated throughput if it has a higher rate."""
     best.precision = SHARP
     try:
         rivals = of.best_of_each(kinds)
@@ -207,7 +207,7 @@ def _rate_not_kept(of: Scheduler, kinds: tuple[str, ...], highest: float) -> Inf
 
 
 def _certified(plan: Plan, most: float, seconds: float) -> Plan:
-    """The plan with what bounds its rate: no schedule is stable beyond the highest throughput of any."""
+    """Return the plan with the upper bound of its rate, which is the highest throughput of any schedule."""
     search = plan.search.model_copy(
         update={"gap": max(0.0, most / rate_of(plan) - 1), "bound": STABLE, "seconds": round(seconds, 4)}
     )
@@ -215,7 +215,7 @@ def _certified(plan: Plan, most: float, seconds: float) -> Plan:
 
 
 def _never_kept(of: Scheduler, kinds: tuple[str, ...]) -> InfeasibleError:
-    """Why no plan keeps the bounds at any rate, with the nearest bound that one keeps."""
+    """Return the error that no plan keeps the bounds at any rate, with the nearest bound that can be kept."""
     constraint = of.problem.constraint
     bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
     name = next(iter(bounds))

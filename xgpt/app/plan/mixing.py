@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEAREST = 0.4
-"""The largest share that is looked at."""
+"""Largest cost of mixing that is considered, as a share of a step's decodes."""
 HALVINGS = 5
 
 
 def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan, which says at which cost of mixed steps another one would have served more.
+    """Return the first plan, with the cost of mixed steps at which another policy's plan would serve more.
 
-    Plans are compared by what they maximise, in closed form at another cost, settings unchanged; where steps have been
-    measured, mixed ones are among them, and nothing is said.
+    Plans are compared by their objective, in closed form at another cost and with unchanged settings. A plan from a
+    measured profile is returned unchanged: mixed steps have been measured.
     """
     best = next(iter(plans.values()))
     rivals = [plan for plan in plans.values() if _mixes(plan) != _mixes(best)]
@@ -56,7 +56,7 @@ def _mixes(plan: Plan) -> bool:
 
 
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
-    """What a plan maximises at another cost of mixed steps, in closed form."""
+    """Return a plan's objective at another cost of mixed steps, in closed form."""
     engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
     of = Scheduler(replace(Problem.of(plan, profile), engine=engine))
     space = of.space(plan.policy.kind, Placement.of(plan))

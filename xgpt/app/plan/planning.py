@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TIGHTER = (0.7, 0.4)
 """Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
-"""What other planners offer, on replicas of equal stages."""
+"""Policies that other planners offer, on replicas of equal stages."""
 
 
 def plan_each(
@@ -41,20 +41,20 @@ def plan_each(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Each policy's best plan, the best of all first.
+    """Return each policy's best plan, the best of all first.
 
     Args:
-        order: which of the waiting requests enters next; None: the first to arrive, or as tuning finds it.
-        progress: told of what takes its time.
+        order: order of admission; None: fcfs, or the one that tuning finds.
+        progress: is called for each part of the work.
 
     Raises:
-        InputError: the model cannot be run under the policy that is asked for.
-        InfeasibleError: no policy has one.
+        InputError: the model cannot be run under that policy.
+        InfeasibleError: no policy has a plan that keeps the constraint.
     """
     if policy in TUNED:
         _check_tunable(problem, policy)
     kinds = kinds_of(problem, policy)
-    if problem.constraint.arrival_rate_per_s is not None:  # what keeps the highest rate keeps this one, if any does
+    if problem.constraint.arrival_rate_per_s is not None:  # the plan with the highest rate keeps this one, if any does
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
     if problem.constraint.maximises_arrivals:
@@ -77,13 +77,17 @@ def plan_each(
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
-    """Refuse a choice that simulation tunes without what its rule goes by."""
+    """Refuse a tuned policy without the bounds that its rule needs.
+
+    Raises:
+        InputError: the objective, the bounds or the model do not go with the policy.
+    """
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
     if not by_rate or constraint.tpot_s is None:
         raise InputError("policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)")
     if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
-        raise InputError("policy", policy, f"{problem.model.name}: it takes a decoder-only model; take chunked or rra")
+        raise InputError("policy", policy, f"{problem.model.name} has an encoder; use rra")
 
 
 def _under_tighter(
@@ -116,7 +120,7 @@ def _on_one_stage(of: Scheduler, kind: str, fixed: list[Plan]) -> list[Plan]:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Plans of which one stands for both ways of waa to divide devices, where these come to the same."""
+    """Return the plans with one `waa` in place of waa-c and waa-m where these are the same plan."""
     by_compute, by_memory = plans.get("waa-c"), plans.get("waa-m")
     if by_compute is None or by_memory is None or by_compute.stages != by_memory.stages:
         return plans
@@ -124,10 +128,10 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
-    """The policies that are planned for; of one that is tuned, the one that is tuned.
+    """Return the policies that a choice stands for; for a tuned policy, the policy from which tuning begins.
 
     Raises:
-        InputError: the model cannot be run under the one that is asked for.
+        InputError: the model cannot be run under that policy.
     """
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
@@ -140,16 +144,16 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Look at variables that are held before anything is measured for them.
+    """Check the variables to hold, before anything is measured for them.
 
     Raises:
-        InputError: there is no such variable, or no policy that may be taken has it.
+        InputError: there is no such variable, or no policy of the choice has it.
     """
     _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
 
 
 def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of some policies that have all variables which are held.
+    """Return the policies that have all variables to hold.
 
     Raises:
         InputError: there is no such variable, or none of the policies has it.
@@ -166,14 +170,14 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
 
 
 def _variables(kind: str) -> set[str]:
-    """The variables of a policy that can be held."""
+    """Return the variables of a policy that can be held."""
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
     return placed | {variable.name for variable in settings.variables}
 
 
 def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
-    """Without bounds, a rate is kept that lies below the throughput."""
+    """Refuse an arrival rate above the highest throughput, in a problem without bounds."""
     rate = constraint.arrival_rate_per_s
     if rate is None:
         return
@@ -188,12 +192,12 @@ def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
 
 
 def is_uniform(plan: Plan) -> bool:
-    """Whether other planners offer such a plan: replicas of equal stages, without rra and waa."""
+    """Return whether a plan has replicas of equal stages and neither rra nor waa, as other planners' plans have."""
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
 
 
 def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
-    """The best that other planners offer: replicas of equal stages, without rra and waa; None where nothing fits."""
+    """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
     of, kinds = scheduler(replace(problem, uniform=True), search), runnable(UNIFORM_KINDS, problem.model)
     kinds = tuple(kind for kind in kinds if problem.fixed.keys() <= _variables(kind))
     if not kinds:
@@ -207,8 +211,14 @@ def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan 
 
 
 def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
-    """The plan with this order of admission. DAS looks at as many prompt tokens together as run at once; lpt is for
-    work that is all at hand, where none is overdue."""
+    """Return the plan with this order of admission.
+
+    A row of das has as many prompt tokens as run at once. Under lpt, for work that is given as a whole, no request is
+    overdue.
+
+    Raises:
+        InputError: the order does not go with the plan's bounds or policy.
+    """
     if order == "in-time":
         if plan.constraint.ttft_s is None:
             raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
-    """The problem that a request names, with the given profile, the cached one, a measurement, or the datasheet's.
+    """Return the problem of a request, with a profile that is given, cached, measured now, or from the datasheet.
 
     Raises:
-        InputError: a name that is not there, a file that is broken, or a profile of something else.
+        InputError: a name is not known, a file is broken, or the profile is of something else.
         MachineError: the machine cannot be measured.
     """
     spec, checkpoint, found = _model(request)
@@ -57,7 +57,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
-    """The shape, the directory of the weights that are here, and where a plan has them: also by an id."""
+    """Return the model's shape, the local directory of its weights, and its checkpoint as a plan names it."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
@@ -70,10 +70,10 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """The engine that is asked for.
+    """Return the requested engine; None: none was named.
 
     Raises:
-        InputError: the cluster is this machine, where steps are measured in the engine that runs them.
+        InputError: the cluster is this machine, where the steps of the engine itself are measured.
     """
     if request.engine is None:
         return None
@@ -106,12 +106,12 @@ def _profile(
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Share that plans leave of their bounds: as the constraint says, or the known error of the profile's kind."""
+    """Return the headroom of plans: the constraint's, or the known error of the profile's kind."""
     return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
 
 
 def scheduler(problem: Problem, search: Method = "branch-and-bound") -> Scheduler:
-    """The scheduler of a problem, its headroom that of the profile where the constraint names none."""
+    """Return the scheduler of a problem; its headroom is the profile's if the constraint names none."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})
     return Scheduler(replace(problem, constraint=constraint), search)

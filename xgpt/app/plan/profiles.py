@@ -20,14 +20,14 @@ Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
-"""What models run in on a CPU, the usual one first; float16 is emulated there."""
+"""Types that models run in on a CPU, the default first; float16 would be emulated."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
-    """What a model is to run in on a cluster's devices: `dtype`, or what is usual.
+    """Return the type that a model runs in on a cluster's devices: `dtype`, or the default there.
 
     Raises:
-        InputError: nothing runs in it there. Eight bits can be planned for, on another machine than this one.
+        InputError: the model does not run in that type there; float8 can only be planned for, on other machines.
     """
     on_cpu = cluster.device.type == "cpu"
     if dtype is None:
@@ -35,9 +35,9 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
         raise InputError("dtype", dtype, f"on a CPU models run in {', '.join(CPU_DTYPES)}")
     if dtype == "int8" and (not on_cpu or engine == "vllm"):
-        raise InputError("dtype", dtype, "it runs in xgpt's own engine on CPUs: take another")
+        raise InputError("dtype", dtype, "it runs only in xgpt's own engine on CPUs: use another")
     if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
-        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: take one as `dtype`"
+        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: give one as `dtype`"
         raise InputError("dtype", dtype, accepted)
     return dtype
 
@@ -60,10 +60,14 @@ def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Pr
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
     if kv_dtype is not None and (engine == "vllm" or (devices.is_local and import_from is None)):
-        raise InputError("kv_dtype", kv_dtype, "steps of this machine are measured with K/V as the dtype has them")
+        raise InputError(
+            "kv_dtype", kv_dtype, "this machine's steps are measured with the K/V type of the dtype: leave it out"
+        )
     if engine == "vllm":
         if import_from is not None:
-            raise InputError("import_from", import_from, "it does not go with `engine=vllm`, which measures")
+            raise InputError(
+                "import_from", import_from, "it does not go with `engine=vllm`, which measures: leave one out"
+            )
         return profile_vllm(spec, checkpoint, devices, dtype, progress)
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
@@ -127,18 +131,18 @@ def measured_profile(
 
 
 def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Path:
-    """Return where it is written which profile was measured last."""
+    """Return the path of the file that names the profile measured last."""
     return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
-    """The profile in a user's file, for planning.
+    """Return the profile in a user's file, for planning.
 
     Args:
-        dtype: None: what is usual on these devices.
+        dtype: None: the default on these devices.
 
     Raises:
-        InputError: it is broken, or of something else than what is planned for.
+        InputError: the file is broken, or the profile is of another model, device or dtype.
     """
     from pathlib import Path
 
@@ -148,10 +152,10 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Refuse a profile of another model, device or dtype, of fewer devices, or of an older engine of ours.
+    """Refuse a profile of another model, device or dtype, of fewer devices, or of an older version of xgpt's engine.
 
     Raises:
-        InputError: names what it is of, what is planned for, and the way out.
+        InputError: the message names the profile's value, the plan's, and the way out.
     """
     from xprofiler import NATIVE_VERSION
 
@@ -175,10 +179,10 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Refuse to run a plan in another engine than that of its profile: none of its figures would hold.
+    """Refuse to run a plan in another engine than its profile's: none of its figures would hold.
 
     Raises:
-        InputError: names both, and the way out.
+        InputError: the message names both engines, and the way out.
     """
     of = plan.profile.engine
     if of in (None, engine):
@@ -189,7 +193,7 @@ def check_engine(plan: Plan, engine: str) -> None:
 
 
 def keep(profile: Profile) -> None:
-    """Put a profile where the plans made from it find it again; a cache that cannot be written is done without."""
+    """Keep a profile in the cache, where plans made from it find it; do nothing if the cache cannot be written."""
     path = _path_of(sha256(profile))
     if not path.is_file():
         with suppress(MachineError):
@@ -197,15 +201,15 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """The profile that a plan was made from: the one given, kept here, or computed anew from the datasheet.
+    """Return the profile that a plan was made from: the one given, kept here, or computed anew from the datasheet.
 
-    Never measures: what is measured now is another profile.
+    It is never measured anew: that would give another profile.
 
     Args:
         given: the profile, or its file.
 
     Raises:
-        InputError: it is not here, or what is given is another one.
+        InputError: the profile is not on this machine, or the given one is another.
     """
     from pathlib import Path
 
@@ -213,7 +217,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     if given is not None:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
         if (found := sha256(profile)) != wanted:
-            accepted = f"the plan was made from {wanted[:12]}: give that one, or plan again with this one"
+            accepted = f"the plan was made from {wanted[:12]}: give that profile, or plan again with this one"
             where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
             raise InputError("profile", where, accepted)
         return profile
@@ -238,13 +242,14 @@ def import_profile(
     framework: str,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """A profile from others' tables: of the installed wheel (`aiconfigurator`), or in a folder.
+    """Return a profile from others' tables: those of the installed package aiconfigurator, or of a folder.
 
     Args:
-        framework: the engine whose kernels they are, by itself or with its version.
+        where: "aiconfigurator", or the folder.
+        framework: the engine whose kernels the tables are of, with or without a version.
 
     Raises:
-        InputError: they are not there, or hold nothing for this model, device, dtype or framework.
+        InputError: the tables are not there, or lack this model, device, dtype or framework.
     """
     from pathlib import Path
 
@@ -264,27 +269,27 @@ def profile_vllm(
     dtype: DType | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """vLLM's step times on this machine. They are not cached: a plan for vLLM names its profile.
+    """Return vLLM's step times on this machine, which are not cached: a plan for vLLM names its profile.
 
     Raises:
         InputError: vLLM cannot run that model, or the cluster is not this machine.
-        MachineError: there is no vLLM here, or it does not run.
+        MachineError: vLLM is not installed, or does not run.
     """
     from xprofiler import vllm
 
     if not cluster.is_local:
-        raise InputError("cluster", cluster.name, "vLLM is measured where it runs; take local")
+        raise InputError("cluster", cluster.name, "vLLM is measured on this machine: give local")
     dtype = dtype_of(spec, cluster, dtype, "vllm")
     return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
 
 
 def _path_of(content: str) -> Path:
-    """Of the profile whose content has this hash."""
+    """Return the path of the profile whose content has this hash."""
     return cache_dir() / "profiles" / f"{content}.json"
 
 
 def _kept(content: str) -> Profile | None:
-    """The profile of this hash; None where it is not kept, or what is kept has been changed."""
+    """Return the profile with this hash; None if it is not kept, or its file has been changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:
@@ -293,7 +298,7 @@ def _kept(content: str) -> Profile | None:
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> str:
-    """Hash of everything that step times depend on: shape, dtype, device, versions, and how they are measured."""
+    """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
     import hashlib
     from importlib.metadata import version
 

@@ -141,7 +141,7 @@ def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
 
 
 def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
-    """Each policy's best plan; none where memory does not hold it."""
+    """Return each policy's best plan; none where memory does not hold it."""
     try:
         return plan_each(problem, request.policy, request.search, request.order)
     except InfeasibleError:
@@ -149,7 +149,7 @@ def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """What no plan of the same policy exceeds; None: not proven."""
+    """Return what no plan of the same policy exceeds; None: not proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 

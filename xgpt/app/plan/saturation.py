@@ -135,12 +135,12 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
-    """The plan with simulated figures where those of the closed form disagree with them."""
+    """Return the plan with simulated figures where those of the closed form disagree with them."""
     return _with(plan, saturated(plan, profile))
 
 
 def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = None) -> dict[str, Plan]:
-    """Each policy's plan of the highest throughput, which simulation confirms or tells; the highest first.
+    """Return each policy's plan of the highest throughput, which simulation confirms or tells; the highest first.
 
     Raises:
         InfeasibleError: no plan keeps the bounds in simulation.
@@ -225,7 +225,7 @@ def _with(plan: Plan, seen: Saturated) -> Plan:
 
 
 def _never_kept(of: Scheduler, nearest_s: float) -> InfeasibleError:
-    """Why no policy keeps the bounds, with a latency bound that one was seen to keep."""
+    """Return why no policy keeps the bounds, with a latency bound that one was seen to keep."""
     from xscheduler.schedule import round_up
 
     bounds = {name: bound for name in BOUNDS if (bound := getattr(of.problem.constraint, name)) is not None}

@@ -32,7 +32,7 @@ class ClusterChoice:
 
 
 def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
-    """The smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+    """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
 
     Raises:
         InfeasibleError: all of them together do not.
@@ -50,7 +50,7 @@ def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
 
 
 def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
-    """What the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
+    """Return what the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
 
     Clusters that do not sustain it come last.
 

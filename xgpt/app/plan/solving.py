@@ -53,7 +53,7 @@ class Planned:
         return self.problem.cluster.num_devices > 1 and self.problem.constraint.arrival_rate_per_s is None
 
     def best_uniform(self) -> Plan | None:
-        """The best plan of equal stages, without rra and waa; None where none keeps the bound."""
+        """Return the best plan of equal stages, without rra and waa; None where none keeps the bound."""
         if is_uniform(self.best):
             return self.best
         return plan_uniform(self.problem, self.request.search)
@@ -109,7 +109,7 @@ def _told_of_restlessness(plan: Plan, problem: Problem) -> Plan:
 
 
 def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
-    """The problem on the devices to take, and what they were chosen from."""
+    """Return the problem on the devices to take, and what they were chosen from."""
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":

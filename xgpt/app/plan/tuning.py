@@ -221,7 +221,7 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: Plan, best: float) -> Score:
-    """The plan's rate where it is above the best one; else what it may be."""
+    """Return the plan's rate where it is above the best one; else what it may be."""
     from xsimulator.capacity import CapacitySearch
 
     assert _profile is not None

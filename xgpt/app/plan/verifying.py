@@ -57,7 +57,7 @@ ROUNDING = 1e-9
 
 
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
-    """The simulated latencies of all requests at saturation, from admission to the last token.
+    """Return the simulated latencies of all requests at saturation, from admission to the last token.
 
     Args:
         workload: other lengths than the plan's own.
@@ -84,7 +84,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """The latency that the share of all requests for which a plan is made keeps in simulation, s.
+    """Return the latency that the share of all requests for which a plan is made keeps in simulation, s.
 
     Args:
         workload: other lengths than the plan's own.
@@ -93,7 +93,7 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
 
 def best_of_each(of: Scheduler, kinds: tuple[str, ...], progress: Progress | None = None) -> dict[str, Plan]:
-    """Each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
+    """Return each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
 
     Of policies that serve less than the best one in closed form already, under a looser bound even, plans are not
     simulated: they keep the bound in closed form.
@@ -149,7 +149,7 @@ class Ladder:
         return 0.0 if plan is None else plan.estimate.throughput_rps
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
-        """The plan on the highest rung that keeps the bound in simulation; None where no rung does.
+        """Return the plan on the highest rung that keeps the bound in simulation; None where no rung does.
 
         Where no rung can serve more than a rival, the plan that keeps the bound in closed form, not simulated.
         """
@@ -177,7 +177,7 @@ class Ladder:
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
     def lowest(self) -> int | None:
-        """The lowest rung that has a plan; None where none has."""
+        """Return the lowest rung that has a plan; None where none has."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:
@@ -188,7 +188,7 @@ class Ladder:
         return LOWEST
 
     def simulated(self, plan: Plan) -> _Simulated:
-        """What a rung's plan does in simulation; neighbouring rungs often share one."""
+        """Return what a rung's plan does in simulation; neighbouring rungs often share one."""
         key = f"{plan.policy!r} {plan.stages!r}"
         if key not in self._simulated:
             if self._progress is not None:
@@ -212,7 +212,7 @@ class Ladder:
         return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
 
     def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
-        """The plan under the real bound, with what simulation says of it."""
+        """Return the plan under the real bound, with what simulation says of it."""
         seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
         certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
         constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
@@ -220,12 +220,12 @@ class Ladder:
 
 
 def _top(bound_s: float) -> int:
-    """The highest block of rungs that is looked at under a bound."""
+    """Return the highest block of rungs that is looked at under a bound."""
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
 
 
 def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> InfeasibleError:
-    """Why no policy keeps a bound, with one that a policy keeps."""
+    """Return why no policy keeps a bound, with one that a policy keeps."""
     from xscheduler.schedule import round_up
 
     nearest: list[float] = []

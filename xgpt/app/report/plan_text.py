@@ -6,7 +6,7 @@ from xgpt.schema import Constraint, Plan
 
 
 def settings_text(plan: Plan) -> str:
-    """The control variables of a plan: "encode_batch 4, decode_iterations 9"; with several devices, also where."""
+    """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, on several devices, its shape."""
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
     for of_rule in (getattr(policy, name) for name in policy.tuned):
@@ -23,7 +23,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def placement_in_words(plan: Plan) -> str:
-    """Which devices work together, and how."""
+    """Return which devices work together, and how."""
     replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     lanes = {"both": "", "encode": "encode ", "decode": "decode "}
     parts = []
@@ -41,12 +41,12 @@ def placement_in_words(plan: Plan) -> str:
 
 
 def objective_in_words(constraint: Constraint) -> str:
-    """What was maximised."""
+    """Return the objective in words."""
     if constraint.maximises_arrivals:
         return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
     if constraint.objective == "arrivals":
         return "throughput: without a bound, any arrival rate below it is kept"
-    return "throughput while requests always wait, latency counted from admission"
+    return "throughput while requests are always waiting, latency counted from admission"
 
 
 def _process(constraint: Constraint) -> str:
@@ -54,7 +54,7 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Which engine the plan is for, and what of it the prediction takes into account."""
+    """Return a line on the plan's engine and on what the prediction takes from it; none without an engine."""
     engine = plan.engine
     if engine is None or engine.framework == "native":
         return []
@@ -67,20 +67,20 @@ def engine_in_words(plan: Plan) -> list[str]:
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """How far the choice of the policy hangs on what mixed steps cost."""
+    """Return a line on the cost of mixed steps at which another policy would serve more; none if unknown."""
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []
     now = 0.0 if plan.engine is None else plan.engine.mixing
     where = "more" if edge.mixing > now else "less"
     return [
-        f"mixed steps: decodes are taken to be {100 * now:.0f}% slower in a step that also encodes; at "
+        f"mixed steps: decodes are assumed {100 * now:.0f}% slower in a step that also encodes; at "
         f"{100 * edge.mixing:.0f}% or {where}, {edge.policy} would serve more"
     ]
 
 
 def bounds_in_words(constraint: Constraint) -> str:
-    """What a request must keep: "15 s from arrival to the last token"."""
+    """Return the bounds in words, as in "15 s from arrival to the last token"."""
     names = {
         "latency_bound_s": "from arrival to the last token",
         "ttft_s": "to the first token",
@@ -95,11 +95,11 @@ def bounds_in_words(constraint: Constraint) -> str:
 
 
 def arrivals_in_words(plan: Plan) -> list[str]:
-    """Both figures of a plan: what arrives, and what it serves while requests always wait."""
+    """Return lines on a plan's arrival rate, and on its throughput while requests are always waiting."""
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
     texts = []
     if found is not None and not found.rate_per_s:
-        texts.append("arrivals: with waiting counted, the bounds are kept at no rate worth speaking of (simulated)")
+        texts.append("arrivals: with waiting counted, the bounds are kept at practically no rate (simulated)")
     elif found is not None:
         texts.append(
             f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
@@ -115,7 +115,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
             )
     kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
     texts.append(
-        f"saturated: {e.throughput_rps:.4g} requests/s while requests always wait; {kept} then takes "
+        f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; {kept} then takes "
         f"{e.latency_s:.2f} s from admission"
     )
     return texts
@@ -126,7 +126,7 @@ def _with_error(error: float | None) -> str:
 
 
 def headroom_in_words(plan: Plan) -> list[str]:
-    """What is left of the bounds, and why."""
+    """Return a line on the headroom under the bounds, and on its source."""
     headroom, source = plan.constraint.headroom, plan.profile.source
     if not headroom or not plan.constraint.bounds_latency:
         return []
@@ -142,7 +142,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
 
 
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
-    """The policies of a choice that have no plan in the table, and those whose latency is not simulated there."""
+    """Return lines on policies without a plan in the table, and on those whose latency is not simulated."""
     from xgpt.app.plan.request import POLICY_GROUPS
     from xscheduler.space import UNCUT
 
@@ -159,12 +159,12 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
         lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
     if closed:
-        lines.append(f"in closed form, as they serve less: {', '.join(closed)}; latencies of the others are simulated")
+        lines.append(f"latency not simulated, since they serve less: {', '.join(closed)}")
     return lines
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
-    """What the plan counts on being found of prompts, and what it gains by it."""
+    """Return a line on the share of prompts that the plan expects to reuse, and on what that gains."""
     from xgpt.app.plan.arrivals import maximised
 
     reuse = plan.estimate.reuse
@@ -173,22 +173,22 @@ def reuse_in_words(plan: Plan) -> list[str]:
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
     line = (
         f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} if memory had no end) "
-        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave"
+        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
     )
     if reuse.alone:
         gain = maximised(plan) / reuse.alone - 1
-        line += f"; the best plan that counts on none reaches {reuse.alone:.3f} requests/s ({gain:+.0%})"
+        line += f"; the best plan without reuse reaches {reuse.alone:.3f} requests/s ({gain:+.0%})"
     return [line]
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """What the estimate misses where a trace's outputs depend on their inputs."""
+    """Return a line on what the estimate misses where a trace's outputs depend on its inputs."""
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []
     return [
         f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
-        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against lengths drawn apart"
+        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against independent lengths"
     ]
 
 
@@ -223,13 +223,13 @@ def _shape(plan: Plan) -> str:
 
 
 def schedule_in_words(plan: Plan) -> str:
-    """What the engine will do, in a sentence."""
+    """Return a sentence on what the engine does under the plan."""
     policy = plan.policy
     match policy.kind:
         case "rra" if policy.thresholds is not None:
             return (
                 f"run {policy.decode_iterations} decode iterations or more, until {policy.thresholds.waiting_requests} "
-                f"requests wait or one has for {policy.thresholds.oldest_wait_ms} ms, then encode about "
+                f"requests wait or one has waited {policy.thresholds.oldest_wait_ms} ms, then encode about "
                 f"{policy.encode_batch}, and again"
             )
         case "rra":
@@ -238,16 +238,18 @@ def schedule_in_words(plan: Plan) -> str:
                 "and again"
             )
         case "orca":
-            return f"every step decodes what runs and encodes into free slots, at most {policy.max_batch} requests"
+            return (
+                f"every step decodes running requests and encodes into free slots, at most {policy.max_batch} requests"
+            )
         case "chunked" if policy.slack is not None:
             return (
-                f"every step decodes what runs and encodes as much as running requests have time for, "
+                f"every step decodes running requests and encodes as much as they have time for, "
                 f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most {policy.max_batch} "
                 "requests"
             )
         case "chunked":
             return (
-                f"every step decodes what runs and fills up to {policy.token_budget} tokens with prompts, "
+                f"every step decodes running requests and fills up to {policy.token_budget} tokens with prompts, "
                 f"at most {policy.max_batch} requests"
             )
         case "static":
@@ -259,7 +261,7 @@ def schedule_in_words(plan: Plan) -> str:
 
 
 def proof_in_words(plan: Plan) -> str:
-    """How near the plan is to the best one, and what that rests on."""
+    """Return how close the plan is to the optimum, and the evidence for it."""
     search = plan.search
     proof = (
         f"no proof of optimality ({search.bound.removeprefix('none: ')})"

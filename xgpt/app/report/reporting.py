@@ -33,7 +33,7 @@ HISTOGRAM_BINS = 40
 
 
 def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
-    """The page, as HTML that loads nothing from anywhere.
+    """Return the page, as HTML that loads nothing from anywhere.
 
     Raises:
         InputError: the plan's memory cannot hold its own workload.

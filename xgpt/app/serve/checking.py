@@ -43,7 +43,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
 
 
 def located(plan: Plan, checkpoint: str | None = None) -> Plan:
-    """The plan with its checkpoint where it is on this machine.
+    """Return the plan with its checkpoint where it is on this machine.
 
     Args:
         checkpoint: None: where the plan says.
@@ -70,7 +70,7 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
 
 
 def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
-    """What a plan is served without on this machine, a line each.
+    """Return what a plan is served without on this machine, a line each.
 
     Args:
         replan: whether it is to be re-planned, which takes its profile.
@@ -96,7 +96,7 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """The kind of device that a plan is served on: a CPU shared out among as many as the plan's cluster has."""
+    """Return the kind of device that a plan is served on: a CPU shared out among as many as the plan's cluster has."""
     from xgpt.machine import detect, num_cores
 
     here = detect()

@@ -44,7 +44,7 @@ class Nodes:
 
     @classmethod
     def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
-        """What a command line says; None: there is one machine.
+        """Return what a command line says; None: there is one machine.
 
         Raises:
             InputError: something is missing, or of no use.
@@ -87,7 +87,7 @@ def build_engine(
     *,
     reuse: bool = True,
 ) -> Engine | Replicas:
-    """The engine of a plan with its weights loaded, warmed up.
+    """Return the engine of a plan with its weights loaded, warmed up.
 
     One device is run in this process, several by a process each. `close` ends them.
 
@@ -130,7 +130,7 @@ def build_replica(
     *,
     reuse: bool = True,
 ) -> Engine:
-    """The engine of one replica, with a process for each of its devices."""
+    """Return the engine of one replica, with a process for each of its devices."""
     from xgpt import policies
     from xrunner.engine import Engine
 
@@ -203,7 +203,7 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 
 def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
-    """A process for each device of a replica."""
+    """Return a process for each device of a replica."""
     from xrunner.cluster.deployment import Deployment
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.cluster.fleet import Fleet

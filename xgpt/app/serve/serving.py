@@ -85,7 +85,7 @@ class ServeRequest(Frozen):
     otlp_endpoint: str | None = None
 
     def keys(self) -> ApiKeys | None:
-        """The keys, if any.
+        """Return the keys, if any.
 
         Raises:
             InputError: the file holds none, or there must be some.
@@ -97,7 +97,7 @@ class ServeRequest(Frozen):
         return keys
 
     def tls(self) -> SSLContext | None:
-        """The certificate to show, if any.
+        """Return the certificate to show, if any.
 
         Raises:
             InputError: it cannot be read, or does not go with its key.
@@ -111,7 +111,7 @@ class ServeRequest(Frozen):
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
     def limits(self) -> Limits:
-        """What of requests is refused.
+        """Return what of requests is refused.
 
         Raises:
             InputError: the limits contradict each other.
@@ -158,7 +158,7 @@ class ServeRequest(Frozen):
         raise InputError(field, getattr(self, field), accepted)
 
     def nodes(self) -> Nodes | None:
-        """The machines that run the plan together; None: this one is alone.
+        """Return the machines that run the plan together; None: this one is alone.
 
         Raises:
             InputError: something is missing, or vLLM is to run on several.
@@ -273,7 +273,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Where traces go: to an OTLP endpoint, or where OpenTelemetry's environment variables say; None: nowhere.
+    """Return where traces go: to an OTLP endpoint, or where OpenTelemetry's environment variables say; None: nowhere.
 
     Raises:
         InputError: the endpoint is none, or OpenTelemetry is not installed.
@@ -299,7 +299,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
 
 
 def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
-    """What re-plans; None where the plan's profile is not here, which `missing` says.
+    """Return what re-plans; None where the plan's profile is not here, which `missing` says.
 
     Raises:
         InputError: `given` is not the plan's profile.

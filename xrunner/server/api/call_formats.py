@@ -48,31 +48,31 @@ class CallFormat(ABC):
     special: Mapping[str, int] = field(default_factory=dict)
 
     def written_with(self, special: Mapping[str, int]) -> CallFormat:
-        """The format where a tokenizer has these special tokens."""
+        """Return the format where a tokenizer has these special tokens."""
         return replace(self, special={mark: special[mark] for mark in self.marks if mark in special})
 
     def grammar(self, schemas: Schemas) -> str:
-        """The grammar of text with calls in it."""
+        """Return the grammar of text with calls in it."""
         trigger = self.special.get(self.trigger, self.trigger)
         return tagged_grammar(trigger, self.rules(schemas))
 
     @abstractmethod
     def rules(self, schemas: Schemas) -> str:
-        """What follows the trigger: the rule `called`, and those that it needs."""
+        """Return what follows the trigger: the rule `called`, and those that it needs."""
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
         """The calls at the beginning of a text, which is the trigger, and where they end; None: there are none."""
 
     def begin(self, name: str) -> str:
-        """What comes before the arguments in an object that is a call."""
+        """Return what comes before the arguments in an object that is a call."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
 
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def call_of(self, found: Any) -> Call | None:
-        """The call that a JSON value is."""
+        """Return the call that a JSON value is."""
         match found:
             case {"name": str(name), **rest} if self.arguments in rest:
                 id_ = rest.get("id")
@@ -80,14 +80,14 @@ class CallFormat(ABC):
         return None
 
     def call_in(self, text: str) -> Call | None:
-        """The call that a text is."""
+        """Return the call that a text is."""
         try:
             return self.call_of(json.loads(text))
         except (ValueError, RecursionError):
             return None
 
     def terms(self, text: str) -> str:
-        """A text in Lark, its marks as the tokenizer has them."""
+        """Return a text in Lark, its marks as the tokenizer has them."""
         if not self.special:
             return json.dumps(text)
         marks = "|".join(map(re.escape, self.special))
@@ -193,7 +193,7 @@ MISTRAL_IDS = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def call_format(template: str) -> CallFormat:
-    """The format that a chat template teaches; Hermes' where it teaches none."""
+    """Return the format that a chat template teaches; Hermes' where it teaches none."""
     if HERMES.trigger in template:
         return HERMES
     if MISTRAL.trigger in template:

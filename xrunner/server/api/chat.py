@@ -56,7 +56,7 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, variables: dict[str, Any] | None = None
     ) -> str:
-        """The prompt, special tokens written out.
+        """Return the prompt, special tokens written out.
 
         Args:
             variables: what else the template shall see.
@@ -74,7 +74,7 @@ class ChatTemplate:
 
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """The template of a checkpoint directory (chat_template.jinja, or in tokenizer_config.json), or None.
+    """Return the template of a checkpoint directory (chat_template.jinja, or in tokenizer_config.json), or None.
 
     Raises:
         InputError: a file cannot be read, or the template is not valid.

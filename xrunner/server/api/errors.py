@@ -42,5 +42,5 @@ class ApiError(Exception):
 
 
 def error_response(error: ApiError) -> Response:
-    """The error as an HTTP answer."""
+    """Return the error as an HTTP answer."""
     return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")

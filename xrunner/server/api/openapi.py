@@ -48,7 +48,7 @@ _IDS: Json = {"type": "array", "items": _COUNT}
 
 
 def _object(**properties: Json) -> Json:
-    """An object that has all of these members, and perhaps others."""
+    """Return an object that has all of these members, and perhaps others."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -85,7 +85,7 @@ _ANSWERS: dict[str, Json] = {
 
 
 def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
-    """The OpenAPI document of a server of this model."""
+    """Return the OpenAPI document of a server of this model."""
     bodies, components = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest), ref_template="#/components/schemas/{name}"
     )
@@ -172,7 +172,7 @@ def _mapped(schema: Any) -> Iterator[str]:
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """The content of an answer: a schema, or the name of one; perhaps a stream instead."""
+    """Return the content of an answer: a schema, or the name of one; perhaps a stream instead."""
     content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
     return content | ({"text/event-stream": {"schema": {}}} if stream else {})
 

@@ -138,7 +138,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How tokens are chosen; of the seed, 64 bits count."""
+        """Return how tokens are chosen; of the seed, 64 bits count."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
@@ -216,7 +216,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         return self.logprobs if self.echo else None
 
     def prompts(self, longest: int) -> list[Prompt]:
-        """A string, token ids, or a list of either.
+        """Return a string, token ids, or a list of either.
 
         Args:
             longest: items of a list, of whichever kind, at most: millions are not worth a look at each.
@@ -408,22 +408,22 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 def parse_completion(body: bytes | bytearray) -> CompletionRequest:
-    """The request in a body, with all that can be checked without the model. Raises ApiError (400)."""
+    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
     return _parse(body, _decode_completion)
 
 
 def parse_chat(body: bytes | bytearray) -> ChatRequest:
-    """The request in a body, with all that can be checked without the model. Raises ApiError (400)."""
+    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
     return _parse(body, _decode_chat)
 
 
 def parse_tokenize(body: bytes | bytearray) -> TokenizeRequest:
-    """The request in a body. Raises ApiError (400)."""
+    """Return the request in a body. Raises ApiError (400)."""
     return _parse(body, _decode_tokenize)
 
 
 def parse_detokenize(body: bytes | bytearray) -> DetokenizeRequest:
-    """The request in a body. Raises ApiError (400)."""
+    """Return the request in a body. Raises ApiError (400)."""
     return _parse(body, _decode_detokenize)
 
 
@@ -465,7 +465,7 @@ class Allowance(NamedTuple):
 def check_tokens(
     prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
 ) -> Allowance:
-    """How many tokens the output of a prompt may have.
+    """Return how many tokens the output of a prompt may have.
 
     Args:
         capacity: tokens that the K/V memory holds.

@@ -49,7 +49,7 @@ class TextCodec:
 
 
 def load_tokenizer(checkpoint: Path) -> TextCodec | None:
-    """The tokenizer of a checkpoint directory, or None where it has none.
+    """Return the tokenizer of a checkpoint directory, or None where it has none.
 
     Raises:
         InputError: tokenizer.json or the chat template is there but cannot be read.
@@ -92,7 +92,7 @@ class Detokenizer:
         """Tokens since text was given."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes."""
+        """Return the text that `token` completes."""
         # Skipped before anything is decoded: a window of nothing else would read as the beginning of the text.
         if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
             return ""
@@ -108,15 +108,15 @@ class Detokenizer:
         return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
     def flush(self) -> str:
-        """What is still held back when the output ends."""
+        """Return what is still held back when the output ends."""
         return "" if self._codec is None else self._decoded(self._codec)[self._num_given :]
 
     def _decoded(self, codec: TextCodec) -> str:
-        """The window's text; none of its tokens is to be skipped."""
+        """Return the window's text; none of its tokens is to be skipped."""
         return codec.tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
-        """What is new in the window's text but for its last `num_held` characters."""
+        """Return what is new in the window's text but for its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
         # A token before what is held, or pending, is context enough: decoders look one back.
         del self._ids[: -max(self._num_pending, 1)]
@@ -141,7 +141,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text that may go out after `piece` has come, and whether it ends here."""
+        """Return the text that may go out after `piece` has come, and whether it ends here."""
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -155,7 +155,7 @@ class StopStrings:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """What is still held back when the output ends."""
+        """Return what is still held back when the output ends."""
         held, self._held = self._held, ""
         return held
 

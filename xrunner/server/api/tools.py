@@ -87,7 +87,7 @@ def must_call(choice: ToolChoice) -> bool:
 
 
 def grammar_of(tools: Sequence[Tool], choice: ToolChoice, format_: CallFormat = HERMES) -> str | None:
-    """What the output keeps to; None: anything."""
+    """Return what the output keeps to; None: anything."""
     if choice == "none":
         return None
     if isinstance(choice, NamedTool):
@@ -112,7 +112,7 @@ class Calls:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """The text that may go out."""
+        """Return the text that may go out."""
         self._held += piece
         if self._must_call:
             return ""
@@ -123,7 +123,7 @@ class Calls:
         return text
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """What is still held of the text, and the calls; one that was cut off is text."""
+        """Return what is still held of the text, and the calls; one that was cut off is text."""
         held, self._held = self._held, ""
         if self._must_call:
             call = self._format.call_in(held)

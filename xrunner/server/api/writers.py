@@ -85,15 +85,15 @@ class Writer(ABC):
 
     @abstractmethod
     def piece(self, quoted: str, delta: Delta) -> str:
-        """The member of a chunk's choice that holds its text; `quoted`: the text as JSON."""
+        """Return the member of a chunk's choice that holds its text; `quoted`: the text as JSON."""
 
     @abstractmethod
     def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """The member of a whole choice that holds its text, and the functions that it calls."""
+        """Return the member of a whole choice that holds its text, and the functions that it calls."""
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        """What a token adds to each of the lists in the member `logprobs` of a choice."""
+        """Return what a token adds to each of the lists in the member `logprobs` of a choice."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
@@ -112,7 +112,7 @@ class Writer(ABC):
         )
 
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
-        """What follows the last chunk of a stream."""
+        """Return what follows the last chunk of a stream."""
         if not self._include_usage:
             return b"data: [DONE]\n\n"
         last = {"object": self.chunk_object, "choices": [], "usage": _usage(prompt, completion_tokens)}

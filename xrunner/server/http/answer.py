@@ -208,7 +208,7 @@ class Answer(Response):
         return sum(choice.num_tokens for choice in self._choices.values())
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """What is promised of these.
+        """Return what is promised of these.
 
         Raises:
             ApiError: 429, too many wait, or so many that these would be answered too late.
@@ -228,7 +228,7 @@ class Answer(Response):
         return promise
 
     async def _next(self) -> list[Delta]:
-        """What the next tokens of a choice add; nothing where it has ended before.
+        """Return what the next tokens of a choice add; nothing where it has ended before.
 
         Raises:
             ApiError: no more tokens will come.

@@ -45,7 +45,7 @@ def create_app(
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """The endpoint; the engine's thread runs from the app's startup to its shutdown.
+    """Return the endpoint; the engine's thread runs from the app's startup to its shutdown.
 
     Args:
         keys: None: requests need none.
@@ -110,7 +110,7 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """A route that only shows something, awaited if need be: bytes as they are, anything else as JSON."""
+    """Return a route that only shows something, awaited if need be: bytes as they are, anything else as JSON."""
 
     async def show(http: Request) -> Response:
         value = value_of(http)
@@ -123,7 +123,7 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 
 
 def _warning(engine_thread: EngineThread) -> str | None:
-    """What clients must know of the model's weights."""
+    """Return what clients must know of the model's weights."""
     return None if engine_thread.watch is None else engine_thread.watch.plan.seeded_weights
 
 

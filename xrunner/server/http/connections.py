@@ -62,7 +62,7 @@ class Phase(IntEnum):
 
 
 def most_connections() -> int:
-    """How many the process can have open, with as many files as the system lets it.
+    """Return how many the process can have open, with as many files as the system lets it.
 
     Raises:
         MachineError: the limit of open files is too low to serve.
@@ -170,7 +170,7 @@ class Listener(socket.socket):
         return sum(map(len, self._open))
 
     def of(self, file_number: int) -> AcceptedSocket | None:
-        """The connection with this file number; None: it has been dropped."""
+        """Return the connection with this file number; None: it has been dropped."""
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:

@@ -43,7 +43,7 @@ class Limits:
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
-        """How long outputs may be while this plan runs."""
+        """Return how long outputs may be while this plan runs."""
         if plan is None:
             return OutputRule(self.default_max_tokens, self.max_max_tokens)
         return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)

@@ -128,7 +128,7 @@ class Service:
         return _json({"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens})
 
     async def detokenize(self, http: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         self._begin(http)
         async with self._bodies.read(http) as body:
             tokens = parse_detokenize(body).tokens

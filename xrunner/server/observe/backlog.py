@@ -52,7 +52,7 @@ class Backlog:
         """What to multiply `answer_s` with before it is promised (`note_answer`)."""
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many wait."""
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:

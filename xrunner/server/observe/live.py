@@ -46,7 +46,7 @@ class Live:
             await asyncio.sleep(SAMPLE_S)
 
     async def plan(self) -> dict[str, Any]:
-        """The running plan, and what was observed."""
+        """Return the running plan, and what was observed."""
         plan = self._watch.plan
         observation = await self._watch.observation()
         return {
@@ -55,11 +55,11 @@ class Live:
         }
 
     def history(self, most: int = MAX_HISTORY) -> list[dict[str, Any]]:
-        """The decisions, the latest last."""
+        """Return the decisions, the latest last."""
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """What re-planning would decide now; None: it is off, or nothing was observed.
+        """Return what re-planning would decide now; None: it is off, or nothing was observed.
 
         Raises:
             MachineError: planning failed.

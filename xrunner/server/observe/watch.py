@@ -125,7 +125,7 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """What re-planning would decide now, which is not carried out; None: it is off, or nothing was observed.
+        """Return what re-planning would decide now, which is not carried out; None: it is off, or nothing was observed.
 
         Questions at the same time get one answer.
 
