@@ -243,7 +243,7 @@ def _report(
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
-    # A restless machine's pace before and after what is measured is none of what is measured.
+    # Steps before and after the window do not count: the machine's pace may have been another one then.
     if arrivals is None:
         within = window_of(log, warm_up_requests(plan), load.num_requests)
     else:

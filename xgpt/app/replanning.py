@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from xscheduler.replanning import Terms
 
 NICENESS = 10
-"""Of the planning process: serving goes first."""
+"""Niceness of the planning process: serving goes first."""
 PATIENCE_S = 120.0
-"""Time after which planning is given up."""
+"""Seconds after which planning is given up."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """What to do with a running plan under other lengths.
+    """The result of re-planning under other lengths.
 
     Attributes:
-        judged: the plan that runs, which a server may have gone over to since it was started.
-        observation: the lengths, and where they come from.
-        decision: what changes, what that gains, what the switch costs.
-        plan: the one to run from now on.
+        judged: the running plan; of a server, the plan that it has switched to since its start.
+        observation: the observed lengths.
+        decision: the change, its gain, and the cost of the switch.
+        plan: the plan to run from now on.
     """
 
     judged: Plan
@@ -48,7 +48,7 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Judge a running plan, and return what to do.
+    """Judge a running plan, and return the decision and the plan to change to, if any.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -81,15 +81,16 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
-    """Return the plan to judge and the lengths to judge it under: those of a trace file, or of a server the plan that
-    it runs by now and the lengths that it has observed.
+    """Return the plan to judge, and the lengths to judge it under.
+
+    The lengths are those of a trace file; or plan and lengths are those of a running server.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
 
     Raises:
-        InputError: the file is malformed, or the server is one of another model or version.
-        MachineError: the server does not answer, or has seen too little.
+        InputError: the file is malformed, or the server runs another model or version.
+        MachineError: the server does not answer, or has seen too few requests.
     """
     from xgpt.io import parse
 
@@ -118,12 +119,16 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         told = response.raise_for_status().json()
         running, observed = told["plan"], told["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise MachineError(f"{source}/plan does not tell what runs and was observed: {error}") from None
+        raise MachineError(f"{source}/plan does not answer with a plan and observed lengths: {error}") from None
     if observed is None:
-        raise MachineError(f"{source} has not yet seen enough requests end; ask again later")
+        raise MachineError(f"too few requests have ended at {source}; try again later")
     running = parse(running, Plan, "plan")
     if running.model != plan.model:
-        raise InputError("lengths", source, f"it serves {running.model.name}, and the plan is of {plan.model.name}")
+        raise InputError(
+            "lengths",
+            source,
+            f"it serves {running.model.name}, but the plan is for {plan.model.name}: give a plan for the same model",
+        )
     return running, parse(observed, Observation, "observed")
 
 
@@ -150,8 +155,8 @@ class BackgroundPlanner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # A Ctrl-C is for the server; it ends this process itself. Not a session of its own: the kernel shares the
-            # cores between sessions evenly, however nice their processes are (autogroups).
+            # A Ctrl-C goes to the server, which ends this process itself. Not a session of its own: the kernel shares
+            # the cores between sessions evenly, however nice their processes are (autogroups).
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )

@@ -36,20 +36,20 @@ Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstan
 
 
 class PlanRequest(Frozen):
-    """What is to be planned. Names are looked up by `xgpt.app.plan.problems.resolve`, not here.
+    """The arguments of a plan, checked. Names are looked up later, by `xgpt.app.plan.problems.resolve`.
 
     Attributes:
-        order: of admission; None: of arrival, or in time where tuning finds that better.
+        order: order of admission; None: fcfs, or in-time where tuning finds that better.
         model: a name, a path, a Hugging Face id, or the model's shape.
-        config: config.json of an id; None: that of huggingface_hub's cache.
-        dtype: what the model runs in; None: its own, on a CPU float32.
+        config: config.json of an id; None: the one in huggingface_hub's cache.
+        dtype: type that the model runs in; None: its own; float32 on a CPU.
         profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
         engine: the engine that runs the plan, by name or file; None: the profile's.
-        price: of one device for an hour; None: what the cluster says.
+        price: price of one device for an hour; None: the cluster's.
         constraint: the bounds, and what is maximised under them.
-        devices: the most devices of the cluster to take; "auto": the fewest that keep the arrival rate; None: all.
-        fix: values that control variables, `tp`, `pp` and `replicas` are held at.
-        among: instead of `cluster`, clusters with the price of one device for an hour: the cheapest is taken.
+        devices: largest number of devices to use; "auto": the fewest that sustain the arrival rate; None: all.
+        fix: values at which control variables, `tp`, `ep`, `pp` and `replicas` are held.
+        among: clusters with the price of one device for an hour, instead of `cluster`: the cheapest is used.
     """
 
     model: Name | ModelSpec = "opt-125m"
@@ -108,7 +108,7 @@ def _check_objective(given: dict[str, Any]) -> None:
 
 
 def _check_clusters(given: dict[str, Any]) -> None:
-    """Refuse what chooses devices by an arrival rate that is not there, or by two ways at once."""
+    """Refuse a choice of devices without the arrival rate that it needs, or in two ways at once."""
     devices = given.get("devices", "auto")
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
         raise InputError("devices", devices, "give auto, or a number of devices, at least 1")
@@ -119,4 +119,4 @@ def _check_clusters(given: dict[str, Any]) -> None:
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
-                raise InputError(name, given[name], "`among` brings its own: leave it out")
+                raise InputError(name, given[name], "`among` names the clusters: leave it out")

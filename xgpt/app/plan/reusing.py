@@ -1,10 +1,10 @@
 """Find plans that count on reuse: divide memory between running requests and prompts kept for later ones.
 
-How much is found is a function of the memory that a setting leaves for it, and has no direction in the batch: a larger
-batch serves more at a time, and finds less. So the memory that is kept is enumerated, in steps between which the share
-that is found grows by equal parts. Within a step lengths are fixed, and every direction holds as without reuse; the
-certificate counts for each step what its settings could reach if they found as much as the next step's, in no more
-memory than this one's, and if running requests took memory for their outputs alone.
+The share of prompt tokens that requests find depends on the memory that a setting leaves for kept prompts; a larger
+batch serves more at a time and finds less, so throughput has no direction in the batch. Therefore the kept memory is
+enumerated, in steps between which the found share grows by equal parts. Within a step lengths are fixed, and all
+directions hold as without reuse. The certificate bounds each step by what its settings could reach if they found as
+much as the next step's in this step's memory, with running requests taking memory for their outputs alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from xscheduler.problem import Problem
 
 STEPS = 4
-"""Sizes of what is kept at which as much more is found as at the one before."""
+"""Number of sizes of the kept memory; from one to the next the found share grows by the same amount."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
-"""Shares of the K/V memory that may be kept, in addition."""
+"""Further shares of the K/V memory that are tried."""
 BOUND = "the best of any division of memory between running requests and what later ones find"
 ROUNDS = 1
-"""Times that a plan is looked for anew, with as many requests inside as the one before."""
+"""Number of further searches, each with as many running requests as the plan before it."""
 MOST_STEPS = 2
 """Divisions of memory for which arrivals are simulated."""
 
@@ -43,10 +43,10 @@ MOST_STEPS = 2
 def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plans: dict[str, Plan]) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
 
-    They have one replica, or as many as the best plan without reuse: each then has the requests that are routed to it.
+    A plan with reuse has one replica, or as many as the best plan without: each then has the requests routed to it.
 
     Args:
-        plans: those that count on none.
+        plans: each policy's best plan without reuse.
     """
     best = next(iter(plans.values()))
     counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
@@ -71,13 +71,13 @@ def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plan
 
 @dataclass(frozen=True)
 class _Division:
-    """Memory divided between running requests and what later ones find.
+    """A division of memory between running requests and prompts kept for later ones.
 
     Attributes:
         of: the problem, its number of replicas given.
-        curve: what requests find, by the number of others that run at once.
-        size, larger: tokens kept, and those of the next division.
-        has_answers: prompts go on from what earlier ones were answered.
+        curve: the reuse curve, by the number of other running requests.
+        size, larger: tokens kept in this division, and in the next one.
+        has_answers: whether prompts contain the answers to earlier ones.
     """
 
     of: Problem
@@ -87,11 +87,11 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem with what requests find while `inside` others run."""
+        """Return the problem with the lengths that are left to encode while `inside` others run."""
         return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:
-        """Return the problem with what no setting between this division and the next exceeds."""
+        """Return a problem whose optimum bounds every setting between this division and the next."""
         return replace(self.of, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
 
 
@@ -108,7 +108,7 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[str, Plan]:
-    """Return each policy's best plan that finds what is there while as many requests run as it runs.
+    """Return each policy's best plan, for the reuse that remains with as many running requests as it has.
 
     With requests always waiting, the turn of a conversation enters before the answers of those that still run.
     """
@@ -122,8 +122,7 @@ def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[s
 
 
 def _promising(of_steps: list[Problem], request: PlanRequest) -> list[Problem]:
-    """Return the divisions of memory to look at for arrivals, which take simulations: those that serve most at
-    saturation."""
+    """Return the divisions of memory to simulate for arrivals: those with the highest saturated throughput."""
 
     def saturated(problem: Problem) -> float:
         constraint = problem.constraint.model_copy(update={"objective": "saturated"})
@@ -134,14 +133,14 @@ def _promising(of_steps: list[Problem], request: PlanRequest) -> list[Problem]:
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
-    """Tokens that may be kept, from none to all of a plan's K/V memory."""
+    """Return the numbers of tokens to keep that are tried, from none to all of a plan's K/V memory."""
     memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
     steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
     return sorted(size for size in steps if size <= memory)
 
 
 def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
-    """Return each policy's best plan; none where memory does not hold it."""
+    """Return each policy's best plan, without policies that do not fit in memory."""
     try:
         return plan_each(problem, request.policy, request.search, request.order)
     except InfeasibleError:
@@ -149,13 +148,13 @@ def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return what no plan of the same policy exceeds; None: not proven."""
+    """Return the proven upper bound of the policy's objective; None: not proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 
 
 def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
-    """The plan with what the best one without reuse reaches, and the gap to what no division of memory exceeds."""
+    """Return the plan with the best objective without reuse, and with its gap over all divisions of memory."""
     if plan.estimate.reuse is None:
         return plan
     reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})

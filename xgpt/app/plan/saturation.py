@@ -32,11 +32,11 @@ MORE = 2.0
 """By which factor another plan may serve more in simulation than it promises, where the one that promises most does."""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
-"""Simulated requests for each that decodes at once; there are no fewer than the least."""
+"""Simulated requests for each request of the decode batch, at least `LEAST_REQUESTS` in all."""
 ABOUT = 1.25
-"""By which factor outputs may be longer or shorter than the quantile's to tell the gaps between its tokens."""
+"""Factor by which outputs may differ from the quantile's length and still count for its gaps between tokens."""
 LEAST_ALIKE = 30
-"""Requests of about the quantile's length, without which its latency is not told."""
+"""Least number of requests of about the quantile's length from which its latency is read."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
@@ -46,14 +46,14 @@ PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulati
 
 
 class Saturated(NamedTuple):
-    """What a plan does in simulation while requests always wait.
+    """A plan's simulated figures while requests are always waiting.
 
     Attributes:
         throughput_rps: of all replicas.
         latency_s: mean time from admission to the last token, of a request of the quantile's length.
         ttft_s: mean time from admission to the first token.
-        tpot_s: mean gap between the tokens of a request of about the quantile's length. None, as is the latency, where
-            too few requests are of it.
+        tpot_s: mean gap between the tokens of a request of about the quantile's length. None, like the latency, if too
+            few requests have that length.
     """
 
     throughput_rps: float
@@ -62,7 +62,7 @@ class Saturated(NamedTuple):
     tpot_s: float | None
 
     def other_than(self, plan: Plan) -> dict[str, float]:
-        """The figures of these that the plan's own do not agree with; under sla "request" its latency is simulated."""
+        """Return the figures that disagree with the plan's; under sla "request" its latency is simulated already."""
         found = self._asdict()
         if plan.constraint.sla == "request":
             del found["latency_s"]
@@ -73,8 +73,7 @@ class Saturated(NamedTuple):
         }
 
     def excess(self, plan: Plan, constraint: Constraint) -> float:
-        """Return how many times over a constraint's bounds the worst of the times is that the plan's own do not agree
-        with, headroom included."""
+        """Return the largest ratio of time to bound, headroom included, of times that disagree with the plan."""
         bounds = {"latency_s": constraint.latency_bound_s, "ttft_s": constraint.ttft_s, "tpot_s": constraint.tpot_s}
         over = [seen / (bounds.get(name) or inf) for name, seen in self.other_than(plan).items()]
         return (1 + constraint.headroom) * max(over, default=0.0)
@@ -135,12 +134,12 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with simulated figures where those of the closed form disagree with them."""
+    """Return the plan with simulated figures in place of those of the closed form that disagree with them."""
     return _with(plan, saturated(plan, profile))
 
 
 def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = None) -> dict[str, Plan]:
-    """Return each policy's plan of the highest throughput, which simulation confirms or tells; the highest first.
+    """Return each policy's plan with the highest throughput, confirmed or corrected by simulation, the best first.
 
     Raises:
         InfeasibleError: no plan keeps the bounds in simulation.
@@ -165,8 +164,7 @@ def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = N
 
 
 def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -> tuple[Plan | None, float]:
-    """The policy's plan that serves most and keeps its bounds in simulation, None where none does, and the least excess
-    over the bounds of any that was simulated."""
+    """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
     best, least, simulated = None, inf, {}
     more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
     for other in chain((plan,), _rungs(of, kind, plan)):
@@ -193,7 +191,7 @@ def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -
 
 
 def _rungs(of: Scheduler, kind: str, plan: Plan) -> Iterator[Plan]:
-    """The policy's best plans in closed form under ever tighter latency bounds."""
+    """Yield the policy's best plans in closed form under ever tighter latency bounds."""
     constraint = of.problem.constraint
     rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
     while True:
@@ -210,7 +208,7 @@ def _key(plan: Plan) -> str:
 
 
 def _with(plan: Plan, seen: Saturated) -> Plan:
-    """The plan with the figures of a simulation where its own do not agree. What was proven was so in closed form."""
+    """Return the plan with the simulated figures that disagree with its own; its proof is that of the closed form."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
     if rps is not None:
@@ -225,7 +223,7 @@ def _with(plan: Plan, seen: Saturated) -> Plan:
 
 
 def _never_kept(of: Scheduler, nearest_s: float) -> InfeasibleError:
-    """Return why no policy keeps the bounds, with a latency bound that one was seen to keep."""
+    """Return the error that no policy keeps the bounds, with a latency bound that one kept in simulation."""
     from xscheduler.schedule import round_up
 
     bounds = {name: bound for name in BOUNDS if (bound := getattr(of.problem.constraint, name)) is not None}

@@ -20,9 +20,9 @@ class ClusterChoice:
     """One of several clusters.
 
     Attributes:
-        num_devices: the fewest that sustain the arrival rate; None where all of them do not.
-        price_per_hour: of that number of devices.
-        why_not: where they do not.
+        num_devices: the fewest devices that sustain the arrival rate; None: not even all of them do.
+        price_per_hour: price of these devices; None: the rate is not sustained.
+        why_not: the error, if the rate is not sustained.
     """
 
     problem: Problem
@@ -50,9 +50,9 @@ def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
 
 
 def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
-    """Return what the fewest devices of each cluster that sustain the arrival rate cost, the cheapest first.
+    """Return for each cluster the fewest devices that sustain the arrival rate and their price, the cheapest first.
 
-    Clusters that do not sustain it come last.
+    Clusters that do not sustain the rate come last.
 
     Raises:
         InputError: a cluster without a price.
@@ -61,7 +61,11 @@ def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list
     for problem in problems:
         price = problem.cluster.price_per_device_hour
         if price is None:
-            raise InputError("cluster", problem.cluster.name, "it has no price of a device for an hour")
+            raise InputError(
+                "cluster",
+                problem.cluster.name,
+                "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
+            )
         try:
             num_devices = fewest_devices(problem, policy)
         except InfeasibleError as error:

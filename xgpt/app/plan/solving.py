@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a request has come to.
+    """The plans for a request.
 
     Attributes:
         problem: on the cluster and devices that were chosen.
@@ -49,21 +49,21 @@ class Planned:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether other planners, which make equal stages alone, could find another plan."""
+        """Whether a planner that only makes equal stages could find another plan."""
         return self.problem.cluster.num_devices > 1 and self.problem.constraint.arrival_rate_per_s is None
 
     def best_uniform(self) -> Plan | None:
-        """Return the best plan of equal stages, without rra and waa; None where none keeps the bound."""
+        """Return the best plan of equal stages, without rra and waa; None: none keeps the bound."""
         if is_uniform(self.best):
             return self.best
         return plan_uniform(self.problem, self.request.search)
 
 
 def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
-    """Plan what is asked for.
+    """Return the plans for a request.
 
     Raises:
-        InputError: a name that is not there, a file that is broken, or a profile of something else.
+        InputError: a name is not known, a file is broken, or the profile is of something else.
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
     """
@@ -109,7 +109,7 @@ def _told_of_restlessness(plan: Plan, problem: Problem) -> Plan:
 
 
 def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
-    """Return the problem on the devices to take, and what they were chosen from."""
+    """Return the problem on the chosen cluster and devices, and all clusters that were compared."""
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":

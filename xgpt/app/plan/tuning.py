@@ -1,8 +1,8 @@
 """Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets, thresholds of phases.
 
-Optuna proposes them, a round at a time, beginning with those that come to the fixed settings of the plan that is tuned.
-Each is put to the same lengths and arrivals, at a rate a little above the best one's so far, and given up as soon as
-too many requests have broken their bounds. What is found is therefore never worse than the plan that was tuned.
+Optuna proposes settings, a round at a time, beginning with those that are equal to the plan's fixed ones. All are
+simulated with the same lengths and arrivals, at a rate a little above the best so far; a run is given up as soon as too
+many requests have broken their bounds. So the result is never worse than the plan that was tuned.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 NUM_TRIALS = 44
 ROUND = 4
-"""Settings that are proposed together: the same whatever the number of processes, so that plans do not depend on it."""
+"""Settings proposed together: independent of the number of processes, so that plans do not depend on it."""
 NUM_PROCESSES = 2
 PRECISION = 0.01
-"""By which share settings must exceed the best rate so far."""
+"""Share by which settings must exceed the best rate so far."""
 FAR = 1.5
-"""A run is given up once the quantile exceeds its bounds this many times."""
+"""Factor by which the quantile may exceed its bounds before a run is given up."""
 DRAWS = (1, 2)
-"""Further draws of lengths and arrivals, by which the rate's error is judged."""
+"""Seeds of further draws of lengths and arrivals, from which the rate's error is estimated."""
 LARGEST_STEP = 8192
-"""Prompt tokens of a step at most."""
+"""Largest number of prompt tokens in a step."""
 
 
 class Score(NamedTuple):
-    """What settings came to: a rate, or an estimate of it from how far the bounds were broken at a higher one."""
+    """The score of settings: a rate, or an estimate of it from how far the bounds were broken at a higher rate."""
 
     kept: bool
     rate: float
@@ -44,13 +44,13 @@ class Score(NamedTuple):
 def tune(
     plan: Plan, kind: str, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None
 ) -> Plan:
-    """Return a plan with the best settings found beyond its own, with its simulated capacity.
+    """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
-        plan: of fixed settings, with its simulated capacity.
-        kind: which settings are to be found: a key of `xsimulator.forecast.TUNED`.
-        others: further plans of fixed settings to begin with, on other placements or with other budgets.
-        order: of admission; None: as tuning finds it.
+        plan: a plan with fixed settings and a simulated capacity.
+        kind: the settings to tune: a key of `xsimulator.forecast.TUNED`.
+        others: further plans with fixed settings to begin with, on other placements or with other budgets.
+        order: order of admission; None: tuned, too.
     """
     import optuna
 
@@ -86,7 +86,7 @@ def tune(
 
 
 def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
-    """The plan with figures of its own: what it serves while requests always wait, and its capacity with an error."""
+    """Return the plan with its own saturated throughput, and its capacity with an error."""
     import numpy as np
 
     from xsimulator.capacity import CapacitySearch, Trial
@@ -197,12 +197,12 @@ _SPACES: dict[
 # Scores --------------------------------------------------------------------------------------------------------
 
 _profile: Profile | None = None
-"""Of the process that scores."""
+"""The state of a scoring process."""
 
 
 @contextmanager
 def _workers(plan: Plan, profile: Profile) -> Iterator[Callable[[list[Plan], float], list[Score]]]:
-    """What scores plans, in as many processes as the machine has cores for."""
+    """Yield a function that scores plans, in as many processes as there are cores, at most `NUM_PROCESSES`."""
     count = min(NUM_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if count < 2:
         _begin(profile)
@@ -221,7 +221,7 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: Plan, best: float) -> Score:
-    """Return the plan's rate where it is above the best one; else what it may be."""
+    """Return the plan's rate if it is above the best one, else an estimate of it."""
     from xsimulator.capacity import CapacitySearch
 
     assert _profile is not None

@@ -1,11 +1,11 @@
 """Find plans whose bound holds for all requests (sla "request"): by closed forms first, settled by simulation.
 
-What a quantile of all requests keeps rests on whole distributions of times. Closed forms predict it; how far they are
-off differs from plan to plan, so that the plans of the highest throughput are simulated, one after the other, until one
-keeps the bound. Which plans those are does not depend on the bound: a policy's plans stand on a ladder, each the best
-that keeps the rung's latency in closed form. What is looked for is the highest rung whose plan keeps the bound in
-simulation, always by the same halvings of the same ladder. A looser bound passes every test that a tighter one passes,
-so it leads as high at least: no bound that can be kept is called infeasible, and throughput does not fall.
+The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
+that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans stand on a ladder
+that does not depend on the bound: each rung holds the best plan that keeps the rung's latency in closed form. The
+search looks for the highest rung whose plan keeps the bound in simulation, always by the same halvings of the same
+ladder. A looser bound passes every test that a tighter one passes, so it ends at least as high: no bound that can be
+kept is called infeasible, and throughput never falls with a looser bound.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from xsimulator.request_law import RequestLaw
 
 NUM_REQUESTS = 500
-"""Simulated admissions, each of which stands for requests of every length. Fewer may lack the longest prompts, and the
-error that they show does not tell."""
+"""Number of simulated admissions, each of which stands for requests of every length. Fewer may lack the longest
+prompts, which their own error estimate would not show."""
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
@@ -39,21 +39,21 @@ NUM_DRAWN = 20_000
 MOST_STEPS = 250_000
 """Fewer are simulated, though no fewer than `MOST_REQUESTS`, where their decode steps would be more than this."""
 BATCHES_BEYOND = 3
-"""Encode batches that have requests beyond the quantile, at least; where there are fewer, more are simulated."""
+"""Least number of encode batches with requests beyond the quantile; with fewer, more are simulated."""
 GOOD_ERROR = 0.01
 """Relative standard error of a simulated latency, above which more admissions are simulated."""
 RUNG = 1.01
 """Ratio of the closed form's latencies on neighbouring rungs."""
 BLOCK = 8
-"""Rungs that are passed over at once."""
+"""Number of rungs that are skipped at once."""
 LOWEST = -2000
-"""A rung without a plan: two nanoseconds."""
+"""A rung that has no plan: a latency of two nanoseconds."""
 REACH = 1.15
-"""By which factor the closed form may overestimate latencies: higher rungs are not looked at."""
+"""Largest factor by which the closed form may overestimate latencies; higher rungs are not searched."""
 SEED = 0
-"""All plans meet the same requests."""
+"""Seed of the requests, the same for all plans."""
 ROUNDING = 1e-9
-"""Policies whose settings come to the same serve the same, but for this share."""
+"""Relative difference up to which throughputs of equal settings under two policies count as equal."""
 
 
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
@@ -84,7 +84,7 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the latency that the share of all requests for which a plan is made keeps in simulation, s.
+    """Return the simulated latency, in s, of the quantile of all requests for which the plan is made.
 
     Args:
         workload: other lengths than the plan's own.
@@ -93,13 +93,13 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
 
 
 def best_of_each(of: Scheduler, kinds: tuple[str, ...], progress: Progress | None = None) -> dict[str, Plan]:
-    """Return each policy's plan of the highest saturated throughput; a bound on all requests is kept in simulation.
+    """Return each policy's plan with the highest saturated throughput that keeps the bound on all requests.
 
-    Of policies that serve less than the best one in closed form already, under a looser bound even, plans are not
-    simulated: they keep the bound in closed form.
+    The bound is kept in simulation. Policies that serve less than the best one even in closed form, and under a looser
+    bound, are not simulated: their plans keep the bound in closed form.
 
     Raises:
-        InfeasibleError: no policy has one.
+        InfeasibleError: no policy has such a plan.
     """
     constraint, profile = of.problem.constraint, of.problem.profile
     if constraint.sla == "length":
@@ -133,8 +133,8 @@ class Ladder:
     """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
 
     Args:
-        of: its own latency bound is left out.
-        progress: told of each simulation.
+        of: a scheduler, whose own latency bound is ignored.
+        progress: is called for each simulation.
     """
 
     def __init__(self, of: Scheduler, kind: str, progress: Progress | None = None) -> None:
@@ -144,14 +144,14 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def promise(self, bound_s: float) -> float:
-        """Throughput that no rung exceeds which is looked at under a bound; 0 where none has a plan."""
+        """Return an upper bound on the throughput of the rungs searched under a bound; 0: none has a plan."""
         plan = self.plan((_top(bound_s) + 1) * BLOCK)
         return 0.0 if plan is None else plan.estimate.throughput_rps
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
-        """Return the plan on the highest rung that keeps the bound in simulation; None where no rung does.
+        """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
 
-        Where no rung can serve more than a rival, the plan that keeps the bound in closed form, not simulated.
+        If no rung can serve more than a rival, return the plan that keeps the bound in closed form, not simulated.
         """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
@@ -172,7 +172,7 @@ class Ladder:
         return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
 
     def keeps(self, rung: int, bound_s: float) -> bool:
-        """Whether the rung's plan keeps a bound in simulation; so does a rung without one."""
+        """Whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
         plan = self.plan(rung)
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
@@ -188,7 +188,7 @@ class Ladder:
         return LOWEST
 
     def simulated(self, plan: Plan) -> _Simulated:
-        """Return what a rung's plan does in simulation; neighbouring rungs often share one."""
+        """Return the simulated latencies of a rung's plan; neighbouring rungs often share a plan."""
         key = f"{plan.policy!r} {plan.stages!r}"
         if key not in self._simulated:
             if self._progress is not None:
@@ -212,7 +212,7 @@ class Ladder:
         return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
 
     def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
-        """Return the plan under the real bound, with what simulation says of it."""
+        """Return the plan under the given bound, with its simulated latency."""
         seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
         certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
         constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
@@ -220,12 +220,12 @@ class Ladder:
 
 
 def _top(bound_s: float) -> int:
-    """Return the highest block of rungs that is looked at under a bound."""
+    """Return the highest block of rungs that is searched under a bound."""
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
 
 
 def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> InfeasibleError:
-    """Return why no policy keeps a bound, with one that a policy keeps."""
+    """Return the error that no policy keeps a bound, with the nearest bound that can be kept."""
     from xscheduler.schedule import round_up
 
     nearest: list[float] = []
@@ -246,10 +246,10 @@ def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> Inf
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
-    """The plan with the simulated quantile of all requests as its latency. What was proven was so in closed form.
+    """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
 
     Args:
-        closed_s: the bound that the plan is the best under in closed form.
+        closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not stated.
     """
     quantile, search = plan.constraint.quantile, plan.search
     estimate = plan.estimate.model_copy(
