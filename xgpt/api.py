@@ -1,8 +1,8 @@
 """The Python API: a function for each command, with typed keyword arguments; `import xgpt` brings them.
 
-Nothing is printed, nothing exits, every error is an `XgptError`. Times are seconds, rates are a second, lengths are
-tokens, prices are those of one device for an hour. Where a plan is taken, so is the path of its plan.json; models,
-clusters and workloads are shipped names, paths of files, or objects of `xgpt.schema`.
+Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
+in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
+workloads are shipped names, paths of files, or objects of `xgpt.schema`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]) -> Plan:
-    """Return the plan that serves most under a latency bound, with its proof.
+    """Return the plan with the highest throughput under a latency bound, with its proof.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -55,39 +55,43 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
     ('chunked', True)
 
     Args:
-        latency_bound_s: time to the last token that the quantile of requests keeps: from arrival under objective
+        latency_bound_s: seconds to the last token that the quantile of requests must keep: from arrival under objective
             "arrivals", from admission under "saturated". None: no bound.
-        progress: is told what is done, of how much, and what that is.
-        model: a name, a YAML file, a checkpoint's directory, a Hugging Face id, or a shape. By default opt-125m.
-        config: config.json of an id; None: that of huggingface_hub's cache. The network is never asked.
+        progress: is called with (done, total, what is being done).
+        model: a name, a YAML file, a checkpoint directory, a Hugging Face id, or a shape. By default opt-125m.
+        config: config.json of an id; None: the one in huggingface_hub's cache. Nothing is downloaded.
         cluster: a name, a YAML file, or devices; None: this machine.
-        dtype: what the model runs in; None: its own, on a CPU float32.
+        dtype: type that the model runs in; None: its own; float32 on a CPU.
         workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths. By default summarization.
-        profile: step times, or their file; None: those kept here, a measurement of this machine, or a datasheet's.
-        engine: the engine that is to run the plan, by name or file; None: the profile's.
-        price: None: what the cluster says.
-        objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting counted;
-            "saturated": throughput while requests always wait. None: arrivals; saturated with `sla` or `search`.
-        quantile: share of requests that keep the bounds, by default 0.99.
-        sla: with "saturated": bound a request of the quantile's "length", or the quantile of each "request".
+        profile: step times, or their file; None: the cached ones; without them this machine is measured, or the
+            datasheet of the devices is used.
+        engine: the engine that will run the plan, by name or file; None: the profile's.
+        price: price of one device for an hour; None: the cluster's.
+        objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting included;
+            "saturated": throughput while requests are always waiting. None: arrivals; saturated with `sla` or `search`.
+        quantile: share of requests that must keep the bounds, by default 0.99.
+        sla: with "saturated", what must keep the bound: "length", a request whose output has the quantile's length;
+            "request", the quantile of all requests.
         ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
-        ttft_quantile, tpot_quantile: with "arrivals": share of requests that keep this bound by itself; None:
-            `quantile` of them keep all bounds together.
+        ttft_quantile, tpot_quantile: with "arrivals": share of requests that must keep this bound by itself; None:
+            `quantile` of them must keep all bounds together.
         headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
         arrival_rate_per_s: requests a second that the plan must sustain.
-        policy: one of them; "auto", the default: the best of all; "exegpt": of rra and waa; "waa": of waa-c and waa-m.
-        search: with "saturated"; None: branch-and-bound.
-        kv: "reserve", the default, each request's maximum of K/V memory, or admit to a "quantile" of what is used.
+        policy: a policy; "auto", the default: the best of all but slack and phases; "exegpt": the better of rra and
+            waa; "waa": the better of waa-c and waa-m.
+        search: with "saturated": the method; None: branch-and-bound.
+        kv: "reserve", the default: set each request's maximum of K/V memory aside; "quantile": admit as many requests
+            as fit 99.9% of the time.
         burstiness: coefficient of variation of the gaps between arrivals, by default 1: a Poisson process.
-        order: which of the waiting requests enters next, by default fcfs; slack also tries in-time.
-        fix: values that control variables are held at, by name (token_budget, max_batch, ...), and those of placements:
-            tp, ep, pp, replicas.
-        devices: take at most this number; "auto": the fewest that sustain the arrival rate.
-        among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate.
+        order: order in which waiting requests enter, by default fcfs; slack also tries in-time.
+        fix: values at which control variables are held, by name (token_budget, max_batch, ...; of the placement: tp,
+            ep, pp, replicas).
+        devices: use at most this number; "auto": the fewest that sustain the arrival rate.
+        among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate is used.
 
     Raises:
         InputError: an argument is not accepted, or does not go with another one.
-        InfeasibleError: no schedule keeps the bounds; it carries the nearest bound that one keeps.
+        InfeasibleError: no schedule keeps the bounds; the error has the nearest bound that can be kept.
         MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
@@ -96,7 +100,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
 def solve(
     *, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]
 ) -> Planned:
-    """Return all that `plan` comes to: each policy's best plan, and the clusters that were compared.
+    """Return the whole result of planning: each policy's best plan, and the clusters that were compared.
 
     >>> import xgpt
     >>> planned = xgpt.solve(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -135,12 +139,12 @@ def fleet(
         latency_bound_s: time from arrival to the last token; None: no bound on it.
         attain: share of the day's requests that keep the bounds.
         among: clusters with the price of one device for an hour, whose replicas may be mixed; None: `cluster` alone.
-        interval_s: time in which the fleet stays as it is, by default 900.
-        least_stay_s: time for which a replica that was started stays, at least, by default 0.
-        startup_s: time from ordering a replica until it loads its weights, by default 60.
-        devices: the most devices of each cluster, a number or one for each name; None: as many as it takes.
-        least_replicas: replicas at any time, by default 1.
-        seed: of the requests that rates stand for, by default 0.
+        interval_s: seconds in which the fleet does not change, by default 900.
+        least_stay_s: least seconds for which a started replica stays, by default 0.
+        startup_s: seconds from ordering a replica until it begins to load weights, by default 60.
+        devices: largest number of devices of each cluster, one number or one for each name; None: as many as needed.
+        least_replicas: least number of replicas at any time, by default 1.
+        seed: seed of the requests that are drawn from rates, by default 0.
 
     `model`, `cluster`, `dtype`, `profile`, `engine`, `price`, `ttft_s`, `tpot_s`, `headroom` and `policy` are those of
     `plan`.
@@ -166,13 +170,13 @@ def autoscale(
     stop: Event | None = None,
     **asked: Any,
 ) -> None:
-    """Keep a fleet to a live load until told to stop, or until SIGTERM or SIGINT; in the main thread.
+    """Fit a fleet to a live load until `stop` is set, or until SIGTERM or SIGINT; call it in the main thread.
 
         xgpt.autoscale("fleet.json", driver="kubernetes", namespace="llm", dry_run=True, on_note=print)
 
     Args:
-        on_note: is told what is seen and done.
-        stop: ends it when it is set; None: signals do.
+        on_note: is called with each line on what was observed and done.
+        stop: the function returns once it is set; None: on signals only.
         asked: the fields of `xgpt.app.fleet.operating.AutoscaleRequest`, by name.
 
     Raises:
@@ -186,13 +190,13 @@ def autoscale(
 
 
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
-    """Return what a fleet's controller makes of a day, on the simulated clock.
+    """Return the outcome of running a fleet's controller over a day on the simulated clock.
 
         xgpt.simulate_autoscale("fleet.json", "tomorrow.csv").figures["share_kept"]
 
     Args:
-        trace: as of `fleet`.
-        look_s: time between two looks.
+        trace: a day's load, as for `fleet`.
+        look_s: seconds between two looks at the load.
 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not here.
@@ -213,7 +217,7 @@ def compare(
     on_start: OnStart = lambda plan: None,
     **asked: Unpack[ProblemArguments],
 ) -> Compared:
-    """Return every policy at its own best under one bound, and what looser bounds buy.
+    """Return every policy's best plan under one bound, and the best plans under looser bounds.
 
     >>> import xgpt
     >>> found = xgpt.compare(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -222,16 +226,16 @@ def compare(
     [10.0, 12.0, 16.0, None]
 
     Args:
-        current: the `vllm serve` command of what runs now, to be scored as a plan.
+        current: the `vllm serve` command of the current deployment, to be scored as a plan.
         measure: run each plan on this machine.
-        num_requests, seed: of what each plan is measured with.
-        on_start: is given each plan before it is measured.
+        num_requests, seed: number and seed of the requests with which each plan is measured.
+        on_start: is called with each plan before it is measured.
 
-    The other arguments are those of `plan`, which also says what they are by default.
+    The other arguments are those of `plan`, with the same defaults.
 
     Raises:
-        InputError: an argument is not accepted, or what runs now does not compare with plans for the same work.
-        InfeasibleError: nothing keeps the bounds.
+        InputError: an argument is not accepted, or the current deployment cannot run the same work as the plans.
+        InfeasibleError: no schedule keeps the bounds.
         MachineError: this machine cannot be measured, or a server does not start.
     """
     from xgpt.app.bench import Load
@@ -254,16 +258,16 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
 
     Args:
         model: a name, a YAML file, a checkpoint directory, or a Hugging Face id; by default opt-125m.
-        config: config.json of an id; None: that of huggingface_hub's cache.
-        cluster: "local", the default, is measured; of others the datasheet is read.
-        dtype: None: the model's own; float32 on a CPU.
-        kv_dtype: type of K/V on other devices than this machine's; None: the dtype.
-        engine: whose steps to measure, by default "native", xgpt's own.
+        config: config.json of an id; None: the one in huggingface_hub's cache.
+        cluster: "local", the default, is measured; for others the datasheet is used.
+        dtype: type that the model runs in; None: its own; float32 on a CPU.
+        kv_dtype: type of K/V on devices other than this machine's; None: the dtype.
+        engine: engine whose steps are measured, by default "native", xgpt's own.
         import_from: "aiconfigurator", or a folder of its tables.
-        framework: whose kernels to import; None: vLLM's.
+        framework: engine whose kernels are imported; None: vLLM.
 
     Raises:
-        InputError: there is no such model, cluster or table, or the model does not run in that dtype there.
+        InputError: a model, cluster or table is not known, or the model does not run in that dtype there.
         MachineError: this machine cannot be measured.
     """
     from xgpt.app.plan.profiles import new_profile
@@ -280,7 +284,7 @@ def simulate(
     profile: PathLike | Profile | None = None,
     **load: Unpack[LoadArguments],
 ) -> Simulated:
-    """Return what a plan does request by request on the simulated engine.
+    """Return a run of a plan, request by request, on the simulated engine.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -290,13 +294,13 @@ def simulate(
     (True, True)
 
     Args:
-        burstiness: coefficient of variation of the gaps between arrivals: 1 is Poisson's, more comes in bursts.
-        own_times: replay the workload, a trace, as it was: each input with its own output, at its own time.
-        profile: the plan's own; None: the one kept here.
-        workload: None: the plan's own.
+        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts.
+        own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        workload: a name, a file, or histograms; None: the plan's own.
         num_requests: requests that are measured, by default 2000; some more run before and after them.
-        arrival_rate_per_s: of Poisson arrivals; None: requests always wait.
-        seed: of the requests, by default 0.
+        arrival_rate_per_s: rate of Poisson arrivals; None: requests are always waiting.
+        seed: seed of lengths and arrivals, by default 0.
 
     Raises:
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
@@ -328,7 +332,7 @@ def replan(
     horizon_s: float = 600.0,
     least_gain: float = 0.05,
 ) -> Replanned:
-    """Return what changes for a running plan under other lengths, what that gains, and what the switch costs.
+    """Return the best plan under other lengths than a running plan was made for, its gain, and the switch's cost.
 
     >>> import tempfile, xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -341,11 +345,11 @@ def replan(
     (1000, False)
 
     Args:
-        lengths: a trace (CSV, JSON lines), or the URL of a running server: then the plan that it runs by now is
-            judged, under the lengths that it has observed.
-        profile: the plan's own; None: the one kept here.
-        horizon_s: time in which a change of placement must repay its pause.
-        least_gain: share of throughput that a change must bring.
+        lengths: a trace (CSV, JSON lines), or the URL of a running server: then the plan that it runs now is judged,
+            under the lengths that it has observed.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        horizon_s: seconds in which a change of placement must repay its pause.
+        least_gain: least gain of throughput, as a share, for which the plan is changed.
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.
@@ -371,23 +375,23 @@ def bench(
     batching: Batching = "flat",
     **load: Unpack[BenchArguments],
 ) -> Benched:
-    """Return a plan's predictions with measurements of it on this machine, or what a client sees of an endpoint.
+    """Return predicted and measured figures of a plan on this machine, or a client's figures of an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
-        target: a plan, which is served by a process of its own while it is measured, or the URL of any endpoint.
+        target: a plan, which is served in a process of its own while it is measured, or the URL of any endpoint.
         calibrate: fit the plan's profile to the measured steps.
-        profile: the plan's; None: the one kept here.
-        ca_file: authorities that may vouch for an https endpoint, in PEM; None: the system's.
-        engine: what runs the plan.
-        batching: how a whole batch is laid out; the prediction is of a flat one.
-        workload: None: the plan's own, of an endpoint summarisation's.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
+        engine: engine that runs the plan.
+        batching: layout of a whole batch; the prediction is for a flat one.
+        workload: request lengths; None: the plan's own, for an endpoint those of summarization.
         num_requests: requests that are measured, by default 300.
-        arrival_rate_per_s: of Poisson arrivals; None: the engine is kept saturated.
+        arrival_rate_per_s: rate of Poisson arrivals; None: the engine is kept saturated.
         concurrency: outstanding requests at an endpoint, by default 32.
-        stream: have answers streamed; those of an endpoint always are.
-        seed: of the requests, by default 0.
+        stream: ask for streamed answers; those of an endpoint always are.
+        seed: seed of the requests, by default 0.
 
     Raises:
         InputError: the plan cannot hold the requests, or arguments do not go together.
@@ -400,13 +404,13 @@ def bench(
     check(load, BenchArguments)
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and is_url:
-        raise InputError("profile", str(profile), "a URL tells no steps; give a plan")
+        raise InputError("profile", str(profile), "it goes with a plan; a URL's steps are not known")
     if is_url and calibrate:
-        raise InputError("calibrate", calibrate, "a URL tells no steps; give a plan")
+        raise InputError("calibrate", calibrate, "it goes with a plan; a URL's steps are not known")
     if ca_file is not None and not is_url:
         raise InputError("ca_file", str(ca_file), "it goes with an https URL")
     if batching != "flat" and is_url:
-        raise InputError("batching", batching, "it goes with a plan; a URL's server has its own")
+        raise InputError("batching", batching, "it goes with a plan; the server behind a URL has its own")
     of = str(target) if is_url else _plan(target)
     given = _given(load.get("workload"))
     workload = None if given is None else workload_of(given, of.model if isinstance(of, Plan) else None)
@@ -430,13 +434,13 @@ def bench(
 
 
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
-    """Return the files, by name, from which another engine or scheduler starts the plan.
+    """Return the files, by name, that start a plan or a fleet on another machine or platform.
 
         for name, text in xgpt.export("plan.json", "k8s").items(): ...
 
     Args:
-        to: "script" starts it in xgpt's own engine, "vllm" in vLLM, "k8s" in either on Kubernetes, "dynamo" and
-            "llm-d" in vLLM under these platforms.
+        to: "script": xgpt's own engine; "vllm": vLLM; "k8s": either on Kubernetes; "dynamo", "llm-d": vLLM on these
+            platforms.
 
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
@@ -447,13 +451,13 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
 
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
         if to != "k8s":
-            raise InputError("to", to, "a fleet goes to k8s")
+            raise InputError("to", to, "a fleet is exported to k8s only")
         return fleet_files(_fleet(plan))
     return export(_plan(plan), to)
 
 
 def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | None = None, seed: int = 0) -> str:
-    """Return a plan, or a day's fleet, as one self-contained page of HTML.
+    """Return a plan, or a day's fleet, as one self-contained HTML page.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -462,8 +466,8 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
     True
 
     Args:
-        profile: the plan's own; None: the one kept here.
-        seed: of the simulated requests.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        seed: seed of the simulated requests.
 
     Raises:
         InputError: the plan's profile is not here, or its memory cannot hold its own workload.
@@ -484,16 +488,16 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
 
 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve a page on this machine alone, on which one plans, until SIGTERM or SIGINT; in the main thread.
+    """Serve the planning page on loopback until SIGTERM or SIGINT; call it in the main thread.
 
         xgpt.ui(port=8001)
 
     Args:
-        port: 0: any free one.
-        on_ready: is told the page's address.
+        port: port to listen on; 0: any free one.
+        on_ready: is called with the page's address.
 
     Raises:
-        MachineError: the port cannot be had.
+        MachineError: the port cannot be opened.
     """
     from xgpt.app.explore.ui import serve
 
@@ -501,11 +505,11 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
 
 def doctor() -> list[Finding]:
-    """Return what this machine, what is installed and what is kept on it lack, in a few seconds.
+    """Return what was found of this machine, with advice where something keeps its figures from being trusted.
 
         for finding in xgpt.doctor(): ...
 
-    Raises: nothing; what cannot be looked at is a finding.
+    It takes a few seconds and raises nothing: what cannot be examined is a finding, too.
     """
     from xgpt.app.doctor import examine
 
@@ -520,7 +524,7 @@ def serve(
         xgpt.serve("plan.json", port=8001, replan=False)
 
     Args:
-        on_note: is told what is about to be started, and in a dry run what is missing here.
+        on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
         dry_run: check all that can be checked, and start nothing.
         asked: the fields of `xgpt.ServeRequest`, by name.
 
@@ -543,8 +547,8 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
             httpx.post(f"{url}/v1/completions", json={...})
 
     Args:
-        engine: what runs the plan.
-        replan: go over to better plans when lengths change.
+        engine: engine that runs the plan.
+        replan: switch to better plans when lengths change.
 
     Yields:
         The server's URL.
@@ -564,14 +568,14 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
 
 
 def _arrivals(load: LoadArguments, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
-    """Return the arrivals that are asked for, and the number of requests that are measured."""
+    """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
     from xgpt.arrival_process import ArrivalProcess
 
     rates, num_requests = load.get("arrival_rate_per_s"), load.get("num_requests")
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests
     if of_stages is not None and num_requests is not None:
-        accepted = f"the stages come to {of_stages}: leave it out, or leave the last stage's seconds out"
+        accepted = f"the stages bring {of_stages}: leave it out, or leave the last stage's seconds out"
         raise InputError("num_requests", num_requests, accepted)
     return arrivals, of_stages or num_requests or default
 
@@ -583,7 +587,7 @@ def _plan(given: Plan | PathLike) -> Plan:
 
 
 def _is_fleet(path: PathLike) -> bool:
-    """Whether a file is a fleet's rather than a plan's, as its fields say; what cannot be read is neither."""
+    """Return whether a file has the fields of a fleet; False if it cannot be read."""
     import json
 
     try:

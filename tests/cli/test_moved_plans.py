@@ -68,7 +68,7 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
     local_plan.write_text(json.dumps(document))
     ran = xgpt("serve", str(local_plan), "--dry-run", "--checkpoint", str(there))
     assert ran.code == 0 and "re-planning is off: plan.profile.sha256" in ran.err
-    assert "the plan's figures are of another, and here is " in ran.err
+    assert "the plan's figures are for another, but this machine has " in ran.err
     config = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     line = xgpt.fails(2, "serve", str(local_plan), "--dry-run", "--checkpoint", str(there))

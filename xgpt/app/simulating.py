@@ -30,12 +30,12 @@ FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 
 
 def warm_up_requests(plan: Plan) -> int:
-    """Endings after which the batch has the composition of the steady state."""
+    """Return the number of requests that must end before the batch is in its steady state."""
     return ceil(1.5 * plan.estimate.decode_batch + plan.estimate.encode_batch)
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return how many requests keep a closed loop saturated: as many as may run, and always some that wait."""
+    """Return the number of requests that keep a closed loop saturated: as many as may run, and some more that wait."""
     from xsimulator.forecast import FORECASTS
 
     most = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
@@ -43,9 +43,9 @@ def outstanding_requests(plan: Plan) -> int:
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
-    """Requests to replay so that `num_requests` can be measured.
+    """Return the number of requests to replay so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up; and the window closes at a step that encodes: requests must be left for it.
+    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests.
     """
     return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
@@ -56,9 +56,9 @@ class Simulated:
 
     Attributes:
         measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
-        steps: what was executed, and when.
-        spans: when each stage was busy.
-        times: what each request took from its arrival on; None: requests always wait.
+        steps: the executed steps, with their times.
+        spans: the times in which each stage was busy.
+        times: times of each request from its arrival; None: requests were always waiting.
     """
 
     plan: Plan
@@ -69,8 +69,10 @@ class Simulated:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Every figure by its name; of requests that arrive, times count from arrival, and the goodput is the share
-        that keeps every bound."""
+        """Every figure by its name.
+
+        Where requests arrive, times count from arrival, and the goodput is the share that keeps every bound.
+        """
         from xsimulator.timeline import idle_shares
 
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
@@ -106,12 +108,12 @@ def run_simulation(
     Args:
         workload: a name, a path, or histograms; None: the plan's own.
         num_requests: requests that are measured.
-        arrivals: None: requests always wait.
-        own_times: replay the workload, a trace, as it was: each input with its own output, at its own time.
+        arrivals: the arrival process; None: requests are always waiting.
+        own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
 
     Raises:
-        InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or it is no
-            trace that could be replayed.
+        InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
+            is given without a trace.
     """
     import numpy as np
 
@@ -122,7 +124,7 @@ def run_simulation(
     spans: list[Span] = []
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
-            raise InputError("own_times", workload, "it goes with a trace as `workload`, without `arrival_rate_per_s`")
+            raise InputError("own_times", workload, "give a trace as `workload`, and leave `arrival_rate_per_s` out")
         trace = read_lengths(Path(workload))
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
@@ -205,10 +207,10 @@ def _simulated(
 def request_latencies(
     plan: Plan, profile: Profile, workload: Workload, num_requests: int, rng: np.random.Generator
 ) -> RequestLaw:
-    """Return the law of the latencies of all requests at saturation, from admission to the last token.
+    """Return the distribution of all requests' latencies at saturation, from admission to the last token.
 
-    Where requests enter one by one, the first ones enter in the middle of their outputs, as those that a running engine
-    is met with: a batch that began all at once would end nearly so for many lifetimes.
+    Where requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a
+    batch that began all at once would end nearly at once for many lifetimes.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -265,7 +267,7 @@ def replay_trace(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay a trace's first requests as they were: at their own times, each input with its own output.
+    """Replay a trace's first requests as recorded: at their own times, each input with its own output.
 
     Args:
         workload: the trace's histograms.
@@ -291,8 +293,9 @@ def replay_trace(
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
-    """Return the plan with an estimate of what it costs to take lengths for independent: it simulates the trace's
-    pairs, and the same inputs and outputs in pairs drawn apart.
+    """Return the plan with an estimate of the error of treating inputs and outputs as independent.
+
+    The trace's pairs are simulated, and the same inputs and outputs paired at random.
     """
     import numpy as np
 
@@ -361,7 +364,7 @@ def run_requests(
 
 
 def reused_share(log: Sequence[StepRecord]) -> float:
-    """Return the share of prompt tokens that requests of a log found when they first entered."""
+    """Return the share of prompt tokens that were cached when their requests first entered."""
     asked = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
     found: dict[int, int] = {}
     for record in log:
@@ -371,14 +374,14 @@ def reused_share(log: Sequence[StepRecord]) -> float:
 
 
 def shares_prompts(plan: Plan) -> bool:
-    """Whether the engine that a plan is for shares what prompts have in common: where no encoder reads them."""
+    """Return whether the plan's engine shares what prompts have in common; models with an encoder cannot."""
     from xrunner.vllm.command import reuses
 
     return not plan.model.is_encoder_decoder and (plan.profile.engine != "vllm" or reuses(plan))
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
-    """Return when the steps of one replica of a plan end."""
+    """Return the simulated clock of one replica's steps."""
     from xsimulator.clock import LaneClock, TwoLaneClock
     from xsimulator.costs.step_cost import lanes_of
 
@@ -398,7 +401,7 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
-    """Return what a log of this plan shows, after its warm-up where it ran saturated."""
+    """Return the figures of a log of this plan, without the warm-up of a saturated run."""
     from xgpt.workload import quantile
     from xsimulator.measures import measure
 
@@ -414,12 +417,12 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
 
 
 def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
-    """Return what the first requests of a log of this plan took from their arrival on."""
+    """Return the times, from arrival, of the first requests in a log of this plan."""
     from xsimulator.measures import request_times
 
     return request_times(log, num_requests, encode_emits=encode_emits(plan))
 
 
 def encode_emits(plan: Plan) -> bool:
-    """Whether the step that ends a prompt makes its first token."""
+    """Return whether the step that ends a prompt also computes its first output token."""
     return plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder

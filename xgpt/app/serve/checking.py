@@ -17,7 +17,7 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     """Refuse a plan for other devices than those at hand.
 
     Raises:
-        MachineError: says what is missing, and how to plan for what is here.
+        MachineError: devices are missing; the message says which, and how to plan for those of this machine.
         InputError: the plan's devices do not spread evenly over the machines.
     """
     from xgpt.machine import detect, num_cores
@@ -37,19 +37,19 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
     kind = "cores" if here.device.type == "cpu" else f"x {here.device.name}"
     several = f", or `--cluster local:{offered}` for all of them" if offered > 1 else ""
     raise MachineError(
-        f"the plan runs on {missing}; here are {offered} {kind}. Plan for what is here with "
+        f"the plan needs {missing}; this machine has {offered} {kind}. Plan for this machine with "
         f"`xgpt plan --cluster local`{several}"
     )
 
 
 def located(plan: Plan, checkpoint: str | None = None) -> Plan:
-    """Return the plan with its checkpoint where it is on this machine.
+    """Return the plan with the path of its checkpoint on this machine.
 
     Args:
-        checkpoint: None: where the plan says.
+        checkpoint: directory of the weights; None: the plan's.
 
     Raises:
-        InputError: it is not there.
+        InputError: there is no such directory.
     """
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():
@@ -60,20 +60,22 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
 
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
-            accepted = f"its weights are not here: `hf download {model_id}`, or give `checkpoint`, a directory of them"
+            accepted = (
+                f"its weights are not here: run `hf download {model_id}`, or give their directory as `checkpoint`"
+            )
             raise InputError("plan.checkpoint", model_id, accepted)
         return plan.model_copy(update={"checkpoint": str(cached)})
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
-        accepted = "there is no such directory on this machine: give `checkpoint`, where the weights are"
+        accepted = "there is no such directory on this machine: give the weights' directory as `checkpoint`"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)
     return plan
 
 
 def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
-    """Return what a plan is served without on this machine, a line each.
+    """Return what this machine lacks to serve a plan in full, a line each.
 
     Args:
-        replan: whether it is to be re-planned, which takes its profile.
+        replan: whether the plan will be re-planned, which needs its profile.
 
     Raises:
         InputError: `given` is not the plan's profile.
@@ -82,9 +84,11 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
     if (device := _device_here(plan)) != plan.cluster.device.name:
-        lines.append(f"the plan's figures are of {plan.cluster.device.name}, and here is {device}: plan again for it")
+        lines.append(
+            f"the plan's figures are for {plan.cluster.device.name}, but this machine has {device}: plan again for it"
+        )
     if plan.checkpoint is not None and not (Path(plan.checkpoint) / "tokenizer.json").is_file():
-        lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids alone")
+        lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids only")
     if replan:
         try:
             profile_of(plan, given)
@@ -96,7 +100,7 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 
 def _device_here(plan: Plan) -> str:
-    """Return the kind of device that a plan is served on: a CPU shared out among as many as the plan's cluster has."""
+    """Return the kind of device that serves the plan; a CPU is divided among the devices of the plan's cluster."""
     from xgpt.machine import detect, num_cores
 
     here = detect()
@@ -127,7 +131,7 @@ def check_plan(plan: Plan, num_nodes: int = 1) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Refuse what of a plan itself `xgpt serve` would refuse on this machine, whatever its weights.
+    """Refuse a new plan that `xgpt serve` could not run on this machine, whatever its weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -155,7 +159,9 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     offered = detect(plan.num_devices // num_nodes).device.memory_bytes
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
-        raise MachineError(f"the plan needs {needed / 2**30:.1f} GiB a device, here are {offered / 2**30:.1f} GiB")
+        raise MachineError(
+            f"the plan needs {needed / 2**30:.1f} GiB a device, this machine has {offered / 2**30:.1f} GiB: plan for it"
+        )
 
 
 def check_plan_for_vllm(plan: Plan) -> str:
@@ -166,7 +172,7 @@ def check_plan_for_vllm(plan: Plan) -> str:
 
     Raises:
         InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
-        MachineError: there is no vLLM, or the plan's devices or memory are not here.
+        MachineError: vLLM, devices or memory are missing.
     """
     from xrunner.vllm import TESTED_VERSION
     from xrunner.vllm.process import package_path, python, version_of
@@ -183,10 +189,10 @@ def check_plan_for_vllm(plan: Plan) -> str:
 
 
 def check_vllm_runs(plan: Plan) -> None:
-    """Refuse a plan that vLLM cannot run anywhere.
+    """Refuse a plan that vLLM cannot run on any machine.
 
     Raises:
-        InputError: says why.
+        InputError: the message says why.
     """
     from xrunner.vllm.command import launch
     from xrunner.vllm.waa import check_waa

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xrunner.worker import Worker
 
 MIN_SECRET = 16
-"""Characters of what machines share."""
+"""Least length of the secret that machines share."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Nodes:
     """The machines that run a plan together, and which of them this one is.
 
     Args:
-        rendezvous: address and port at which the first machine is met.
-        passphrase: the secret that all of them share.
+        rendezvous: address and port of the first machine.
+        passphrase: the secret that all machines share.
     """
 
     count: int
@@ -44,22 +44,22 @@ class Nodes:
 
     @classmethod
     def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
-        """Return what a command line says; None: there is one machine.
+        """Return the machines that arguments name; None: there is one machine.
 
         Raises:
-            InputError: something is missing, or of no use.
+            InputError: an argument is missing, or has no effect.
         """
         import os
 
         if count == 1:
             if rank or rendezvous:
-                raise InputError("nnodes", 1, "`node_rank` and `rendezvous` go with `nnodes`, 2 or more")
+                raise InputError("nnodes", 1, "`node_rank` and `rendezvous` need `nnodes` of 2 or more")
             return None
         if rank >= count:
             raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
         host, _, port = (rendezvous or "").rpartition(":")
         if not host or not port.isdecimal():
-            raise InputError("rendezvous", rendezvous, "machine 0's address and a free port: HOST:PORT")
+            raise InputError("rendezvous", rendezvous, "give machine 0's address and a free port: HOST:PORT")
         passphrase = os.environ.get("XGPT_CLUSTER_SECRET", "")
         if len(passphrase) < MIN_SECRET:
             accepted = f"set it to the same {MIN_SECRET} or more characters on every machine"
@@ -68,7 +68,7 @@ class Nodes:
 
     @property
     def port(self) -> int:
-        """Of the rendezvous."""
+        """Port of the rendezvous."""
         return int(self.rendezvous.rpartition(":")[2])
 
     @property
@@ -87,18 +87,18 @@ def build_engine(
     *,
     reuse: bool = True,
 ) -> Engine | Replicas:
-    """Return the engine of a plan with its weights loaded, warmed up.
+    """Return the engine of a plan, with its weights loaded and warmed up.
 
-    One device is run in this process, several by a process each. `close` ends them.
+    One device runs in this process, several in a process each. `close` ends them.
 
     Args:
-        nodes: None: this machine is the only one.
-        batching: how whole batches are laid out; rows share nothing.
-        reuse: requests share the K/V of what their prompts have in common.
+        nodes: machines that run the plan; None: this one only.
+        batching: layout of whole batches; in rows, requests share no K/V.
+        reuse: whether requests share the K/V of what their prompts have in common.
 
     Raises:
         InputError: the plan is for another engine, or does not go with `batching`.
-        MachineError: the plan is for devices that are not here.
+        MachineError: the plan's devices are not on this machine.
     """
     from xgpt import policies
     from xgpt.app.plan.profiles import check_engine
@@ -139,7 +139,7 @@ def build_replica(
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
-    """All of a model in this process."""
+    """Return a worker of the whole model, in this process."""
     from xrunner.build import build_worker, warm_up
 
     worker = build_worker(_worker_settings(plan, schedule.pool.kv_blocks))
@@ -148,7 +148,7 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
-    """All of a model in this process, run in rows."""
+    """Return a worker of the whole model, in this process, that runs rows."""
     from xgpt.policies.build import row_tokens
     from xrunner.build import build_row_worker, warm_up
 
@@ -174,7 +174,7 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
 
 
 def _redeployer(worker: Worker) -> Deployer:
-    """Return what sets another plan's K/V memory up; the weights stay where they are."""
+    """Return a function that sets another plan's K/V memory up; the weights stay in place."""
     from xrunner.build import warm_up, whole_worker
 
     # Not the worker itself: its memory must be free before the next one's is taken.
@@ -192,7 +192,7 @@ def _redeployer(worker: Worker) -> Deployer:
 
 
 def _redeployer_of(workers: RemoteExecutor) -> Deployer:
-    """Has the same workers take another plan's stages: each reads its new part, which is in the page cache by now."""
+    """Return a function that gives the same workers another plan's stages; each reads its new part."""
 
     def deploy(schedule: Schedule) -> Executor:
         nonlocal workers
@@ -203,7 +203,7 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 
 def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
-    """Return a process for each device of a replica."""
+    """Return the executor of a replica's workers, a process for each device."""
     from xrunner.cluster.deployment import Deployment
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.cluster.fleet import Fleet
@@ -237,7 +237,7 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
     """Run this machine's share of a plan's workers for the first machine's engine, until that ends or SIGTERM.
 
     Raises:
-        MachineError: the plan is for devices that are not here, or the first machine cannot be met.
+        MachineError: the plan's devices are not on this machine, or the first machine does not answer.
     """
     import signal
 

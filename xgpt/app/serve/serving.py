@@ -32,29 +32,30 @@ logger = logging.getLogger(__name__)
 
 
 class ServeRequest(Frozen):
-    """How a plan is to be served: at which address, for which clients, within which limits.
+    """The arguments of serving a plan: its address, its clients, its limits.
 
     Attributes:
         host: an address other than this machine's own takes an `api_key_file`.
-        port: 0: any free one.
-        api_key_file: lines of [NAME] KEY [SETTINGS].
-        allowed_hosts: further names of this server.
-        ssl_certfile, ssl_keyfile: in PEM; with them HTTPS is spoken.
-        max_waiting: requests that may wait; more are refused.
-        answer_within_s: time to a whole answer, waiting included; a request that would take longer is refused.
-        request_timeout_s: time to a whole answer, after which it is ended; None: as long as it takes.
-        default_max_tokens: of a request that names none; None: completions 16, chats the rest of the context.
-        max_max_tokens: the most that a request may ask for.
-        drain_s: time in which requests may end after SIGTERM; None: 30 s.
-        shutdown_delay_s: time after SIGTERM in which only /ready changes.
-        batching: how a whole batch is laid out: without padding, or in rows, which take a plan of whole batches.
-        reuse: requests share the K/V of what their prompts have in common, with those of the same API key alone.
-        step_log: file that gets every executed step, a JSON line each.
-        replan: go over to better plans when lengths change.
-        profile: the plan's own; None: the one that is kept here.
-        checkpoint: the directory of the weights; None: the one that the plan names.
-        nnodes, node_rank: machines that run the plan together, and which of them this is.
-        rendezvous: HOST:PORT at which machine 0 is met.
+        port: port to listen on; 0: any free one.
+        api_key_file: file with lines of [NAME] KEY [SETTINGS].
+        allowed_hosts: further host names of this server.
+        ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
+        max_waiting: largest number of waiting requests; further ones are refused.
+        answer_within_s: seconds to a whole answer, waiting included; a request that would take longer is refused.
+        request_timeout_s: seconds after which an answer that is not whole is ended; None: no limit.
+        default_max_tokens: max_tokens of a request that names none; None: completions 16, chats the rest of the
+            context.
+        max_max_tokens: largest max_tokens of a request.
+        drain_s: seconds in which requests may finish after SIGTERM; None: 30.
+        shutdown_delay_s: seconds after SIGTERM in which only /ready changes.
+        batching: layout of a whole batch: without padding, or in rows, which need a plan of whole batches.
+        reuse: whether requests of the same API key share the K/V of what their prompts have in common.
+        step_log: file to which every executed step is written, a JSON line each.
+        replan: switch to better plans when lengths change.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        checkpoint: directory of the weights; None: the plan's.
+        nnodes, node_rank: number of machines that run the plan together, and the rank of this one.
+        rendezvous: HOST:PORT of machine 0.
         otlp_endpoint: URL that traces are sent to; None: as OpenTelemetry's environment variables say.
     """
 
@@ -85,10 +86,10 @@ class ServeRequest(Frozen):
     otlp_endpoint: str | None = None
 
     def keys(self) -> ApiKeys | None:
-        """Return the keys, if any.
+        """Return the API keys, if any.
 
         Raises:
-            InputError: the file holds none, or there must be some.
+            InputError: the file holds none, or the host needs keys and no file is given.
         """
         from xrunner.server import ApiKeys, check_exposure
 
@@ -97,10 +98,10 @@ class ServeRequest(Frozen):
         return keys
 
     def tls(self) -> SSLContext | None:
-        """Return the certificate to show, if any.
+        """Return the TLS context, if a certificate is given.
 
         Raises:
-            InputError: it cannot be read, or does not go with its key.
+            InputError: the certificate cannot be read, or does not match its key.
         """
         from xrunner.server.http.tls import KEY, server_context
 
@@ -111,7 +112,7 @@ class ServeRequest(Frozen):
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
     def limits(self) -> Limits:
-        """Return what of requests is refused.
+        """Return the limits on requests.
 
         Raises:
             InputError: the limits contradict each other.
@@ -137,14 +138,14 @@ class ServeRequest(Frozen):
         if self.batching == "flat":
             return
         if self.engine != "native":
-            raise InputError("--batching", self.batching, f"--engine {self.engine} takes flat")
+            raise InputError("--batching", self.batching, f"--engine {self.engine} runs flat batches only: use flat")
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Refuse to run a plan that counts on what requests share without it: none of its figures would hold.
+        """Refuse to run a plan that counts on reuse without reuse: none of its figures would hold.
 
         Raises:
-            InputError: names what turns reuse off.
+            InputError: the message names the option that turns reuse off.
         """
         from xrunner.vllm.command import reuses
 
@@ -154,7 +155,7 @@ class ServeRequest(Frozen):
             return
         field = next(name for name, is_off in off.items() if is_off)
         share = f"{100 * plan.estimate.reuse.share:.0f}%"
-        accepted = f"the plan counts on {share} of prompt tokens found: leave it out, or plan for lengths alone"
+        accepted = f"the plan counts on reusing {share} of prompt tokens: leave it out, or plan without a trace"
         raise InputError(field, getattr(self, field), accepted)
 
     def nodes(self) -> Nodes | None:
@@ -165,7 +166,7 @@ class ServeRequest(Frozen):
         """
         nodes = Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
         if nodes is not None and self.engine == "vllm":
-            accepted = "vLLM is started on this machine alone; leave it out, or `engine=vllm`"
+            accepted = "vLLM runs on this machine only: leave out `nnodes` or `engine=vllm`"
             raise InputError("nnodes", self.nnodes, accepted)
         return nodes
 
@@ -176,11 +177,11 @@ def serve(
     """Serve until SIGTERM or SIGINT; on a machine other than the first, run this one's share of the workers.
 
     Args:
-        on_note: is told what is about to be started, and in a dry run what is missing here.
+        on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
         dry_run: check all that can be checked, and start nothing.
 
     Raises:
-        InputError: the plan or the request cannot be served so, here.
+        InputError: this machine cannot serve the plan in the requested way.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
     plan = located(plan, request.checkpoint)
@@ -190,7 +191,7 @@ def serve(
     request.check_reuse(plan)
     nodes, limits = request.nodes(), request.limits()
     if request.answer_within_s is not None and not plan.estimate.predicts_rate:
-        accepted = "the plan's estimate is 0; plan again, or leave it out"
+        accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s, accepted)
     if request.engine == "vllm":
         on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
@@ -220,10 +221,10 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     if engine == "native":
         build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
     if engine == "vllm" and replan and not can_change_plan(plan):
-        logger.warning("re-planning is off: vLLM keeps a plan for several devices as it is")
+        logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
         replan = False
     if request.batching != "flat" and replan:
-        logger.warning("re-planning is off: a plan in rows is served as it is")
+        logger.warning("re-planning is off: it does not go with batches in rows")
         replan = False
     for line in missing(plan, request.profile, replan=replan):
         logger.warning(line)
@@ -273,10 +274,10 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
 
 
 def open_tracer(endpoint: str | None) -> Tracer | None:
-    """Return where traces go: to an OTLP endpoint, or where OpenTelemetry's environment variables say; None: nowhere.
+    """Return a tracer to an OTLP endpoint, or to the one in OpenTelemetry's environment variables; None: no traces.
 
     Raises:
-        InputError: the endpoint is none, or OpenTelemetry is not installed.
+        InputError: the endpoint is not a URL, or OpenTelemetry is not installed.
     """
     import os
 
@@ -294,12 +295,12 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
             # A cluster's administrator sets these variables for every program on it.
             logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
             return None
-        raise InputError("otlp_endpoint", endpoint, "it takes OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
+        raise InputError("otlp_endpoint", endpoint, "install OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
     return Tracer.to(endpoint)
 
 
 def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
-    """Return what re-plans; None where the plan's profile is not here, which `missing` says.
+    """Return the planner for re-planning; None if the plan's profile is not on this machine (see `missing`).
 
     Raises:
         InputError: `given` is not the plan's profile.

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def build_vllm_engine(
     plan: Plan, on_step: Callable[[StepRecord], None] | None = None, *, reuse: bool = True
 ) -> ServedEngine:
-    """vLLM with the plan's schedule in it, or one vLLM for each lane of WAA. `close` ends them.
+    """Return an engine of vLLM with the plan's schedule in it, or one vLLM for each lane of WAA; `close` ends them.
 
     Args:
         reuse: requests share the K/V of what their prompts have in common, where vLLM can (`reuses`).
 
     Raises:
         InputError: vLLM cannot run the plan.
-        MachineError: vLLM is not here, or does not start.
+        MachineError: vLLM is not installed, or does not start.
     """
     from xrunner.vllm.engine import VllmEngine
     from xrunner.vllm.waa import WaaEngine
@@ -33,5 +33,5 @@ def build_vllm_engine(
 
 
 def can_change_plan(plan: Plan) -> bool:
-    """Whether vLLM goes over to other plans as it runs: a plan for several devices it keeps as it is."""
+    """Return whether vLLM can change to another plan as it runs: only a plan for one device."""
     return plan.num_devices == 1

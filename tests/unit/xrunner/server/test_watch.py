@@ -85,7 +85,7 @@ def url(planner: FakePlanner) -> Iterator[str]:
 
 def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlanner) -> None:
     assert get(url, "/plan").json()["observed"] is None
-    with pytest.raises(MachineError, match="not yet seen enough"):
+    with pytest.raises(MachineError, match="too few requests have ended"):
         observe_source(fake_plan(), url)
     lengths = (20, 40, 80)
     for round_, num_tokens in enumerate(lengths):
@@ -105,7 +105,7 @@ def test_a_change_is_judged_and_every_decision_shown(url: str, planner: FakePlan
     assert running_plan == fake_plan(policy=OrcaSettings(max_batch=32))
     assert observed.num_requests == plan["observed"]["num_requests"]
     other = fake_plan(model=SPEC.model_copy(update={"name": "other"}))
-    with pytest.raises(InputError, match="it serves fake, and the plan is of other"):
+    with pytest.raises(InputError, match="it serves fake, but the plan is for other"):
         observe_source(other, url)
     metrics = get(url, "/metrics").text
     assert 'xgpt_plan_decisions_total{action="swap"} 1.0' in metrics

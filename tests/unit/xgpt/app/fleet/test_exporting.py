@@ -57,5 +57,5 @@ def test_the_controller_finds_the_deployments_and_may_scale_them() -> None:
 def test_a_fleet_without_weights_or_for_another_target_is_refused() -> None:
     with pytest.raises(InputError, match="checkpoint"):
         xgpt.export(fleet_of([2.0]), "k8s")
-    with pytest.raises(InputError, match="a fleet goes to k8s"):
+    with pytest.raises(InputError, match="a fleet is exported to k8s only"):
         xgpt.export(deployable(), "script")
