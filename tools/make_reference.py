@@ -70,7 +70,7 @@ def _option(option: click.Option, context: click.Context) -> str:
     help_, _, default = (option.help or "").rstrip().partition("  [default: ")
     if option.required:
         default = "required"
-    elif not default and option.show_default and option.default is not None:
+    elif not default and not option.is_flag and isinstance(option.default, str | int | float):  # unset is neither
         default = str(option.default)
     return f"| {names}{takes} | {_escaped(default.rstrip(']'))} | {_escaped(help_)} |"
 

@@ -79,7 +79,10 @@ class _Commands(click.Group):
             raise
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(cls=_Commands, context_settings=SETTINGS)
 @click.version_option(__version__)
 def cli() -> None:
     """Find the best schedule for an LLM under a latency bound, prove it, and serve it.

@@ -15,7 +15,6 @@ from xgpt.cli.options import Decimal, Whole, json_option
     "--driver",
     type=click.Choice(["local", "kubernetes"]),
     default="local",
-    show_default=True,
     help="Where replicas run. local: processes of `xgpt serve` on this machine, behind a front that routes requests. "
     "kubernetes: Deployments, scaled through the API server.",
 )
@@ -25,7 +24,6 @@ from xgpt.cli.options import Decimal, Whole, json_option
     "look_s",
     type=Decimal(1),
     default=15,
-    show_default=True,
     metavar="S",
     help="Time between two looks at the load.",
 )
@@ -38,13 +36,11 @@ from xgpt.cli.options import Decimal, Whole, json_option
     "--port",
     type=Whole(1, 65535),
     default=8000,
-    show_default=True,
     help="With --driver local: port of the front, on loopback.",
 )
 @click.option(
     "--state",
     default="fleet-state",
-    show_default=True,
     metavar="DIR",
     help="With --driver local: directory of the fleet's state, which a restarted controller reads.",
 )

@@ -12,9 +12,7 @@ from xgpt.cli.options import Whole, batching_option, engine_option, json_option,
 @click.command("bench")
 @click.argument("target", metavar="PLAN.JSON|URL")
 @load_options(300)
-@click.option(
-    "--concurrency", type=Whole(1), default=32, show_default=True, help="With a URL: number of outstanding requests."
-)
+@click.option("--concurrency", type=Whole(1), default=32, help="With a URL: number of outstanding requests.")
 @click.option("--stream", is_flag=True, help="Ask for streamed answers; with a URL they always are.")
 @click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
 @click.option(

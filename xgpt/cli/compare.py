@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     "num_requests",
     type=Whole(1),
     default=300,
-    show_default=True,
     help="With --measure: number of requests for each plan.",
 )
-@click.option("--seed", type=Whole(0), default=0, show_default=True, help="With --measure: seed of lengths.")
+@click.option("--seed", type=Whole(0), default=0, help="With --measure: seed of lengths.")
 @json_option
 def command(output: str | None, as_json: bool, **asked: Any) -> None:
     """Compare every policy, each at its own best under the same bound.

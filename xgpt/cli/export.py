@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine. k8s: "
     "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
 )
-@click.option("-o", "--output", default=".", show_default=True, metavar="DIR", help="Where to write the files.")
+@click.option("-o", "--output", default=".", metavar="DIR", help="Where to write the files.")
 def command(plan_path: str, target: Target, output: str) -> None:
     """Write the files that start a plan, or a day's fleet, on another machine or platform.
 

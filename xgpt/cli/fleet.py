@@ -29,7 +29,6 @@ from xgpt.cli.options import (
     "--attain",
     type=Decimal(0, 1, min_open=True, max_open=True),
     default=0.99,
-    show_default=True,
     metavar="SHARE",
     help="Share of the day's requests that must keep the bounds.",
 )
@@ -50,7 +49,6 @@ from xgpt.cli.options import (
     "interval_s",
     type=Decimal(1),
     default=900,
-    show_default=True,
     metavar="S",
     help="Length of an interval, within which the fleet does not change.",
 )
@@ -59,7 +57,6 @@ from xgpt.cli.options import (
     "least_stay_s",
     type=Decimal(0),
     default=0,
-    show_default=True,
     metavar="S",
     help="Least time for which a started replica stays.",
 )
@@ -68,7 +65,6 @@ from xgpt.cli.options import (
     "startup_s",
     type=Decimal(0),
     default=60,
-    show_default=True,
     metavar="S",
     help="Time from ordering a replica until it begins to load weights: for a machine, an image, an engine.",
 )
@@ -76,16 +72,11 @@ from xgpt.cli.options import (
     "--least-replicas",
     type=Whole(0),
     default=1,
-    show_default=True,
     metavar="N",
     help="Least number of replicas at any time.",
 )
-@click.option(
-    "--seed", type=Whole(0), default=0, show_default=True, help="Seed of the requests drawn from rates over hours."
-)
-@click.option(
-    "-o", "--output", default="fleet.json", show_default=True, metavar="FILE", help="Where to write the fleet."
-)
+@click.option("--seed", type=Whole(0), default=0, help="Seed of the requests drawn from rates over hours.")
+@click.option("-o", "--output", default="fleet.json", metavar="FILE", help="Where to write the fleet.")
 @json_option
 def command(among: str | None, devices: str | None, output: str, as_json: bool, **asked: Any) -> None:
     """Find how many replicas hold each interval of a day's load at the least cost, and write fleet.json.

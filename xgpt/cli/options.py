@@ -116,7 +116,6 @@ config_option = click.option(
 model_option = click.option(
     "--model",
     default="opt-125m",
-    show_default=True,
     shell_complete=_names("models"),
     help="Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id.",
 )
@@ -124,7 +123,6 @@ model_option = click.option(
 cluster_option = click.option(
     "--cluster",
     default="local",
-    show_default=True,
     shell_complete=_names("clusters"),
     help="Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file.",
 )
@@ -143,7 +141,6 @@ def problem_options(command: F) -> F:
     lengths = click.option(
         "--workload",
         default="summarization",
-        show_default=True,
         shell_complete=_names("workloads"),
         help="Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines.",
     )
@@ -217,7 +214,6 @@ def constraint_options(command: F) -> F:
                 "--quantile",
                 type=Decimal(0, 1, min_open=True, max_open=True),
                 default=0.99,
-                show_default=True,
                 help="Share of requests that must keep the bounds.",
             ),
             click.option(
@@ -291,7 +287,6 @@ policy_option = click.option(
     "--policy",
     type=click.Choice(POLICIES),
     default="auto",
-    show_default=True,
     help="Kind of schedule. rra: encode a batch of prompts, run several decode steps, and again. waa: some devices "
     "encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and "
     "encodes pieces of prompts. orca: the same with whole prompts. static: a batch runs until all of it has finished. "
@@ -332,7 +327,6 @@ def search_options(command: F) -> F:
                 "--kv",
                 type=click.Choice(["reserve", "quantile"]),
                 default="reserve",
-                show_default=True,
                 help="How memory for keys and values is promised. reserve: each request's maximum is set aside. "
                 "quantile: as many requests enter as fit 99.9% of the time; the newest is preempted where they do not.",
             ),
@@ -372,9 +366,7 @@ def load_options(num_requests: int) -> Callable[[F], F]:
                     "30 s, then 2. Default: requests are always waiting.",
                 ),
                 plan_profile_option,
-                click.option(
-                    "--seed", type=Whole(0), default=0, show_default=True, help="Seed of lengths and arrivals."
-                ),
+                click.option("--seed", type=Whole(0), default=0, help="Seed of lengths and arrivals."),
             ],
             command,
         )
@@ -388,7 +380,6 @@ batching_option = click.option(
     "--batching",
     type=click.Choice(["flat", "padded", "rows", "slots"]),
     default="flat",
-    show_default=True,
     help="Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each "
     "row, one after the other. slots: rows divided into slots, each freed as soon as it has finished. All but flat "
     "need a plan of --policy static for one device.",
@@ -398,6 +389,5 @@ engine_option = click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),
     default="native",
-    show_default=True,
     help="What runs the plan: xgpt's own engine, or vLLM under xgpt's schedule.",
 )

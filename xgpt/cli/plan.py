@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128. Those of the "
     "placement: tp, ep, pp, replicas. Policies without that variable are left out. Repeatable.",
 )
-@click.option("-o", "--output", default="plan.json", show_default=True, metavar="FILE", help="Where to write the plan.")
+@click.option("-o", "--output", default="plan.json", metavar="FILE", help="Where to write the plan.")
 @json_option
 def command(
     devices: str | None, among: str | None, fix: tuple[str, ...], output: str, as_json: bool, **asked: Any

@@ -23,7 +23,6 @@ from xgpt.cli.options import cluster_option, config_option, dtype_option, json_o
     "--engine",
     type=click.Choice(["native", "vllm"]),
     default="native",
-    show_default=True,
     help="Engine whose steps are measured.",
 )
 @click.option(

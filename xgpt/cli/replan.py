@@ -23,7 +23,6 @@ from xgpt.cli.options import Decimal, json_option, plan_profile_option
     "horizon_s",
     type=Decimal(0, min_open=True),
     default=600,
-    show_default=True,
     metavar="S",
     help="Seconds within which a change of placement must repay its pause.",
 )
@@ -31,7 +30,6 @@ from xgpt.cli.options import Decimal, json_option, plan_profile_option
     "--least-gain",
     type=Decimal(0, 1),
     default=0.05,
-    show_default=True,
     metavar="SHARE",
     help="Least gain of throughput, as a share, for which the plan is changed.",
 )

@@ -11,11 +11,9 @@ from xgpt.cli.options import Whole, plan_profile_option
 
 @click.command("report")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option(
-    "-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write the page."
-)
+@click.option("-o", "--output", default="report.html", metavar="FILE", help="Where to write the page.")
 @plan_profile_option
-@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Seed of the simulated requests.")
+@click.option("--seed", type=Whole(0), default=0, help="Seed of the simulated requests.")
 def command(plan_path: str, output: str, **asked: Any) -> None:
     """Draw a plan, or a day's fleet, as one self-contained HTML page.
 

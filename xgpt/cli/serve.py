@@ -16,12 +16,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option(
     "--host",
     default="127.0.0.1",
-    show_default=True,
     help="Address to listen on; one beyond this machine needs --api-key-file.",
 )
-@click.option(
-    "--port", type=Whole(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
-)
+@click.option("--port", type=Whole(0, 65535), default=8000, help="Port to listen on; 0: any free one.")
 @click.option(
     "--api-key-file",
     metavar="FILE",
@@ -38,7 +35,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--max-waiting",
     type=Whole(1),
     default=4096,
-    show_default=True,
     help="Largest number of waiting requests; further ones get 429.",
 )
 @click.option(
@@ -54,7 +50,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "request_timeout_s",
     type=Decimal(0),
     default=600.0,
-    show_default=True,
     metavar="S",
     help="Seconds after which an answer that is not whole ends with 504. 0: no limit.",
 )
@@ -79,7 +74,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     default=0,
     metavar="S",
     help="Seconds after SIGTERM in which requests are still accepted while /ready answers 503, so that load balancers "
-    "notice.  [default: 0]",
+    "notice.",
 )
 @click.option(
     "--ssl-certfile", metavar="FILE", help="PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."
@@ -89,7 +84,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     "--log-level",
     type=click.Choice(LOG_LEVELS),
     default="info",
-    show_default=True,
     help="Least severity that is logged.",
 )
 @click.option("--no-replan", is_flag=True, help="Keep the plan, whatever lengths are observed.")
@@ -98,10 +92,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--checkpoint", metavar="DIR", help="Directory of the weights. Default: the plan's.")
 @engine_option
 @batching_option
-@click.option(
-    "--nnodes", type=Whole(1), default=1, show_default=True, help="Number of machines that run the plan together."
-)
-@click.option("--node-rank", type=Whole(0), default=0, show_default=True, help="Rank of this machine among them.")
+@click.option("--nnodes", type=Whole(1), default=1, help="Number of machines that run the plan together.")
+@click.option("--node-rank", type=Whole(0), default=0, help="Rank of this machine among them.")
 @click.option("--rdzv-endpoint", "rendezvous", metavar="HOST:PORT", help="Address of machine 0.")
 @click.option("--dry-run", is_flag=True, help="Check devices, memory and checkpoint, and start nothing.")
 @click.option(

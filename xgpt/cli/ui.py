@@ -8,9 +8,7 @@ from xgpt.cli.options import Whole
 
 
 @click.command("ui")
-@click.option(
-    "--port", type=Whole(0, 65535), default=8470, show_default=True, help="Port of the page; 0: any free one."
-)
+@click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page; 0: any free one.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def command(port: int, no_browser: bool) -> None:
     """Plan on a local page: choose, drag the bound, and see at once what each policy does.

@@ -11,21 +11,21 @@ from xgpt.errors import InputError
 from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What probes ask for; it says nothing about any request."""
+"""Paths for probes, which say nothing about any request."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"})
-"""What tells of all clients' requests."""
+"""Paths that show all clients' requests."""
 
 
 class AllowedHosts:
-    """Names under which this server may be asked for.
+    """The host names by which this server may be addressed.
 
-    A page of a foreign site whose name is made to point to this machine (DNS rebinding) sends that name: it is not
-    among these. Nor is the origin of a foreign page that posts to us across sites.
+    They keep out a foreign page whose host name is made to point to this machine (DNS rebinding), and foreign pages
+    that post to this server across sites.
 
     Args:
-        bound: the host that the server listens on; of all addresses ("0.0.0.0", "::") any literal address will do.
+        bound: the host that the server listens on; with "0.0.0.0" or "::" any literal address is accepted.
         extra: further names, of a proxy or a service.
     """
 
@@ -48,10 +48,10 @@ class AllowedHosts:
         return name.rstrip(".") in self._names
 
     def accept_origin(self, origin: str, scheme: str = "http") -> bool:
-        """Whether a page of this origin may post to us: only our own.
+        """Return whether a page of this origin may post to this server: only the server's own pages may.
 
         Args:
-            scheme: by which we were asked; "http" may be what is left of https behind a proxy.
+            scheme: scheme of the request; behind a proxy, "http" may stand for https.
         """
         own, separator, host = origin.partition("://")
         return bool(separator) and own in ("https", scheme) and self.accept(host)
@@ -78,7 +78,7 @@ def check_exposure(host: str, keys: ApiKeys | None) -> None:
     """Refuse to listen beyond this machine without keys.
 
     Raises:
-        InputError: says how to go on.
+        InputError: there are no keys; the message says how to go on.
     """
     if keys is None and not is_loopback(host):
-        raise InputError("host", host, "others could use it without a key: give `api_key_file`, or take 127.0.0.1")
+        raise InputError("host", host, "others could use it without a key: give `api_key_file`, or listen on 127.0.0.1")

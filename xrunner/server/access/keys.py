@@ -26,12 +26,12 @@ SETTING = re.compile(rf"admin|({'|'.join(NUMBERS)})=(\S*)")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a client may do. Never holds the key itself.
+    """The account, limits and rights of an API key; never the key itself.
 
     Attributes:
         account: its name, its share of the engine under load, and its priority.
-        is_admin: may also read what the server tells of all accounts: /plan, /metrics, the page.
-        requests_per_minute, tokens_per_minute: None: as many as there is room for.
+        is_admin: may also read what concerns all accounts: /plan, /metrics, the live page.
+        requests_per_minute, tokens_per_minute: limits; None: no limit.
         answer_within_s: as of `Limits`, for this key's requests; None: the server's.
         ttft_s, tpot_s: bounds that its requests are counted by, as is `answer_within_s`; with none of these three, the
             plan's are.
@@ -55,7 +55,7 @@ NO_KEY = Key()
 
 
 class ApiKeys:
-    """Accepted keys, looked up by their digests: how long that takes tells nothing of a key, and does not grow."""
+    """Accepted keys, looked up by their digests, in a time that reveals nothing of a key and does not grow."""
 
     def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None) -> None:
         self._keys = dict(keys)
@@ -64,29 +64,29 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Keys from a file.
+        """Return the keys of a file.
 
         Raises:
-            InputError: it cannot be read, or holds what `parse` refuses. Never shows a key.
+            InputError: the file cannot be read, or is malformed. The message never shows a key.
         """
         return cls(_read(path), path)
 
     @classmethod
     def parse(cls, text: str) -> ApiKeys:
-        """Keys from what stands in such a file.
+        """Return the keys of a file's text.
 
-        A key a line; before it may stand a name, behind it settings: `share=3`, `priority=1`, `requests_per_minute=60`,
-        `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`. Empty lines and those that begin
+        Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
+        `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`. Empty lines and those that begin
         with # are left out. A key without a name is the operator's own and may do everything; one with a name is a
         client's, and `admin` only where that is said.
 
         Raises:
-            InputError: there is none, or a line is not understood. Never shows a key.
+            InputError: there is no key, or a line is malformed. The message never shows a key.
         """
         return cls(_parse(text, "keys"))
 
     def reload(self) -> None:
-        """Take over what the file holds now; where it is broken, keep what there was. One line of log says which."""
+        """Read the file again; if it is broken, keep the present keys. A line of log says which."""
         assert self.path is not None
         try:
             self._keys = _read(self.path)
@@ -97,8 +97,10 @@ class ApiKeys:
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})
 
     def find(self, authorization: bytes) -> Key | None:
-        """What the key in the value of an Authorization header (Bearer KEY, or Basic with the key as password) grants;
-        None: there is no such key.
+        """Return what the key in an Authorization header grants; None: there is no such key.
+
+        Args:
+            authorization: the header's value: Bearer KEY, or Basic with the key as password.
         """
         scheme, _, credentials = authorization.partition(b" ")
         given = credentials.strip()
@@ -138,14 +140,14 @@ def _parse(text: str, source: str) -> dict[bytes, Key]:
         secret, *settings = words
         if not NAME.fullmatch(name):
             raise InputError(
-                FIELD, where, "a name is up to 64 letters, digits and . _ @ -, and begins with one of these"
+                FIELD, where, "a name has up to 64 letters, digits and . _ @ -, and begins with a letter or digit"
             )
         if len(secret) < MIN_KEY_LENGTH or not secret.isascii() or not secret.isprintable():
             raise InputError(
                 FIELD, where, f"a key is at least {MIN_KEY_LENGTH} printable ASCII characters without blanks"
             )
         if name in names or _digest(secret.encode()) in keys:
-            raise InputError(FIELD, where, "this name, or this key, stands in a line before; each stands once")
+            raise InputError(FIELD, where, "this name or key is on an earlier line: remove one of the lines")
         names.add(name)
         keys[_digest(secret.encode())] = _key(name, settings, where, is_admin=not has_name)
     if not keys:
@@ -159,12 +161,12 @@ def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
         match = SETTING.fullmatch(setting)
         known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
         if match is None:
-            raise InputError(FIELD, where, f"a setting is not understood; there are {known} and admin")
+            raise InputError(FIELD, where, f"a setting is not known; there are {known} and admin")
         if match[1] is None:
             is_admin = True
             continue
         if match[1] in numbers:
-            raise InputError(FIELD, where, f"{match[1]} stands twice")
+            raise InputError(FIELD, where, f"{match[1]} is given twice: leave one out")
         numbers[match[1]] = _number(match[1], match[2], where)
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)))
     return Key(account, is_admin, *(numbers.get(name) for name in NUMBERS[2:]))
@@ -177,7 +179,7 @@ def _number(name: str, text: str, where: str) -> float:
         value = math.nan
     if name == "priority":
         if not (value.is_integer() and abs(value) <= 100):
-            raise InputError(FIELD, f"{where}, {name}={text}", "a whole number from -100 to 100")
+            raise InputError(FIELD, f"{where}, {name}={text}", "give a whole number from -100 to 100")
     elif not 1e-3 <= value <= 1e12:
-        raise InputError(FIELD, f"{where}, {name}={text}", "a number from 0.001 to 1e12")
+        raise InputError(FIELD, f"{where}, {name}={text}", "give a number from 0.001 to 1e12")
     return value

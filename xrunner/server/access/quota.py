@@ -11,10 +11,10 @@ from xrunner.server.api.errors import ApiError
 
 
 class Quotas:
-    """What is left of every key's minute, by the key's name: it outlives a change of the key's settings.
+    """The requests and tokens that every key has left, by the key's name, so that they outlive changed settings.
 
     Args:
-        clock: seconds that do not go back.
+        clock: seconds, never going back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -25,7 +25,7 @@ class Quotas:
         """Count one more request of this key.
 
         Raises:
-            ApiError: 429, it has had its requests of this minute.
+            ApiError: 429, the key has no requests left this minute.
         """
         quota = Quota(
             self._bucket(key, "requests", key.requests_per_minute), self._bucket(key, "tokens", key.tokens_per_minute)
@@ -45,7 +45,7 @@ class Quotas:
 
 
 class Quota:
-    """One request's hold on what its key has left."""
+    """The part of its key's tokens that one request has reserved."""
 
     def __init__(self, requests: _Bucket | None = None, tokens: _Bucket | None = None) -> None:
         self.requests = requests
@@ -56,14 +56,14 @@ class Quota:
         """Set tokens aside for prompts and the outputs that are promised.
 
         Raises:
-            ApiError: 429, the key has had its tokens of this minute.
+            ApiError: 429, the key has too few tokens left this minute.
         """
         if self.tokens is not None:
             self.tokens.take(num_tokens)
             self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """Account for the number of tokens that the request came to in the end."""
+        """Account for the tokens that the request has used in the end."""
         if self.tokens is not None:
             self.tokens.give(self._reserved - num_tokens)
             self._reserved = num_tokens
@@ -72,7 +72,7 @@ class Quota:
 class _Bucket:
     """A token bucket that holds a minute's worth, and fills evenly.
 
-    What costs more than it ever holds takes a full one, and leaves a debt.
+    A cost above its capacity takes a full bucket and leaves a debt.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:
@@ -96,13 +96,13 @@ class _Bucket:
         self._level -= cost
 
     def give(self, cost: float) -> None:
-        """Take back what was not used; below zero: what was used beyond."""
+        """Take unused tokens back; a negative number charges further ones."""
         self._fill()
         self._level = min(self._level + cost, self._capacity)
 
     @property
     def _capacity(self) -> float:
-        """At least one request fits."""
+        """A minute's worth, but at least one request."""
         return max(1.0, self.per_minute)
 
     def _fill(self) -> None:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from xrunner.grammar import json_rule, tagged_grammar
 
 Schemas = Mapping[str, dict[str, Any]]
-"""Of functions' arguments, by the functions' names."""
+"""JSON schemas of functions' arguments, by the functions' names."""
 
 
 class Call(NamedTuple):
-    """A call as it was written; `arguments` are JSON as text."""
+    """A call of a function; `arguments` are JSON as text."""
 
     name: str
     arguments: str
@@ -33,13 +33,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat(ABC):
-    """How a free output writes calls.
+    """A format in which a model writes calls within free text.
 
     Attributes:
-        trigger: how they begin; what follows is a call, or several.
-        marks: what a tokenizer may have special tokens for.
-        special: those that it has, with their ids.
-        arguments: the key of arguments in an object that is a call.
+        trigger: text with which calls begin; one or several calls follow.
+        marks: texts for which a tokenizer may have special tokens.
+        special: the special tokens that it has for them, with their ids.
+        arguments: the key of the arguments in a call's object.
     """
 
     trigger: str
@@ -48,31 +48,31 @@ class CallFormat(ABC):
     special: Mapping[str, int] = field(default_factory=dict)
 
     def written_with(self, special: Mapping[str, int]) -> CallFormat:
-        """Return the format where a tokenizer has these special tokens."""
+        """Return the format for a tokenizer with these special tokens."""
         return replace(self, special={mark: special[mark] for mark in self.marks if mark in special})
 
     def grammar(self, schemas: Schemas) -> str:
-        """Return the grammar of text with calls in it."""
+        """Return the grammar of text that may contain calls."""
         trigger = self.special.get(self.trigger, self.trigger)
         return tagged_grammar(trigger, self.rules(schemas))
 
     @abstractmethod
     def rules(self, schemas: Schemas) -> str:
-        """Return what follows the trigger: the rule `called`, and those that it needs."""
+        """Return the rule `called`, which follows the trigger, and the rules that it needs."""
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """The calls at the beginning of a text, which is the trigger, and where they end; None: there are none."""
+        """Return the calls at the beginning of a text (its trigger), and where they end; None: there are none."""
 
     def begin(self, name: str) -> str:
-        """Return what comes before the arguments in an object that is a call."""
+        """Return the part of a call's object before its arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
 
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def call_of(self, found: Any) -> Call | None:
-        """Return the call that a JSON value is."""
+        """Return the call in a JSON value; None: it is not a call."""
         match found:
             case {"name": str(name), **rest} if self.arguments in rest:
                 id_ = rest.get("id")
@@ -80,14 +80,14 @@ class CallFormat(ABC):
         return None
 
     def call_in(self, text: str) -> Call | None:
-        """Return the call that a text is."""
+        """Return the call in a text of JSON; None: it is not a call."""
         try:
             return self.call_of(json.loads(text))
         except (ValueError, RecursionError):
             return None
 
     def terms(self, text: str) -> str:
-        """Return a text in Lark, its marks as the tokenizer has them."""
+        """Return a text as Lark terms, with its marks as the tokenizer's special tokens."""
         if not self.special:
             return json.dumps(text)
         marks = "|".join(map(re.escape, self.special))
@@ -193,7 +193,7 @@ MISTRAL_IDS = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def call_format(template: str) -> CallFormat:
-    """Return the format that a chat template teaches; Hermes' where it teaches none."""
+    """Return the format that a chat template describes; Hermes' if it describes none."""
     if HERMES.trigger in template:
         return HERMES
     if MISTRAL.trigger in template:
@@ -204,7 +204,7 @@ def call_format(template: str) -> CallFormat:
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
-    """The JSON value in a text at `begin`, or behind spaces there, and where it ends; None and -1: there is none."""
+    """Return the JSON value at `begin`, spaces skipped, and where it ends; None and -1: there is none."""
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, begin)

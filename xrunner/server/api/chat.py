@@ -21,17 +21,17 @@ from xrunner.server.api.call_formats import call_format
 Message = dict[str, Any]
 
 RENDER_S = 10.0
-"""For a template to render a chat."""
+"""Seconds in which a template must render a chat."""
 MAX_PRODUCT = 1 << 20
-"""Items of a repeated text or list, bits of a power, in a template."""
+"""Largest number of items of a repeated text or list, and of bits of a power, in a template."""
 
 
 class ChatTemplate:
-    """A compiled template, in a sandbox: it comes with the checkpoint, so it is not to be trusted.
+    """A compiled template, in a sandbox, since it comes with the checkpoint and is not trusted.
 
     Args:
         source: Jinja.
-        special_tokens: what the template calls them (bos_token, ...), and how they are written.
+        special_tokens: their text, by the names that the template uses (bos_token, ...).
 
     Raises:
         InputError: it is not valid Jinja.
@@ -59,7 +59,7 @@ class ChatTemplate:
         """Return the prompt, special tokens written out.
 
         Args:
-            variables: what else the template shall see.
+            variables: further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, in its own words.
@@ -69,7 +69,7 @@ class ChatTemplate:
         try:
             with _limited(RENDER_S):
                 return self._template.render(given)
-        except Exception as error:  # whatever: it was not written for such messages
+        except Exception as error:  # the template may fail in any way on messages it was not written for
             raise ValueError(str(error) or type(error).__name__) from None
 
 
@@ -91,7 +91,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
-        raise InputError("chat_template", type(source).__name__, "it must be a text, or a list of named ones")
+        raise InputError("chat_template", type(source).__name__, "it must be a text, or a list of named templates")
     written = {name: _written(token) for name, token in config.items() if name.endswith("_token")}
     return ChatTemplate(source, {name: token for name, token in written.items() if token is not None})
 
@@ -115,7 +115,7 @@ def _written(token: object) -> str | None:
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML; a prompt is no HTML."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
 
 
@@ -124,7 +124,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no product of two numbers, or of a text and a number, fills the memory."""
+    """A sandbox in which no product of numbers, or of a text and a number, can fill the memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -139,7 +139,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _size(value: object) -> int:
-    """Items of a sequence; of a number as many as it would repeat one, or its bits where it is larger than that."""
+    """Return the number of a sequence's items; for a number, its value as a repeat count, or its bits if larger."""
     if isinstance(value, int):
         return max(1, value) if value.bit_length() < 64 else value.bit_length()
     return len(value) if isinstance(value, str | bytes | list | tuple) else 1

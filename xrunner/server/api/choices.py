@@ -12,9 +12,9 @@ from xrunner.server.api.writers import Delta, LogprobsJson, TokenReport, Writer
 
 
 class Choice:
-    """What has come of one output.
+    """The state of one output of an answer.
 
-    Of a stream nothing is kept; of a whole answer the text, the tokens, and log probabilities as they will be written.
+    A stream keeps nothing; a whole answer keeps its text, tokens, and log probabilities as they will be written.
     """
 
     def __init__(

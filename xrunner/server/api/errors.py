@@ -9,11 +9,11 @@ from starlette.responses import Response
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape.
+    """An answer with a status other than 200, in OpenAI's format.
 
     Args:
-        retry_after_s: when to try again, where that may help.
-        headers: further ones of the answer.
+        retry_after_s: seconds until trying again may help; None: it does not.
+        headers: further headers of the answer.
     """
 
     def __init__(

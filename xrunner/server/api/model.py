@@ -12,14 +12,14 @@ from xrunner.server.api.text import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an endpoint says of its model, and what it reads and writes text with.
+    """The model of an endpoint, with its tokenizer and grammars.
 
     Attributes:
-        name: what requests must ask for.
-        codec: None: prompts are token ids only, and answers carry no text.
+        name: the model's name, which requests must give.
+        codec: the tokenizer; None: prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
-        grammars: what outputs can keep to; None: there is no tokenizer, or the engine knows none.
-        sampling_defaults: of fields that a request leaves out (`checkpoint.sampling_defaults`).
+        grammars: compiler of grammars for outputs; None: no tokenizer, or the engine supports none.
+        sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).
     """
 
     name: str

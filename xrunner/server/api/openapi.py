@@ -16,15 +16,15 @@ Json = dict[str, Any]
 _REFUSALS = {
     "400": "A field is not accepted; the message says why.",
     "401": "No valid API key came with the request.",
-    "403": "A page of another site asks, or a client's key asks for what is the operator's.",
+    "403": "The request comes from a page of another site, or the key lacks admin rights for this path.",
     "404": "This model is not served here.",
     "408": "The body did not come in time.",
-    "413": "The body is too long.",
+    "413": "The body is too large.",
     "421": "The Host header names another server.",
-    "429": "Too many requests wait, or the key has had its share of this minute; Retry-After says when to come again.",
-    "500": "The engine has failed, or could not go on with this request.",
+    "429": "Too many requests are waiting, or the key has used up its minute; Retry-After says when to try again.",
+    "500": "The engine has failed, or could not continue this request.",
     "503": "The server is shutting down, has no room for the body, or cannot do this now.",
-    "504": "The answer was not complete at the request's deadline, or in the time that the server gives.",
+    "504": "The answer was not complete by the request's deadline, or within the server's time limit.",
 }
 _READING = ("401", "403", "421")
 _WITH_BODY = ("400", "408", "413", "429", "503")
@@ -33,11 +33,11 @@ _SAMPLING = (
     "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "
     "generation_config.json, or else OpenAI's defaults. "
 )
-_COMPLETION = "Without max_tokens an output has 16 tokens at most, or as many as --default-max-tokens says."
+_COMPLETION = "Without max_tokens an output has at most 16 tokens, or --default-max-tokens."
 _CHAT = (
-    "Without max_tokens an output may fill the context, or as much of it as --default-max-tokens says. K/V memory is "
-    "promised for the plan's quantile of outputs (admission.promise_quantile): one that outgrows it waits where others "
-    "need the memory, and then goes on. Where it cannot (static batches, models with an encoder) it ends there."
+    "Without max_tokens an output may fill the context, or have --default-max-tokens. K/V memory is promised for the "
+    "plan's quantile of outputs (admission.promise_quantile): a longer output waits while other requests need the "
+    "memory, and then goes on; with static batches and models with an encoder it ends there."
 )
 
 _COUNT: Json = {"type": "integer", "minimum": 0}
@@ -48,12 +48,12 @@ _IDS: Json = {"type": "array", "items": _COUNT}
 
 
 def _object(**properties: Json) -> Json:
-    """Return an object that has all of these members, and perhaps others."""
+    """Return the schema of an object that has at least these members."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def _answer(kind: str, prefix: str, **said: Json) -> Json:
-    """Of a completion or a chat: its members, `said` among those of each choice."""
+    """Return the schema of a completion or a chat; `said` are members of each choice."""
     choice = _object(
         index=_COUNT,
         **said,
@@ -107,17 +107,15 @@ def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
         "/detokenize": {"post": _operation("The text of token ids.", _json("Text"), _READING + _WITH_BODY, bodies[3])},
         "/v1/models": {"get": _operation("The model that is served.", _json("Models"), _READING)},
         "/health": {"get": _operation("Whether the engine runs.", _json(_OBJECT), ("503",))},
-        "/ready": {"get": _operation("Whether new requests are taken in.", _json(_OBJECT), ("503",))},
+        "/ready": {"get": _operation("Whether new requests are accepted.", _json(_OBJECT), ("503",))},
         "/metrics": {"get": _operation("Prometheus metrics.", text, _READING)},
-        "/plan": {
-            "get": _operation("The plan that is run, and the lengths that were observed.", _json(_OBJECT), _READING)
-        },
+        "/plan": {"get": _operation("The running plan, and the observed lengths.", _json(_OBJECT), _READING)},
         "/plan/history": {
-            "get": _operation("Every decision on another plan.", _json({"type": "array", "items": _OBJECT}), _READING)
+            "get": _operation("All decisions on another plan.", _json({"type": "array", "items": _OBJECT}), _READING)
         },
         "/plan/decision": {
             "get": _operation(
-                "What re-planning would decide now; nothing is done. Null where it has too little to go by.",
+                "What re-planning would decide now; nothing is changed. Null: too few requests were observed.",
                 _json({"type": ["object", "null"]}),
                 (*_READING, "503"),
             )
@@ -139,7 +137,7 @@ def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
 
 
 def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -> None:
-    """Put down what is accepted of this model's requests, and which tags may be left out."""
+    """Add to the schemas what this model's requests accept, and which tags may be left out."""
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
     text: Json = {"type": "string", "minLength": 1}
@@ -153,7 +151,7 @@ def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -
         for name, (neutral, reason) in request.WITHOUT_EFFECT.items():
             accepted = [None] if neutral is None else [None, neutral]
             properties[name] = {"enum": accepted, "default": None, "description": reason}
-    # A type that stands in no union with others needs nothing to be told by.
+    # A type that is in no union needs no tag.
     told_apart = set(_mapped(components))
     for name, schema in components.items():
         if name not in told_apart and "enum" in schema.get("properties", {}).get("type", {}):
@@ -161,7 +159,7 @@ def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -
 
 
 def _mapped(schema: Any) -> Iterator[str]:
-    """Names of all types that a tag tells apart from others."""
+    """Yield the names of all types that are distinguished by a tag."""
     if isinstance(schema, dict):
         for reference in schema.get("discriminator", {}).get("mapping", {}).values():
             yield reference.rpartition("/")[2]
@@ -172,7 +170,7 @@ def _mapped(schema: Any) -> Iterator[str]:
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """Return the content of an answer: a schema, or the name of one; perhaps a stream instead."""
+    """Return the content of an answer, from a schema or its name; with `stream`, also as server-sent events."""
     content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
     return content | ({"text/event-stream": {"schema": {}}} if stream else {})
 

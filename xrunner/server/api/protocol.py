@@ -4,18 +4,18 @@ A chat without max_tokens may run on to the end of the context, or to --default-
 the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
 
 In addition to OpenAI's fields a request may carry:
-    top_k, min_p: further cuts of the distribution.
-    repetition_penalty: a factor on the logits of tokens that prompt or output hold, as vLLM has it.
-    ignore_eos: run on to max_tokens, whatever tokens come.
+    top_k, min_p: further limits on the distribution.
+    repetition_penalty: a factor on the logits of tokens in the prompt or the output, as in vLLM.
+    ignore_eos: go on to max_tokens, whatever tokens come.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
-    deadline_s: seconds after which the answer is of no use any more (or in the header X-Deadline-S; the shorter
-        counts): what is not complete then ends with 504, deadline_exceeded.
-    add_generation_prompt, chat_template_kwargs (chat): what the template is told.
+    deadline_s: seconds after which the answer is useless (also in the header X-Deadline-S; the shorter one counts): an
+        answer that is not complete by then ends with 504, deadline_exceeded.
+    add_generation_prompt, chat_template_kwargs (chat): variables of the template.
 
-An output keeps to a JSON schema (`response_format`), or to the schemas of the functions that it may call (`tools`),
-where the checkpoint has a tokenizer.
+If the checkpoint has a tokenizer, an output can be held to a JSON schema (`response_format`), or to the schemas of the
+functions that it may call (`tools`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, gram
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
 MAX_ITEMS = 1 << 18
-"""Items of all lists in a body, about: prompt tokens mostly. Half a million would hold the event loop for 25 ms."""
+"""Largest number of items of all lists in a body, about: mostly prompt tokens. Half a million block the event loop for
+25 ms."""
 
 Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 MAX_INT = 2**31 - 1
-"""No count and no token id of a request is larger: control messages and tensors hold 64 bits, arrays of indices 32."""
+"""Largest count or token id in a request: control messages and tensors hold 64 bits, arrays of indices 32."""
 MAX_DIGITS = len(str(MAX_INT))
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -53,13 +54,13 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class OutputRule(NamedTuple):
-    """How long an output may be.
+    """The limits on the length of outputs.
 
     Attributes:
-        default: where its request names no maximum; None: a completion's is OpenAI's, a chat's fills the context.
-        most: what a request may name; None: as much as the model's context holds.
-        promised: tokens that K/V memory is set aside for where a request names no maximum; None: for all that may come.
-        may_outgrow: whether an output may run on beyond that.
+        default: tokens of a request without a maximum; None: OpenAI's for completions, all of the context for chats.
+        most: largest maximum that a request may name; None: the model's context.
+        promised: tokens for which K/V memory is set aside if a request names no maximum; None: for all that may come.
+        may_outgrow: whether an output may go on beyond that.
     """
 
     default: int | None = None
@@ -76,13 +77,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of request have in common; a field may be null for its default."""
+    """The fields of both kinds of request; null stands for a field's default."""
 
     PROMPT_FIELD: ClassVar[str]
     DEFAULT_OUTPUT: ClassVar[int | None] = None
-    """Output tokens where no maximum is named; None: all that fit."""
+    """Output tokens if no maximum is named; None: all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
-    """Fields accepted only at the value that changes nothing, and why."""
+    """Fields that are accepted only with the value that changes nothing, and why."""
 
     model: str
     max_tokens: Count | None = None
@@ -124,21 +125,21 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most probable tokens to report in addition to each chosen one; None: nothing."""
+        """Number of most probable tokens to report for each output token; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Most probable tokens to report in place of each of the prompt's; None: nothing of it."""
+        """Number of most probable tokens to report for each prompt token; None: no log probabilities."""
         return None
 
     @property
     def named_output(self) -> int | None:
-        """Output tokens at most, where the request names a maximum."""
+        """Largest number of output tokens that the request names; None: it names none."""
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return how tokens are chosen; of the seed, 64 bits count."""
+        """Return the sampling parameters; of the seed, 64 bits are used."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
@@ -156,36 +157,36 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Tokens, and what is added to their logits.
+        """Return (token, number added to its logit) pairs.
 
         Raises:
-            ApiError: 400, what should be a token is no number.
+            ApiError: 400, a token is not a number.
         """
         given = self.logit_bias or {}
         for token in given:
             if not (token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS and int(token) <= MAX_INT):
-                refuse("logit_bias", f"{token!r} is no token id")
+                refuse("logit_bias", f"{token!r} is not a token id")
         return tuple((int(token), bias) for token, bias in given.items())
 
     @property
     def grammar(self) -> str | None:
-        """What the output keeps to (`xrunner.grammar`); None: anything."""
+        """Return the grammar of the output (`xrunner.grammar`); None: free text."""
         return None
 
     def fill(self, defaults: Mapping[str, float]) -> None:
-        """Give fields that are left out, or null, the checkpoint's defaults."""
+        """Set fields that are left out, or null, to the checkpoint's defaults."""
         for field, value in defaults.items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
 
     def check(self) -> None:
-        """What fields say together. Raises ApiError (400)."""
+        """Check fields against each other. Raises ApiError (400)."""
         for field, (neutral, reason) in self.WITHOUT_EFFECT.items():
             value = getattr(self, field)
             if value is not None and value != neutral:
                 refuse(field, reason)
         if self.stream_options is not None and not self.stream:
-            refuse("stream_options", "only a stream has stream options")
+            refuse("stream_options", "it goes with stream: true; leave it out")
         if self.output_length is not None and (self.stops or self.stop_token_ids):
             refuse("output_length", "an output of fixed length cannot stop earlier; leave stop and stop_token_ids out")
 
@@ -195,7 +196,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
     PROMPT_FIELD = "prompt"
     DEFAULT_OUTPUT = 16
-    """As OpenAI has it."""
+    """OpenAI's default."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
         "best_of": (1, "it is not implemented; leave it out, or send n for several choices"),
         "suffix": (None, "insertion is not implemented; leave it out"),
@@ -216,10 +217,10 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         return self.logprobs if self.echo else None
 
     def prompts(self, longest: int) -> list[Prompt]:
-        """Return a string, token ids, or a list of either.
+        """Return the prompts: strings or lists of token ids.
 
         Args:
-            longest: items of a list, of whichever kind, at most: millions are not worth a look at each.
+            longest: largest number of items of a list; millions are refused without looking at each.
 
         Raises:
             ApiError: 400, a prompt is empty or far too long, or both token ids and prompts are given.
@@ -244,7 +245,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message; one of the assistant's that only calls functions has no content, one with a result names the call."""
+    """A message; it has no content if the assistant only calls functions; a function's result names its call."""
 
     role: Annotated[str, Meta(min_length=1)]
     content: str | list[TextPart] | None = None
@@ -254,7 +255,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As templates take it: calls with their arguments as objects."""
+        """Return the message as templates expect it: calls have their arguments as objects."""
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         message: dict[str, Any] = {"role": self.role, "content": content}
@@ -265,7 +266,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """`strict`: taken and of no effect, as outputs always keep to the schema."""
+    """A JSON schema of an output; `strict` has no effect, as outputs always keep to the schema."""
 
     name: str
     schema: dict[str, Any] = {}
@@ -315,12 +316,14 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def check(self) -> None:
         super().check()
         if any(message.content is None and not message.tool_calls for message in self.messages):
-            refuse("messages", "a message without content calls functions; give it content, or tool_calls")
+            refuse("messages", "a message has neither content nor tool_calls; give one of them")
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "send logprobs: true with it")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            refuse("max_tokens", f"max_completion_tokens {self.max_completion_tokens} says otherwise; send one of them")
+            refuse(
+                "max_tokens", f"max_completion_tokens {self.max_completion_tokens} differs from it; send one of them"
+            )
 
     @property
     def chosen_tools(self) -> ToolChoice:

@@ -38,88 +38,47 @@ NO_BOUNDS = Bounds()
 
 
 class Metrics:
-    """Changed from the event loop alone; the gauges read the pool when asked."""
+    """The server's metrics; only the event loop changes them, and gauges read the pool when rendered."""
 
     def __init__(self, engine: ServedEngine, watch: Watch | None) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter("xgpt_requests", "Requests that ended, by how.", ["finish_reason"], registry=registry)
-        self.prompt_tokens = Counter("xgpt_prompt_tokens", "Prompt tokens taken in.", registry=registry)
-        self.cached_tokens = Counter(
-            "xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request had left.", registry=registry
-        )
-        self.output_tokens = Counter("xgpt_output_tokens", "Tokens generated.", registry=registry)
-        self._accounts = Counter(
-            "xgpt_key_tokens", "Tokens of each API key's ended requests.", ["key", "kind"], registry=registry
-        )
-        self._bounds = Counter(
-            "xgpt_key_bounds",
-            "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput.",
-            ["key", "kept"],
-            registry=registry,
-        )
+        self._registry = CollectorRegistry()
+        counter, buckets = self._counter, self._buckets
+        self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
+        self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens accepted.")
+        self.cached_tokens = counter("xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request left.")
+        self.output_tokens = counter("xgpt_output_tokens", "Tokens generated.")
+        self._accounts = counter("xgpt_key_tokens", "Tokens of each API key's ended requests.", "key", "kind")
+        text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
+        self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
         self._kept: dict[str, tuple[int, int]] = {}
-        """Of each key, such requests that kept its bounds, and that did not."""
-        self.deadlines = Counter(
-            "xgpt_deadlines",
-            "Requests with a deadline that ended, by whether they met it.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.utility = Counter(
-            "xgpt_deadline_utility",
-            "What the met deadlines were worth: one over the prompt's tokens each.",
-            registry=registry,
-        )
-        self.step_s = BucketCounts(
-            "xgpt_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self.ttft_s = BucketCounts(
-            "xgpt_time_to_first_token_seconds",
-            "From taking a request in to its first token.",
-            buckets=REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self.inter_token_s = BucketCounts(
-            "xgpt_inter_token_latency_seconds",
-            "Between two tokens of a request.",
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self.e2e_s = BucketCounts(
-            "xgpt_e2e_request_latency_seconds",
-            "From taking a request in to its last token.",
-            buckets=REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self.handover_s = BucketCounts(
-            "xgpt_handover_seconds",
-            "Own overhead: from a request that has been read to its hand-over to the engine.",
-            buckets=OVERHEAD_BUCKETS_S,
-            registry=registry,
-        )
-        self.delivery_s = BucketCounts(
-            "xgpt_delivery_seconds",
-            "Own overhead: from the end of the step that sampled a token to the writing of its bytes.",
-            buckets=OVERHEAD_BUCKETS_S,
-            registry=registry,
-        )
+        """For each key, the number of such requests that kept its bounds, and of those that did not."""
+        self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
+        self.utility = counter("xgpt_deadline_utility", "Sum over met deadlines of one over the prompt's tokens.")
+        self.step_s = buckets("xgpt_step_seconds", "Duration of an engine step.", STEP_BUCKETS_S)
+        text = "From accepting a request to its first token."
+        self.ttft_s = buckets("xgpt_time_to_first_token_seconds", text, REQUEST_BUCKETS_S)
+        text = "Between two tokens of a request."
+        self.inter_token_s = buckets("xgpt_inter_token_latency_seconds", text, STEP_BUCKETS_S)
+        text = "From accepting a request to its last token."
+        self.e2e_s = buckets("xgpt_e2e_request_latency_seconds", text, REQUEST_BUCKETS_S)
+        text = "Own overhead: from reading a request to handing it to the engine."
+        self.handover_s = buckets("xgpt_handover_seconds", text, OVERHEAD_BUCKETS_S)
+        text = "Own overhead: from the end of the step that sampled a token to the writing of its bytes."
+        self.delivery_s = buckets("xgpt_delivery_seconds", text, OVERHEAD_BUCKETS_S)
         self._gauge("xgpt_requests_running", "Requests that hold a slot.", lambda: engine.pool.num_running)
         self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: engine.pool.num_waiting)
         self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
         self._gauge("xgpt_kv_blocks_kept", "Blocks kept for later requests.", lambda: engine.pool.kept_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
-        registry.register(_Processes(engine))
+        self._registry.register(_Processes(engine))
         self._watch = watch
         if watch is not None:
             self._observe(watch)
 
     def _observe(self, watch: Watch) -> None:
-        registry = self._registry
-        replans = Counter("xgpt_plan_decisions", "Looks at changed lengths, by outcome.", ["action"], registry=registry)
-        planning_s = BucketCounts(
-            "xgpt_planning_seconds", "Time that re-planning took.", buckets=REQUEST_BUCKETS_S, registry=registry
-        )
+        replans = self._counter("xgpt_plan_decisions", "Decisions on changed lengths, by outcome.", "action")
+        planning_s = self._buckets("xgpt_planning_seconds", "Time that re-planning took.", REQUEST_BUCKETS_S)
 
         def count(decision: Decision) -> None:
             replans.labels(decision.action).inc()
@@ -137,15 +96,23 @@ class Metrics:
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
         texts = ("Recent mean.", "Recent mean, those in flight included.", "Wasserstein, to the plan.", "The same.")
         self._lengths = [
-            Gauge(f"xgpt_{name}", text, registry=registry) for name, text in zip(names, texts, strict=True)
+            Gauge(f"xgpt_{name}", text, registry=self._registry) for name, text in zip(names, texts, strict=True)
         ]
-        self._arrivals = Gauge("xgpt_arrival_rate", "Recent requests/s.", registry=registry)
+        self._arrivals = Gauge("xgpt_arrival_rate", "Recent requests/s.", registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _buckets(self, name: str, text: str, edges: tuple[float, ...]) -> BucketCounts:
+        found = BucketCounts(name, text, edges)
+        self._registry.register(found)
+        return found
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)
 
     def tell_lost_steps(self, read: Callable[[], float]) -> None:
-        """Show what a step log has missed since it could not be written any more."""
+        """Show how many steps are missing in a step log that could not be written."""
         self._gauge("xgpt_step_log_lost", "Steps that the step log misses: it could not be written.", read)
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
@@ -161,8 +128,10 @@ class Metrics:
             self._accounts.labels(account.name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: Bounds, bounds: Bounds) -> None:
-        """Count a request that has all its tokens by whether it kept its key's bounds, or those of the plan that runs
-        where the key has none of its own."""
+        """Count a request that has all its tokens by whether it kept its key's bounds.
+
+        Of a key without bounds, those of the running plan count.
+        """
         if bounds == NO_BOUNDS and self._watch is not None:
             constraint = self._watch.plan.constraint
             bounds = Bounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
@@ -176,7 +145,7 @@ class Metrics:
         self._kept[name] = kept + is_kept, broken + (not is_kept)
 
     def goodput(self) -> dict[str, dict[str, int]]:
-        """Of each key, the requests with all their tokens that kept its bounds, and that did not."""
+        """Return for each key the number of requests that kept its bounds, and of those that did not."""
         return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(self._kept.items())}
 
     async def render(self) -> bytes:
@@ -193,18 +162,17 @@ class Metrics:
 
 
 class BucketCounts(Collector):
-    """Observations counted in buckets, from one thread; named and shown as prometheus_client's own is.
+    """A histogram for one thread, named and shown like prometheus_client's own.
 
-    That one looks at each bucket and takes two locks, which is five times the work; and each token is observed.
+    That one looks at each bucket and takes two locks, five times the work; and every token is observed.
     """
 
-    def __init__(self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
         self._name, self._text = name, text
         self._edges = (*buckets, inf)
         self._counts = [0] * len(self._edges)
         self._sum = 0.0
         self._created_s = time.time()
-        registry.register(self)
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._edges, value)] += 1
@@ -219,7 +187,7 @@ class BucketCounts(Collector):
 
 
 class _Processes(Collector):
-    """What each process of a plan for several devices has sent and computed since it was started."""
+    """Counts what each process of a plan for several devices has sent and computed since its start."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine

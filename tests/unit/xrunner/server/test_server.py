@@ -220,14 +220,15 @@ def test_models_plan_health_metrics(url: str) -> None:
 
 
 def test_histograms_read_as_prometheus_own() -> None:
-    def shown(kind: Callable[..., Any]) -> list[str]:
+    def shown(kind: Callable[..., Any], **options: Any) -> list[str]:
         registry = CollectorRegistry()
-        histogram = kind("seconds", "Of something.", buckets=(0.001, 0.5, 1.0, 25.0), registry=registry)
+        histogram = kind("seconds", "Of something.", buckets=(0.001, 0.5, 1.0, 25.0), **options)
+        registry.register(histogram)
         for value in (0.0, 0.001, 0.0011, 1 / 3, 0.5, 25.0, 1e9):
             histogram.observe(value)
         return [line for line in generate_latest(registry).decode().splitlines() if "_created " not in line]
 
-    assert shown(BucketCounts) == shown(prometheus_client.Histogram)
+    assert shown(BucketCounts) == shown(prometheus_client.Histogram, registry=None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
