@@ -76,9 +76,9 @@ class ApiKeys:
         """Return the keys of a file's text.
 
         Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
-        `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`. Empty lines and those that begin
-        with # are left out. A key without a name is the operator's own and may do everything; one with a name is a
-        client's, and `admin` only where that is said.
+        `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`.
+        Empty lines and lines that begin with # are skipped. A key without a name is the operator's own and may do
+        everything; a key with a name is a client's, and is `admin` only with that setting.
 
         Raises:
             InputError: there is no key, or a line is malformed. The message never shows a key.
