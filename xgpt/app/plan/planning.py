@@ -87,7 +87,7 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     if not by_rate or constraint.tpot_s is None:
         raise InputError("policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)")
     if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
-        raise InputError("policy", policy, f"{problem.model.name} has an encoder; use rra")
+        raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked or rra")
 
 
 def _under_tighter(
