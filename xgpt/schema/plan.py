@@ -16,25 +16,25 @@ from xgpt.schema.step_times import StepTimes
 from xgpt.schema.workload import Workload
 
 SLICE_TOKENS = 2048
-"""Tokens that pass the layers at once: larger steps run in slices, so that activations stay bounded."""
+"""Largest number of tokens that pass the layers at once: larger steps run in slices, to bound activations."""
 
 UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 SPARED_TAIL = 0.1
-"""What a plan leaves unused of the share of requests that may break a bound (sla "request")."""
+"""Share of the requests that may break a bound that a plan leaves unused, under sla "request"."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
 
 ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
-"""Orders that look at the prompt tokens of a row together."""
+"""Orders that need `row_tokens`: they consider the prompt tokens of a row together."""
 EngineKind = Literal["native", "vllm"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
 
 
 class Goal(NamedTuple):
-    """Bounds that a share of all requests keeps together, each from its arrival on.
+    """Bounds that a share of all requests must keep together; times count from arrival.
 
     Attributes:
         quantile: the share.
@@ -50,16 +50,15 @@ class Goal(NamedTuple):
 
 
 class Constraint(Frozen):
-    """What a plan must keep.
+    """The objective of a plan, and the bounds that it must keep.
 
     Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
     it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is the profile's
     (`Profile.headroom`).
 
     `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
-    keeps the bounds with waiting counted (`Capacity`), whatever the sla; "saturated", throughput while requests are
-    always waiting, with latency counted from admission, as the papers do. Files without the field were made for
-    the latter.
+    keeps the bounds, waiting included (`Capacity`), whatever the sla; "saturated", throughput while requests are always
+    waiting, with latency from admission, as in the papers. Files without the field were made for the latter.
     """
 
     objective: Objective = "saturated"
@@ -76,28 +75,28 @@ class Constraint(Frozen):
     tpot_s: PositiveFloat | None = None
     """Bound on the mean time per output token; None: no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `ttft_s` by itself; None: `quantile` of them keep all bounds together."""
+    """Share of requests that must keep `ttft_s` by itself; None: `quantile` of them must keep all bounds together."""
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them keep all bounds together."""
+    """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them must keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain; None: as high as possible."""
     burstiness: PositiveFloat = 1.0
-    """Coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts."""
+    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound: under sla "request" a little more.
+        """The share of requests for which a plan is made to keep the bound; under sla "request" a little more.
 
-        Latency jumps where one more token meets another encode phase, so a share that is only just kept is easily
-        broken.
+        Latency jumps when one more token falls into the next encode phase, so a share that is only just kept is easily
+        missed.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
     @property
     def maximises_arrivals(self) -> bool:
-        """Whether the arrival rate is maximised; without bounds any rate up to saturation is kept."""
+        """Whether the arrival rate is maximised; without bounds, any rate up to saturation is sustained."""
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
@@ -106,21 +105,22 @@ class Constraint(Frozen):
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
     def less(self, path_s: float) -> Constraint:
-        """Return what is left of the bounds on times from arrival, where each request takes `path_s` outside of the
-        engine's loop."""
+        """Return the constraint with bounds reduced by `path_s`, the seconds that a request spends outside the engine."""
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.model_copy(update=left) if path_s else self
 
     @property
     def all_bounds(self) -> Goal:
-        """All bounds together: the share of requests that keeps them is the goodput."""
+        """All bounds together; the share of requests that keep them is the goodput."""
         return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """What shares of requests that arrive must keep: `quantile` of them the bounds that have no quantile of their
-        own, together; and each of the others for itself."""
+        """The goals of arriving requests: `quantile` of them keep the bounds without a quantile of their own, together.
+
+        Each bound with a quantile of its own is a further goal.
+        """
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
             together = together._replace(ttft_s=None)
@@ -135,7 +135,9 @@ class Constraint(Frozen):
         for name, bound in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             own = getattr(self, f"{name}_quantile")
             if own is not None and bound is None:
-                raise ValueError(f"{name}_quantile: {own:g} is a share of requests that keep {name}_s: give that, too")
+                raise ValueError(
+                    f"{name}_quantile: {own:g} is the share of requests that keep {name}_s: give {name}_s, too"
+                )
         return self
 
 
@@ -154,8 +156,19 @@ class Admission(Frozen):
     second request to enter is the one that is overdue the longest, so that none starves; None: no request is ever
     overdue.
 
-    Where a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
-    longer output goes on, and is preempted when other requests need the memory that it takes beyond its promise.
+    - "fcfs": by arrival;
+    - "in-time": by arrival, but last those that can no longer keep the bound on the time to first token;
+    - "sjf": shortest prompt first;
+    - "lpt": largest possible output first, which finishes a given set of requests soonest;
+    - "edf": earliest deadline first;
+    - "das", "slotted-das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time, also in slots;
+    - "shuffled": by arrival, but each 64 consecutive requests in random order, so that neighbours' lengths mix.
+
+    A request that has waited for longer than `patience` times the plan's latency is overdue, and every second request
+    to enter is the one overdue for longest, so that none starves; None: no request is ever overdue.
+
+    If a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
+    longer output goes on, and is preempted when other requests need the memory beyond its promise.
     """
 
     order: AdmissionOrder = "fcfs"
@@ -165,11 +178,11 @@ class Admission(Frozen):
     kv: KvPromise = "reserve"
     """How K/V memory is promised."""
     max_running: PositiveInt | None = None
-    """Requests that may run at a time; None: as many as fit."""
+    """Largest number of running requests; None: as many as fit."""
     patience: PositiveFloat | None = 8.0
     """Multiple of the plan's latency after which a waiting request is overdue; None: never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
-    """Quantile of outputs that memory is promised for."""
+    """Quantile of output lengths for which memory is promised."""
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
@@ -182,7 +195,7 @@ class Admission(Frozen):
 
 
 class Stage(Frozen):
-    """One pipeline stage: which devices hold which layers, [first, last).
+    """One pipeline stage: its devices, and the layers [first, last) that they hold.
 
     `kv_blocks` is the number of K/V blocks of its layers. The encode lane of an encoder-decoder has no decoder layers:
     there the blocks hold the encoder's hidden states of prompts that the decode lane has not received yet.
@@ -199,15 +212,15 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Parts into which its devices divide the experts of a layer; those of a part hold slices of its experts."""
+    """Number of parts into which its devices divide a layer's experts; devices of a part hold slices of its experts."""
     kv_blocks: PositiveInt
     """Number of K/V blocks."""
 
 
 class JointLengths(Frozen):
-    """Effect of a trace's own pairs of lengths, against independent inputs and outputs, as closed forms take them.
+    """Effect of a trace's own pairs of lengths, compared with independent inputs and outputs, as closed forms assume.
 
-    Relative differences of two simulations of the same lengths.
+    Figures are relative differences of two simulations of the same lengths.
     """
 
     correlation: float
@@ -219,32 +232,32 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps from which on, or below which, a plan of another policy would serve more."""
+    """The cost of mixed steps beyond which (or below which) a plan of another policy would serve more."""
 
     mixing: float
-    """As of an engine: share of what decodes take in a step of their own."""
+    """Extra time of a mixed step, as a share of the time of its decodes alone (see `EngineSpec.mixing`)."""
     policy: str
-    """That plan's policy."""
+    """The other plan's policy."""
 
 
 class ReuseEstimate(Frozen):
-    """What requests find of their prompts, and the memory that the plan leaves for it.
+    """The reuse that a plan expects: the share of prompts that is cached, and the memory that holds it.
 
-    Memory is divided: a block that holds prompts for later requests is one that no output has.
+    Memory is divided: a block that holds prompts for later requests is not available to outputs.
     """
 
     share: float = Field(ge=0, le=1)
-    """Share of all prompt tokens whose K/V an earlier request has left."""
+    """Share of all prompt tokens whose K/V an earlier request left in the cache."""
     most_share: float = Field(ge=0, le=1)
-    """The same where memory has no end."""
+    """The same share with unlimited memory."""
     kept_blocks: NonNegativeInt
-    """Number of K/V blocks of each stage that encodes which hold prompts, of running requests and of earlier ones."""
+    """Number of K/V blocks of each encoding stage that hold prompts, of running and of earlier requests."""
     alone: float | None = None
-    """What the plan maximises, in requests a second, for the best plan that counts on no reuse; None: not planned."""
+    """The objective, in requests a second, of the best plan without reuse; None: not planned."""
 
 
 class Capacity(Frozen):
-    """The highest arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
+    """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
     A request keeps them where its time from arrival to the last token, that from arrival to the first token, and its
     mean gap between tokens are within the bounds, with the headroom left free. The rate is the highest at which the
@@ -271,7 +284,7 @@ class Capacity(Frozen):
     warm_up_requests: int
     """Number of simulated requests before those."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
 
 class Estimate(Frozen):
@@ -314,15 +327,15 @@ class Estimate(Frozen):
     reuse: ReuseEstimate | None = None
     """None: the plan counts on no K/V of earlier requests."""
     simulated: tuple[str, ...] = ()
-    """The figures here that come of a simulation, `capacity` apart; all others are in closed form."""
+    """Names of the figures here that come from simulation; all others but `capacity` are closed forms."""
     step_times: StepTimes | None = None
-    """What the rule decides by; None: by no times."""
+    """Step times by which the rule decides; None: it uses none."""
     warnings: tuple[str, ...] = ()
-    """What to know before the plan is used."""
+    """Warnings to read before the plan is used."""
 
     @property
     def predicts_rate(self) -> bool:
-        """Whether it tells how fast requests are taken up; a plan written by hand may have zeros there."""
+        """Whether it predicts a throughput; a plan written by hand may have zeros there."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
     @model_validator(mode="before")
@@ -335,10 +348,10 @@ class Estimate(Frozen):
 
 
 class SearchCertificate(Frozen):
-    """How the plan was found, and how near it is to the best: no plan of the space is better by more than `gap`.
+    """How the plan was found, and its proof: no plan of the space is better by more than `gap`.
 
-    Method "given": settings that were given, scored and not searched for. Method "grid": settings along curves of every
-    placement, ranked by their arrival rate in closed form, the best of them simulated.
+    Method "given": the settings were given and only scored. Method "grid": settings along curves of every placement
+    were ranked by their arrival rate in closed form, and the best were simulated.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
@@ -354,11 +367,11 @@ class SearchCertificate(Frozen):
     gap: float | None
     """Share by which the best plan of the space can exceed this one at most; None: not proven."""
     bound: str
-    """What the gap is measured against, in words."""
+    """The upper bound that the gap refers to, in words."""
 
 
 class ProfileRef(Frozen):
-    """The profile that the estimate rests on. Model, dtype and device are the plan's own.
+    """The profile from which the plan was made. Model, dtype and device are the plan's own.
 
     Attributes:
         sha256: hash of the profile's content, by which it is found again.
@@ -391,21 +404,21 @@ class Plan(Frozen):
     model: ModelSpec
     """The model's shape."""
     checkpoint: str | None = None
-    """Directory of the weights, or hf:// and their Hugging Face id; None: weights drawn from `seed`."""
+    """Directory of the weights, or hf:// and their Hugging Face id; None: weights are drawn from `seed`."""
     seed: int = 0
-    """Of weights without a checkpoint, and of what is drawn."""
+    """Seed of weights without a checkpoint, and of sampling."""
     dtype: DType
     """Type that products run in."""
     kv_dtype: DType | None = None
-    """Type of keys and values; None: as the dtype has it."""
+    """Type of keys and values; None: that of the dtype."""
     cluster: ClusterSpec
     """The devices that the plan is for."""
     engine: EngineSpec | None = None
-    """The engine that runs the plan; None: any, of which nothing is known but the profile's steps."""
+    """The engine that runs the plan; None: any engine, known only by the profile's steps."""
     workload: Workload
     """The lengths that the plan is for."""
     constraint: Constraint
-    """What the plan keeps, and what it maximises."""
+    """The objective, and the bounds that the plan keeps."""
     policy: PolicySettings
     """The schedule and its control variables."""
     admission: Admission = Admission()
@@ -417,15 +430,15 @@ class Plan(Frozen):
     stages: tuple[Stage, ...] = Field(min_length=1)
     """Stages of one replica, in the order in which steps pass them."""
     estimate: Estimate
-    """What is predicted."""
+    """The predicted figures."""
     search: SearchCertificate
     """How the plan was found, and its proof."""
     profile: ProfileRef
-    """The profile that the prediction rests on."""
+    """The profile from which the figures were predicted."""
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that every request takes outside of waiting and steps, as its engine says."""
+        """Seconds that a request spends outside of waiting and steps, from its engine's figures."""
         return 0.0 if self.engine is None else self.engine.request_path_s
 
     @model_validator(mode="after")
@@ -451,7 +464,7 @@ class Plan(Frozen):
         return self
 
     def _check_bounds_of_rule(self) -> None:
-        """Check that what the rule decides by is there: a bound, and times of steps."""
+        """Check that the bound and the step times by which the rule decides are there."""
         has_times = self.estimate.step_times is not None
         if (
             isinstance(self.policy, ChunkedSettings)
@@ -474,13 +487,15 @@ class Plan(Frozen):
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds from its arrival in which a request is to have its first token, headroom and the way outside of
-        the engine left free; None: no bound."""
+        """Nanoseconds from arrival to the first token that a request may take in the engine; None: no bound.
+
+        Headroom and the time outside the engine are subtracted from the bound.
+        """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     @property
     def tpot_ns(self) -> int | None:
-        """Nanoseconds between a request's tokens that its mean is to keep, headroom left free; None: no bound."""
+        """Nanoseconds that a request may take between tokens in the mean, headroom subtracted; None: no bound."""
         return self._in_loop_ns(self.constraint.tpot_s, 0.0)
 
     def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
@@ -500,7 +515,7 @@ class Plan(Frozen):
 
     @property
     def precision(self) -> Precision:
-        """Types of what lies in the devices' memory."""
+        """Types of the data in the devices' memory."""
         return Precision.of(self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype)
 
     @property
@@ -523,6 +538,9 @@ class Plan(Frozen):
 
     @property
     def may_outgrow(self) -> bool:
-        """Whether an output may exceed its promise: not in a batch whose memory is set aside as a whole, nor where an
-        encoder would have to read the prompt again."""
+        """Whether an output may exceed its promise.
+
+        It may not in a static batch, whose memory is set aside as a whole, nor where an encoder would have to read the
+        prompt again.
+        """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -26,7 +26,7 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """`devices` of a lane's devices run in groups of `degree`, the rest one by one."""
+    """Tensor parallelism of a lane: `devices` of its devices run in groups of `degree`, the others one by one."""
 
     degree: PositiveInt = 1
     """Devices of a group."""
@@ -39,7 +39,7 @@ class TensorParallel(Frozen):
 class SingleLane(Frozen):
     """Settings that the single-lane policies share.
 
-    `tp_devices` of the devices run in groups of `tp_degree`, the rest one by one.
+    `tp_devices` of the devices run in groups of `tp_degree`, the others one by one.
     """
 
     tp_degree: PositiveInt = 1
@@ -52,9 +52,9 @@ class SingleLane(Frozen):
     counts_tell: ClassVar[bool] = True
     """Whether arrivals may be simulated by counts."""
     tuned: ClassVar[tuple[str, ...]] = ()
-    """Settings other than the variables that belong to the rule, not to the placement."""
+    """Settings of the rule (not of the placement) other than the variables."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
-    """What the stages of a replica are divided into."""
+    """The lanes of a replica's stages."""
     holds_finished: ClassVar[bool] = False
     """Whether requests keep their place until the whole batch has finished."""
 
@@ -62,14 +62,14 @@ class SingleLane(Frozen):
 class Thresholds(Frozen):
     """When a phase of decode iterations ends: once enough requests wait, or one has waited for long enough.
 
-    Source: Threshold-based exclusive batching, arXiv 2606.00516, with the wait bounded. Where requests always wait, the
-    thresholds are always met, and phases are as long as without them.
+    Source: Threshold-based exclusive batching, arXiv 2606.00516, with a bound on the wait. If requests are always
+    waiting, the thresholds are always met, and phases are as long as without them.
     """
 
     waiting_requests: PositiveInt = 1
-    """Requests that wait."""
+    """Number of waiting requests."""
     oldest_wait_ms: NonNegativeInt = 0
-    """Milliseconds that the first to arrive has waited, whatever the number of requests."""
+    """Milliseconds that the oldest request has waited, whatever the number of waiting requests."""
 
 
 class RraSettings(SingleLane):
@@ -81,14 +81,14 @@ class RraSettings(SingleLane):
     kind: Literal["rra"] = "rra"
     """The policy."""
     encode_batch: PositiveInt
-    """Requests encoded a phase, in the mean (B_E)."""
+    """Mean number of requests encoded in a phase (B_E)."""
     decode_iterations: PositiveInt
-    """Decode iterations a phase (N_D)."""
+    """Decode iterations in a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("thresholds",)
     thresholds: Thresholds | None = None
-    """What ends a phase once its iterations are done; None: that alone."""
+    """Conditions that end a phase after its iterations; None: it ends with its iterations."""
 
     @model_validator(mode="after")
     def _check(self) -> RraSettings:
@@ -121,22 +121,22 @@ class OrcaSettings(SingleLane):
 
 
 class SlackBudget(Frozen):
-    """A step's prompt tokens by what running requests can spare.
+    """A budget of prompt tokens in a step, from the time that running requests can spare.
 
-    A running request is due its next token where its mean time per token would meet the plan's bound. A step takes as
-    many prompt tokens as it can and still be over, by the plan's own step times, when the first of them is due.
+    A running request's next token is due when its mean time per token would reach the plan's bound. A step takes as
+    many prompt tokens as it can while ending, by the plan's own step times, before the first token is due.
     Source: FairBatching, arXiv 2510.14392, with deadlines from the first token on.
     """
 
     least_tokens: PositiveInt
-    """Prompt tokens of a step at least, however late running requests are."""
+    """Least number of prompt tokens in a step, however late running requests are."""
     most_tokens: PositiveInt
-    """Prompt tokens of a step at most, however much time there is."""
+    """Largest number of prompt tokens in a step, however much time there is."""
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of the bound on time per token by which requests are due: what is left covers steps that take longer than
-    the plan's step times say, and in a pipeline the steps of other micro-batches."""
+    """Share of the bound on time per token at which tokens are due; the rest covers steps that take longer than the
+    plan's step times, and in a pipeline the steps of other micro-batches."""
     behind_tokens: NonNegativeInt = 0
-    """Tokens that a request may be behind while it runs: it catches up in steps that encode little."""
+    """Number of tokens by which a running request may be late; it catches up in steps that encode little."""
 
     @model_validator(mode="after")
     def _check(self) -> SlackBudget:
@@ -146,19 +146,19 @@ class SlackBudget(Frozen):
 
 
 class ChunkedSettings(SingleLane):
-    """Every step decodes what runs and fills up to `token_budget` tokens with pieces of prompts."""
+    """Every step decodes all running requests and fills up to `token_budget` tokens with pieces of prompts."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in a step; with `slack`, what steps take at saturation."""
+    """Largest number of tokens in a step; with `slack`, the number at saturation."""
     max_batch: PositiveInt
     """Largest number of requests in a step."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
-    """How a step's prompt tokens follow from what running requests can spare; None: they fill the budget."""
+    """Budget of prompt tokens by the time that running requests can spare; None: `token_budget` alone."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -175,11 +175,11 @@ class StaticSettings(SingleLane):
     kind: Literal["static"] = "static"
     """The policy."""
     batch: PositiveInt
-    """Requests in a batch."""
+    """Number of requests in a batch."""
     encode_microbatches: PositiveInt = 1
-    """Parts in which a batch is encoded."""
+    """Number of parts in which a batch is encoded."""
     decode_microbatches: PositiveInt = 1
-    """Parts in which a batch is decoded."""
+    """Number of parts in which a batch is decoded."""
 
     holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
@@ -200,16 +200,16 @@ class WaaSettings(Frozen):
     kind: Literal["waa"] = "waa"
     """The policy."""
     allocation: Literal["compute", "memory"] = "compute"
-    """What devices are divided by: compute or memory (WAA-C, WAA-M)."""
+    """How devices are divided between the lanes: by compute or by memory (WAA-C, WAA-M)."""
     encode_batch: PositiveInt
-    """Requests encoded at once (B_E)."""
+    """Number of requests encoded at once (B_E)."""
     max_decode_batch: PositiveInt
     """Largest number of requests in decode."""
     decode_microbatches: PositiveInt = 1
     """Micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
-    """Decode iterations that pass at least from an encode batch's beginning until it joins: as many as encoding takes
-    leave time for longer ones, and batches join at a steady pace; 0: each joins once it has been transferred."""
+    """Least number of decode iterations from the start of an encode batch until it joins the decode batch, so that
+    batches join at a steady pace; 0: each joins once it has been transferred."""
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()

@@ -12,7 +12,7 @@ from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType, ModelShape
 
 KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
-"""Relative error of step times by what a profile's numbers come from (docs/results/truth.md).
+"""Known relative error of step times, by the source of a profile (docs/results/truth.md).
 
 - measured: LEAST_HEADROOM;
 - imported: the median error of the time of an output token over 925 measured configurations of served models, 9.5%;
@@ -22,16 +22,16 @@ The closed forms' own error against the simulated engine, 0.2% of latency in the
 """
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Least headroom of plans from measured profiles, however little these varied: a minute of measuring shows neither
-the hour nor the load of clients on the same machine. A running server takes smaller deviations for chance, and larger
-ones for a reason to re-plan."""
+"""Least headroom of plans from measured profiles, however small their spread: a minute of measuring shows neither slow
+drift nor the load of clients on the same machine. A running server ignores smaller deviations, and re-plans at larger
+ones."""
 
 
 RESTLESS = 0.15
 """Spread from which a profile counts as measured on a busy machine: its times include other work."""
 MOST_HEADROOM = 0.20
-"""Headroom at most that a spread makes a plan keep: more would give away the machine for what disturbed its
-measurement."""
+"""Largest headroom that a profile's spread causes; more would waste the machine because its measurement was
+disturbed."""
 
 
 class Curve(Frozen):
@@ -105,9 +105,9 @@ class CrossTimes(Frozen):
     """Cross-attention of one decoder layer, at one tensor-parallel degree."""
 
     keys_values: Curve
-    """Computing the keys and values of the encoder's output, once a request, against input tokens."""
+    """Computing keys and values from the encoder's output, once for each request, against input tokens."""
     attention: Surface
-    """One token a request over its input's keys and values, against (batch, input length)."""
+    """One token of each request over its input's keys and values, against (batch, input length)."""
 
 
 class LayerTimes(Frozen):
@@ -125,7 +125,7 @@ class LayerTimes(Frozen):
     encode_attention: Surface
     """Causal attention of whole prompts, against (batch, prompt length)."""
     decode_attention: Surface
-    """One token a request over its K/V, against (batch, context)."""
+    """One token of each request over its K/V, against (batch, context)."""
     cross: CrossTimes | None = None
     """For an encoder-decoder only."""
     head: Curve | None = None
@@ -144,10 +144,10 @@ class EncoderLayerTimes(Frozen):
 
 
 class Profile(Frozen):
-    """All measured, computed or imported times of a model on a kind of device, and what exactly they are times of.
+    """The step times of a model on a kind of device: measured, computed or imported.
 
     `spread` is the share by which slow stretches of the measurement (their 90th percentile) exceed the mean: the error
-    that a prediction from this profile can have though the profile is right.
+    that a prediction can have even from a correct profile.
     """
 
     schema_version: Literal[2] = 2
@@ -155,7 +155,7 @@ class Profile(Frozen):
     source: Literal["measured", "analytic", "imported"]
     """Where the times came from."""
     model: ModelShape
-    """The shape that they are times of."""
+    """The shape of the model."""
     dtype: DType
     """Type that products ran in."""
     kv_dtype: DType | None = None
@@ -163,15 +163,15 @@ class Profile(Frozen):
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1
-    """Devices of one node of the cluster that it was made for; it covers tensor-parallel degrees up to this number."""
+    """Devices in a node of its cluster; it covers tensor-parallel degrees up to this number."""
     engine: str | None = None
-    """The engine whose steps these are: "native", "vllm", another framework; None: from a datasheet, for any engine."""
+    """The engine whose steps were timed: "native", "vllm", another framework; None: a datasheet's, for any engine."""
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
-    """Threads that it was measured with."""
+    """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout in which xgpt's own engine keeps weights of each shape (OUTxIN) on this CPU: the fastest one measured."""
+    """Fastest layout of weights of each shape (OUTxIN) on this CPU, in xgpt's own engine."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree within it."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
@@ -181,30 +181,30 @@ class Profile(Frozen):
     head: Curve
     """Final norm, output head and sampling, against sampled tokens."""
     overhead: Curve
-    """The loop's own cost (scheduling, batch assembly, bookkeeping) a step, against requests in the step."""
+    """The loop's own time for each step (scheduling, batch assembly, bookkeeping), against requests in the step."""
     hop: Curve | None = None
     """Sending hidden states from one pipeline stage to the next on the same node, against tokens; None: not known."""
     inter_node_hop: Curve | None = None
-    """Sending them to another node."""
+    """Sending hidden states to a stage on another node, against tokens; None: not known."""
     kv_transfer: Curve | None = None
     """Moving K/V of all layers from one device through host memory to another, against tokens.
 
     A device that holds a share of the layers or heads moves that share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Bytes of weights that a device sets up a second, from a checkpoint in host memory; None: not known."""
+    """Bytes of weights that a device loads in a second, from a checkpoint in host memory; None: not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow stretches of the measurement exceed the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Where each part's numbers came from, where that is more than `source` says."""
+    """Source of each part's numbers, where `source` does not say enough."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Versions of what it was measured with."""
+    """Versions of the software during the measurement."""
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
         degrees, groups = self.tp_degrees, self.groups
         if len(set(groups)) != len(groups):
-            raise ValueError(f"layers: a pair of tp_degree and ep_degree stands twice in {groups}")
+            raise ValueError(f"layers: a pair of tp_degree and ep_degree is repeated in {groups}")
         if any(tp % ep for tp, ep in groups):
             raise ValueError(f"layers: an ep_degree does not divide its tp_degree in {groups}")
         encoder_degrees = tuple(layer.tp_degree for layer in self.encoder_layers)
@@ -226,13 +226,15 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Share by which everything may take longer than this profile says before a plan breaks its bound: the known
-        error of its kind, or its spread if that is more, up to `MOST_HEADROOM`."""
+        """Default headroom of plans: the known error of the profile's source, or its spread if that is larger.
+
+        At most `MOST_HEADROOM`.
+        """
         return round(max(min(self.spread, MOST_HEADROOM), KNOWN_ERROR[self.source]), 4)
 
     @property
     def is_restless(self) -> bool:
-        """Whether the machine was disturbed while it was measured."""
+        """Whether the machine was busy with other work while it was measured."""
         return self.spread > RESTLESS
 
     def slowed(self, factor: float) -> Profile:

@@ -10,23 +10,24 @@ from xgpt.schema.base import Frozen
 class StepTimes(Frozen):
     """Seconds of a step through all stages of its lane.
 
-    The sum of what its tokens take, a table linear between its points; of the attention of its prompts, another one,
-    for a piece [start, end) the difference of the two; and of its decodes, by their number and by all that they attend
-    to. Fitted to the profile (`error`): a rule decides by it, figures of a plan do not.
+    The time is a sum of three parts: that of its tokens (a table, linear between points); that of its prompts'
+    attention (another table; for a piece [start, end) the difference of its two ends); and that of its decodes, by their number
+    and the tokens that they attend to. Fitted to the profile (`error`); rules decide by it, but no figure of a plan
+    depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
     """Tokens of a step, rising from 0."""
     tokens_s: tuple[float, ...] = Field(min_length=2)
-    """What they take, prompts' and decodes' attention apart."""
+    """Seconds of these tokens, without attention."""
     prompts: tuple[int, ...] = Field(min_length=2)
     """Tokens of a prompt, rising from 0."""
     prompts_s: tuple[float, ...] = Field(min_length=2)
-    """What its attention takes."""
+    """Seconds of the attention of a prompt of these tokens."""
     decode_s: float
-    """What each decode takes beyond its token."""
+    """Seconds of each decode, beyond its token."""
     context_s: float
-    """What each token takes that a decode attends to."""
+    """Seconds of each token that a decode attends to."""
     error: float
     """Median relative difference from the profile's steps."""
 
