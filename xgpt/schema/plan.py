@@ -105,7 +105,7 @@ class Constraint(Frozen):
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with bounds reduced by `path_s`, the seconds that a request spends outside the engine."""
+        """Return the constraint with bounds less `path_s`, the seconds that a request spends outside the engine."""
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.model_copy(update=left) if path_s else self
