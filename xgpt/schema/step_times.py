@@ -10,10 +10,9 @@ from xgpt.schema.base import Frozen
 class StepTimes(Frozen):
     """Seconds of a step through all stages of its lane.
 
-    The time is a sum of three parts: that of its tokens (a table, linear between points); that of its prompts'
-    attention (another table; for a piece [start, end) the difference of its two ends); and that of its decodes, by their
-    number and the tokens that they attend to. Fitted to the profile (`error`); rules decide by it, but no figure of a plan
-    depends on it.
+    The time is the sum of its tokens' (a table, linear between points), its prompts' attention (another table; for a
+    piece [start, end) the difference between the two ends), and its decodes', by their number and the tokens that they
+    attend to. Fitted to the profile (`error`); rules decide by it, but no figure of a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
