@@ -48,8 +48,11 @@ class Scheduler:
         self._placements = Placements(
             problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
         )
-        self._block_size = BLOCK_SIZE if problem.engine is None else problem.engine.block_size
+        engine = problem.engine
+        self._block_size = BLOCK_SIZE if engine is None else engine.block_size
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
+            self._max_batch = min(self._max_batch, engine.max_batch)
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
         self._placement_bounds: dict[Constraint, PlacementBounds] = {}
@@ -107,6 +110,7 @@ class Scheduler:
             block_size=self._block_size,
             kv=self.problem.kv,
             max_batch=self._max_batch,
+            engine=self.problem.engine,
             encode_memory=encode if len(placement.layouts) == 2 else None,
             fixed=self.problem.fixed,
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from xgpt.schema import (
     Constraint,
+    EngineSpec,
     KvPromise,
     ModelSpec,
     PolicySettings,
@@ -52,7 +53,8 @@ class SpaceLimits:
         encode_memory: of WAA's encode lane.
         block_size: tokens a K/V block.
         kv: how memory is promised to requests. Static batches are always set aside whole.
-        max_batch: requests in a micro-batch at most that the profile and the runner are made for.
+        max_batch: requests in a micro-batch at most that the profile, the runner and the engine are made for.
+        engine: that runs the plan; None: any.
         fixed: values that control variables are held at.
     """
 
@@ -60,6 +62,7 @@ class SpaceLimits:
     block_size: int
     kv: KvPromise = "reserve"
     max_batch: int = 512
+    engine: EngineSpec | None = None
     encode_memory: LaneMemory | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
 
@@ -155,7 +158,8 @@ class Space:
     @property
     def _room(self) -> Room:
         micro = self.placement.microbatches
-        return Room(self.lengths, micro, self.least_requests, self.capacity, self.limits.max_batch)
+        limits = self.limits
+        return Room(self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine)
 
     @cached_property
     def least_requests(self) -> int:

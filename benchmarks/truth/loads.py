@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, lane_settings
+from xgpt.policies import LaneSettings, as_run_by, lane_settings
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xprofiler import analytic, imported
@@ -101,9 +101,8 @@ class Served:
     @property
     def lane(self) -> LaneSettings:
         """The rule's settings."""
-        of = self.spec
         rule = lane_settings(ChunkedSettings(token_budget=self.token_budget, max_batch=self.max_batch), 0.0, 0.0)
-        return replace(rule, ahead=of.schedules_ahead, prompts_first=not of.mixes, whole_prompts=not of.cuts_prompts)
+        return as_run_by(self.spec, rule)
 
     @property
     def kv(self) -> Kv:

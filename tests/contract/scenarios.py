@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 
-from xgpt.policies import OneLane, Pool, lane_settings
+from xgpt.policies import OneLane, Pool, as_run_by, lane_settings
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import (
     ChunkedSettings,
@@ -66,7 +65,12 @@ def one_lane(model: str, cluster: str, workload: str, engine: EngineSpec | None 
 
 
 def simulate(
-    model: OneLaneModel, workload: Workload, settings: PolicySettings, num_requests: int, rng: np.random.Generator
+    model: OneLaneModel,
+    workload: Workload,
+    settings: PolicySettings,
+    num_requests: int,
+    rng: np.random.Generator,
+    engine: EngineSpec | None = None,
 ) -> Measured:
     """Run a saturated engine, and measure requests after its warm-up. K/V memory never binds."""
     predicted = estimate(model, settings)
@@ -78,7 +82,7 @@ def simulate(
     pool = Pool(total * (lengths.max_input + lengths.max_output), BLOCK_SIZE, hold_finished=static)
     share = decoding_share(workload)
     rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"], share)
-    schedule = OneLane(replace(rule, ahead=rule.mix and model.lane.ahead), pool)
+    schedule = OneLane(as_run_by(engine, rule, model.lane.num_stages), pool)
     requests = [SimulatedRequest(i, int(inputs[i]), lengths.max_output, int(outputs[i])) for i in range(len(inputs))]
     log = SimulatedEngine(schedule, LaneClock(model.lane, schedule), requests).run()
     return measure(

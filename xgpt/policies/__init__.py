@@ -8,7 +8,7 @@ from xgpt.policies.blocks import Blocks, BlockTable
 from xgpt.policies.build import build, build_rows
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
-from xgpt.policies.rule import LaneSettings, OneLaneRule, lane_settings
+from xgpt.policies.rule import LaneSettings, OneLaneRule, as_run_by, lane_settings
 from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
 
@@ -26,6 +26,7 @@ __all__ = [
     "Step",
     "TwoLane",
     "TwoLaneSettings",
+    "as_run_by",
     "build",
     "build_rows",
     "lane_settings",

@@ -10,7 +10,7 @@ from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.in_time import FirstTokens
 from xgpt.policies.pool import Pool
 from xgpt.policies.row_pool import RowPool
-from xgpt.policies.rule import LaneSettings, lane_settings
+from xgpt.policies.rule import LaneSettings, as_run_by, lane_settings
 from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.slack import Slack, StepClock
 from xgpt.policies.tcb import Batching
@@ -82,12 +82,8 @@ def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
     """Return the rule's settings of a plan, whose policy that is."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
-    # What an engine does a step ahead, it does where one step at a time is under way: phases and static batches are
-    # decided by what has ended, and a pipeline is kept busy by its micro-batches.
-    is_ahead = plan.engine is not None and plan.engine.schedules_ahead
     return replace(
-        settings,
-        ahead=is_ahead and settings.mix and len(plan.stages) == 1 and settings.microbatches == 1,
+        as_run_by(plan.engine, settings, len(plan.stages)),
         reuse_is_planned=estimate.reuse is not None,
         slack=_slack(plan, policy),
         first_tokens=first_tokens(plan),

@@ -17,7 +17,15 @@ from xgpt.policies.in_time import FirstTokens
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.policies.slack import Room, Slack, TimeRoom, TokenRoom
-from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, SingleLaneSettings, StaticSettings, Thresholds
+from xgpt.schema import (
+    ChunkedSettings,
+    EngineSpec,
+    OrcaSettings,
+    RraSettings,
+    SingleLaneSettings,
+    StaticSettings,
+    Thresholds,
+)
 
 ADJUSTMENT = 0.1
 """Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
@@ -96,6 +104,26 @@ def lane_settings(
         decoding_share: share of the requests that decode at all: the others end with their first token (rra only).
     """
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
+
+
+def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
+    """The settings with what an engine does by itself where steps both encode and decode; None: any engine.
+
+    What it does a step ahead, it does where one step at a time is under way: phases and static batches are decided by
+    what has ended, and a pipeline is kept busy by its micro-batches.
+    """
+    if engine is None or not settings.mix:
+        return settings
+    budget = settings.token_budget
+    if budget is None and engine.token_budget is not None:
+        budget = engine.token_budget * settings.microbatches
+    return replace(
+        settings,
+        ahead=engine.schedules_ahead and num_stages == 1 and settings.microbatches == 1,
+        token_budget=budget,
+        prompts_first=not engine.mixes,
+        whole_prompts=not engine.cuts_prompts,
+    )
 
 
 def _rra(settings: RraSettings, encode_tokens: float, decode_batch: float, decoding_share: float) -> LaneSettings:

@@ -28,9 +28,9 @@ class EngineSpec(Frozen):
     schedules_ahead: bool = False
     """Whether a step is decided while the one before it runs, before that one's tokens are known."""
     mixes: bool = True
-    """Whether a step both encodes and decodes by default; otherwise steps that encode come first."""
+    """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
-    """Whether a prompt is cut to fit a step by default; otherwise it waits for one that has room for all of it."""
+    """Whether such a step cuts a prompt that does not fit; otherwise the prompt waits for one that has room for it."""
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest of them."""
     step_s: NonNegativeFloat | None = None
@@ -58,9 +58,10 @@ class EngineSpec(Frozen):
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None
-    """Largest number of requests in a step by default."""
+    """Largest number of requests in a step by default: plans stay within it, unless `--fix` holds more."""
     token_budget: PositiveInt | None = None
-    """Largest number of tokens in a step by default."""
+    """Largest number of tokens in a step by default: orca's limit, and the largest budget of chunked, unless `--fix`
+    holds more."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Source of each figure, by its field."""
 

@@ -46,6 +46,9 @@ class LaneCost:
         mixing: share of what decodes take in a step of their own, by which one that also encodes takes longer than the
             sum of its parts.
         ahead: whether the engine decides a step while the one before it runs.
+        apart: whether its steps that encode decode nothing, and go first.
+        whole_prompts: whether it encodes a prompt in one step alone.
+        token_budget: tokens that it takes in a step at most, where the policy sets none; None: no limit.
         kinds: distinct stages.
         counts: how many stages are of each kind.
 
@@ -72,6 +75,9 @@ class LaneCost:
         self.mixing = 0.0 if engine is None else engine.mixing
         self.is_floor = is_floor
         self.ahead = engine is not None and engine.schedules_ahead and len(stages) == 1
+        self.apart = engine is not None and not engine.mixes
+        self.whole_prompts = engine is not None and not engine.cuts_prompts
+        self.token_budget = None if engine is None else engine.token_budget
         self.kinds: tuple[tuple[StageShape, bool], ...] = tuple(
             dict.fromkeys((stage, i > 0) for i, stage in enumerate(stages))
         )

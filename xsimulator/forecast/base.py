@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Plan, PolicySettings
+from xgpt.schema import EngineSpec, Plan, PolicySettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
@@ -32,6 +32,7 @@ class Room(NamedTuple):
         least: requests at least, so that no micro-batch goes without one.
         capacity: requests that may hold K/V at once.
         max_batch: requests in a micro-batch at most.
+        engine: that runs the plan; None: any.
     """
 
     lengths: Lengths
@@ -39,6 +40,7 @@ class Room(NamedTuple):
     least: int
     capacity: float
     max_batch: int
+    engine: EngineSpec | None = None
 
 
 class Stations(NamedTuple):

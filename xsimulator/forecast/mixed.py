@@ -24,8 +24,11 @@ class Mixed(Forecast[OneLaneModel]):
     swaps_between_steps = True
 
     def predict(self, model: OneLaneModel, columns: Columns) -> Performance:
-        microbatches = column(columns, "microbatches")
-        return model.part(MixedSteps).evaluate(columns["max_batch"], columns.get("token_budget"), microbatches)
+        microbatches, most = column(columns, "microbatches"), model.lane.token_budget
+        budget = columns.get("token_budget")
+        if budget is None and most is not None:
+            budget = most * microbatches
+        return model.part(MixedSteps).evaluate(columns["max_batch"], budget, microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Steps that encode decode hardly fewer requests than the mean, and a request costs no more in a larger batch.
@@ -33,6 +36,18 @@ class Mixed(Forecast[OneLaneModel]):
         steady = [steps.each * steps.steady * least, steps.steady_passing * least]
         working = [steps.each * steps.mixed, steps.passing, *steady]
         return BoundTerms(working, [steps.each * steps.met, steps.passing, *steady])
+
+
+def _budgets(room: Room) -> list[int]:
+    """The budgets worth telling apart, within what the engine takes: where it cuts no prompt, those with room for the
+    longest and all decodes. Where none is, the largest.
+    """
+    longest, engine = room.lengths.max_input, room.engine
+    least, most = 0, 2 * room.max_batch * longest
+    if engine is not None:
+        most = min(most, engine.token_budget or most)
+        least = 0 if engine.cuts_prompts else longest + room.max_batch
+    return [budget for budget in TOKEN_BUDGETS if least <= budget <= most] or [min(most, max(least, TOKEN_BUDGETS[0]))]
 
 
 class Orca(Mixed):
@@ -46,6 +61,5 @@ class Chunked(Mixed):
 
     def values(self, name: str, room: Room) -> Ints:
         if name == "token_budget":
-            most = 2 * room.max_batch * room.lengths.max_input
-            return np.asarray([budget * room.microbatches for budget in TOKEN_BUDGETS if budget <= most])
+            return room.microbatches * np.asarray(_budgets(room))
         return super().values(name, room)

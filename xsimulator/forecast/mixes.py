@@ -33,6 +33,8 @@ WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Values that stand for a normal distribution: Gauss and Hermite's."""
 ROUNDING = 1.05
 """Factor for what the root, found on a grid, is off by."""
+MOST_UNUSED = 0.75
+"""Of a step's tokens, left over for want of a prompt that fits: that much at most."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
 
 
@@ -79,8 +81,10 @@ class _Mix(NamedTuple):
 class Mixes:
     """The mixes of one workload. They depend on no device: a profile's tables and those below them share the last."""
 
-    def __init__(self, lengths: Lengths, *, ahead: bool) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
+        self._lengths, self._apart = lengths, apart
+        # What is left of a step on average where the next prompt does not fit as a whole.
+        self._unused = lengths.mean_square_input / (2 * lengths.mean_input) if whole else 0.0
         # Decided a step ahead, a slot is taken again one step later, and its request has a row in that step unless its
         # maximum told that it would end.
         self._held = lengths.mean_decodes + ahead
@@ -101,7 +105,9 @@ class Mixes:
         lengths, mean_input = self._lengths, self._lengths.mean_input
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
-        if budget is None:
+        if self._apart:  # all that wait are encoded first, in as many steps as it takes
+            rate, room, load, budget = max_batch / self._held, None, None, None
+        elif budget is None:
             rate = max_batch / (self._held + 1)
             room = load = None
         else:
@@ -193,7 +199,8 @@ class Mixes:
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
         """Return the steady state in which slots (`max_batch`) and tokens a step (`budget`) balance."""
         lengths = self._lengths
-        highest = np.minimum(max_batch / (self._held + 1), budget / (lengths.mean_input + self._rows))
+        unused = np.minimum(self._unused, MOST_UNUSED * budget)
+        highest = np.minimum(max_batch / (self._held + 1), (budget - unused) / (lengths.mean_input + self._rows))
         low, width = np.zeros_like(highest), highest
         rows = np.arange(len(highest))
         for level in range(ROOT_LEVELS):
@@ -222,7 +229,7 @@ class Mixes:
 
     def _at(self, rate: Array, budget: Array, others: Array) -> _Slots:
         lengths = self._lengths
-        room = budget - rate * self._rows
+        room = budget - np.minimum(self._unused, MOST_UNUSED * budget) - rate * self._rows
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
         # A request that arrives meets what the other slots leave there, in service and waiting: where few of them
@@ -246,8 +253,8 @@ def most_displaced(lengths: Lengths) -> float:
 
 
 @lru_cache(maxsize=8)
-def mixes_of(lengths: Lengths, *, ahead: bool = False) -> Mixes:
-    return Mixes(lengths, ahead=ahead)
+def mixes_of(lengths: Lengths, *, ahead: bool = False, apart: bool = False, whole: bool = False) -> Mixes:
+    return Mixes(lengths, ahead=ahead, apart=apart, whole=whole)
 
 
 class MixedSteps:
@@ -256,7 +263,7 @@ class MixedSteps:
     def __init__(self, model: OneLaneModel) -> None:
         lane, lengths = model.lane, model.lengths
         self._lane, self._pipeline, self._of_all = lane, model.pipeline, model.of_all
-        self._mixes = mixes_of(lengths, ahead=lane.ahead)
+        self._mixes = mixes_of(lengths, ahead=lane.ahead, apart=lane.apart, whole=lane.whole_prompts)
         self._quantile_decodes = model.quantile_decodes
         context = model.self_context + lengths.mean_decode_context - lengths.mean_whole_input
         self._attention = lane.decode_attention(context, lengths.mean_input)
@@ -271,9 +278,13 @@ class MixedSteps:
         """`budget`: tokens of a step at most, None: no limit."""
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
-        cost, hops = self._steps(*mix.columns.reshape(3, -1))
+        share: Array | float = 1.0
+        if self._lane.apart:
+            cost, hops, share = self._apart(mix.columns, budget)
+        else:
+            cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
-        if self._lane.mixing:
+        if self._lane.mixing and not self._lane.apart:
             # What a busy step's decodes take by themselves; on the lower tables, where a larger batch must not cost
             # more per request, what one of them takes.
             none, batch = np.zeros(size), mix.columns[0, 1]
@@ -295,8 +306,11 @@ class MixedSteps:
         with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
         met = shares * mix.counts  # a request is met in a step with many more often
-        ttft = (met * with_busy[:-1]).sum(axis=0) / met.sum(axis=0)
-        first, met = with_busy[:-1], met / met.sum(axis=0)
+        first = with_busy[:-1]
+        if self._lane.apart:  # the first token is there before the others decode, and in one of several steps
+            first = (first - through[:1]) * share
+        ttft = (met * first).sum(axis=0) / met.sum(axis=0)
+        met = met / met.sum(axis=0)
         if mix.spans is not None and mix.room is not None and mix.load is not None:
             first = ttft * _spans(self._mixes.prompt[:, 0], mix.room, mix.load).T
             met = np.repeat(PROMPTS[:, None], size, axis=1)
@@ -323,6 +337,20 @@ class MixedSteps:
             bubble=self._pipeline.bubble(m * (cost[:, :-1] * probability[0]).sum(axis=1), step_s),
             filling=np.zeros_like(step_s),
         )
+
+    def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
+        """The same where prompts are encoded in steps of their own, as many as their tokens fill, before the one that
+        decodes; and at which share of these a prompt ends in the mean. # [steps, n]
+        """
+        batch, requests, tokens = columns  # [steps, n] each
+        none = np.zeros(batch.size)
+        decode_s, hops = self._steps(batch.ravel(), none, none)
+        count = np.ones_like(tokens) if budget is None else np.maximum(tokens / budget, 1.0)
+        encode_s, encode_hops = self._steps(none, (requests / count).ravel(), (tokens / count).ravel())
+        times = (count * (tokens > 0)).ravel()
+        prompts = np.maximum(requests, 1.0)  # the k-th of r ends with the step in which k / r of the tokens are done
+        share = np.minimum((prompts + 1) / (2 * prompts) + 0.5 / count, 1.0)[1:-1]
+        return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
         """Seconds of steps that decode a batch and encode `tokens` of `requests`: on each kind of stage; of hops."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 import xgpt
 from xgpt.app.report.plan_text import mixing_in_words
+from xgpt.cli import cli
 from xgpt.errors import InputError
 from xgpt.io import config_names
 from xgpt.resolve import engine_of, load_engine
@@ -48,6 +52,37 @@ def test_plans_name_the_engine_that_they_are_for() -> None:
     assert (vllm.profile.engine, vllm.profile.engine_version) == ("vllm", "0.15")
     assert vllm.cluster.device.usable_memory == vllm.engine.memory_share
     assert xgpt.simulate(vllm, num_requests=50).plan == vllm, "its profile is computed again for the same engine"
+
+
+@pytest.mark.parametrize("name", ["vllm-0.15", "sglang-0.5", "tensorrt-llm-1.0"])
+@pytest.mark.parametrize("policy", ["orca", "chunked"])
+def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: Path) -> None:
+    """What is simulated of the plan that the command line makes: whether steps mix, cut prompts, and how large."""
+    path, of = tmp_path / "plan.json", load_engine(name)
+    asked = "--model llama-3.1-8b --cluster h100x8 --workload azure-conv --latency-bound 8 --objective saturated"
+    found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
+    assert found.exit_code == 0, found.output
+    assert ("prompts go first" in found.output) is not of.mixes
+    assert ("a prompt waits for a step" in found.output) is not of.cuts_prompts
+    simulated = xgpt.simulate(path, num_requests=300)
+    plan, steps = simulated.plan, simulated.steps
+    mixed = [step for step in steps if step.encode and step.decode]
+    assert bool(mixed) is of.mixes
+    whole = {request.id: request.input_length for step in steps for request in step.arrivals}
+    sizes = [sum(length for *_, length in step.encode) + len(step.decode) for step in steps]
+    limit = of.token_budget or 0
+    assert max(sizes) <= limit * plan.policy.microbatches
+    if not of.cuts_prompts:
+        pieces = [length == whole[id_] for step in steps for id_, _, length in step.encode]
+        assert all(pieces)
+    assert plan.policy.max_batch <= (of.max_batch or plan.policy.max_batch)
+
+
+def test_an_engines_limits_hold_unless_a_variable_is_held() -> None:
+    small = load_engine("vllm-0.15").model_copy(update={"max_batch": 16, "token_budget": 512})
+    within, beyond = planned(small), planned(small, fix={"max_batch": 64, "token_budget": 2048})
+    assert within.policy.max_batch <= 16 and within.policy.token_budget <= 512
+    assert (beyond.policy.max_batch, beyond.policy.token_budget) == (64, 2048)
 
 
 def test_the_loops_cost_is_in_the_profile() -> None:

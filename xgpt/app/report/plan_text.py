@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xgpt.schema import Constraint, Plan
+from xsimulator.forecast import FORECASTS
 
 
 def settings_text(plan: Plan) -> str:
@@ -63,6 +64,9 @@ def engine_in_words(plan: Plan) -> list[str]:
         parts.append(f"a request takes {1e3 * engine.request_path_s:.3g} ms outside of its loop")
     if engine.mixing:
         parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
+    if FORECASTS[plan.policy.kind].stations.admits_each_step:
+        parts += [] if engine.mixes else ["prompts go first, in steps of their own"]
+        parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for all of it"]
     return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
 
 
