@@ -35,9 +35,9 @@ def test_a_frameworks_name_stands_for_its_newest_version() -> None:
 
 
 def test_a_figure_without_a_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="step_s is given without its source"):
+    with pytest.raises(ValueError, match="step_s needs an entry in sources"):
         EngineSpec(name="a-1", framework="a", version="1", step_s=1e-3)
-    with pytest.raises(ValueError, match="pace is no figure of an engine"):
+    with pytest.raises(ValueError, match="pace is not a figure of an engine"):
         EngineSpec(name="a-1", framework="a", version="1", sources={"pace": "guessed"})
 
 
