@@ -72,7 +72,8 @@ closed forms and the simulated engine of `xsimulator`, and, where a schedule is 
 column after it names the one assumption that decides, and the value of it at which the row would hold.
 
 To find what stands behind a row, look its part up in the table of [parts](#parts): the command
-`python -m benchmarks.papers PART` makes its rows again, by the function named there.
+`python -m benchmarks.papers PART` makes its rows again, by the function named there; both stand below each other table,
+too.
 
 """
 
@@ -133,15 +134,22 @@ def page(parts: dict[str, Made]) -> str:
     text += f"{claims_table(claims)}\n## Parts\n\nParts of the same run were made by the same commit.\n\n"
     text += "| part | command | code | kind | s | run |\n|---|---|---|---|---|---|\n"
     for name, made in parts.items():
-        make = PARTS[name].make
-        code = f"`{make.__module__}.{make.__name__}`"
-        text += f"| {name} | `python -m benchmarks.papers {name}` | {code} | {PARTS[name].kind} "
+        text += f"| {name} | {_command(name)} | {_code(name)} | {PARTS[name].kind} "
         text += f"| {made.seconds:.0f} | {commits.index(made.commit) + 1} |\n"
-    for made in parts.values():
+    for name, made in parts.items():
         for one in made.found:
             if isinstance(one, Table):
-                text += f"\n{as_markdown(one)}"
+                text += f"\n{as_markdown(one)}\n{_command(name)}, by {_code(name)}.\n"
     return text
+
+
+def _command(name: str) -> str:
+    return f"`python -m benchmarks.papers {name}`"
+
+
+def _code(name: str) -> str:
+    make = PARTS[name].make
+    return f"`{make.__module__}.{make.__name__}`"
 
 
 def main() -> None:
