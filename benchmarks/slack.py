@@ -36,10 +36,10 @@ from xgpt.app.plan.problems import resolve
 from xgpt.app.plan.request import PolicyChoice, plan_request
 from xgpt.app.plan.tuning import DRAWS
 from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import clock_of
+from xgpt.app.simulating import accounts_of, clock_of
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_engine
-from xgpt.schema import Account, AdmissionOrder, Plan, Profile, SlackBudget
+from xgpt.schema import AdmissionOrder, Plan, Profile, RequestClass, SlackBudget
 from xgpt.workload import poisson_arrivals, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
@@ -249,7 +249,7 @@ def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
         yield f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode (median of {steps})"
 
 
-CLASSES = {"interactive": (Account("interactive", 8.0, 1), 0.5), "batch": (Account("batch", 1.0, 0), 1.0)}
+LOADS_OF_CLASSES = {"interactive": 0.5, "batch": 1.0}
 """With the arrivals of each, in a plan's capacities."""
 
 
@@ -265,20 +265,27 @@ def two_classes(num_requests: int = 2000) -> Iterator[str]:
     assert fixed is not None
     slack = with_step_times(fixed, subject.profile)
     budget = SlackBudget(least_tokens=32, most_tokens=8192)
-    slack = slack.model_copy(update={"policy": slack.policy.model_copy(update={"slack": budget})})
+    in_time = slack.admission.model_copy(update={"order": "in-time"})
+    policy = slack.policy.model_copy(update={"slack": budget})
+    slack = slack.model_copy(update={"policy": policy, "admission": in_time})
     for name, plan in (("fixed budget", fixed), ("slack", slack)):
         yield from _of_classes(name, plan, rate_of(fixed), subject.profile, num_requests)
 
 
 def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int) -> Iterator[str]:
-    rng = np.random.default_rng(0)
+    rng, total = np.random.default_rng(0), sum(LOADS_OF_CLASSES.values())
+    bounds = {"interactive": {"ttft_s": plan.constraint.ttft_s, "tpot_s": plan.constraint.tpot_s, "priority": 1}}
+    classes = tuple(
+        RequestClass(name=kind, share=of / total, **bounds.get(kind, {})) for kind, of in LOADS_OF_CLASSES.items()
+    )
+    plan = plan.model_copy(update={"constraint": plan.constraint.with_classes(classes)})
     inputs, outputs = sample(plan.workload, count, rng)
-    arrivals_ns = (1e9 * poisson_arrivals(rate * sum(of for _, of in CLASSES.values()), count, rng)).astype(int)
-    shares = np.asarray([of for _, of in CLASSES.values()])
-    kinds = rng.choice(list(CLASSES), count, p=shares / shares.sum())
+    arrivals_ns = (1e9 * poisson_arrivals(rate * total, count, rng)).astype(int)
+    accounts = accounts_of(plan, count)
+    kinds = [account.name for account in accounts]
     longest = plan.workload.output.lengths[-1]
     requests = [
-        SimulatedRequest(i, int(inputs[i]), longest, int(outputs[i]), int(arrivals_ns[i]), account=CLASSES[kinds[i]][0])
+        SimulatedRequest(i, int(inputs[i]), longest, int(outputs[i]), int(arrivals_ns[i]), account=accounts[i])
         for i in range(count)
     ]
     schedule = policies.build(plan)
@@ -292,7 +299,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
                 first[id_] = step.end_ns
         end |= dict.fromkeys(step.finished, step.end_ns)
     until = int(arrivals_ns[-1])  # what comes after it has no load behind it
-    for kind, (_, of) in CLASSES.items():
+    for kind, of in LOADS_OF_CLASSES.items():
         ids = [i for i in range(count // 8, count) if kinds[i] == kind]
         kept = sum(
             first[i] - arrivals_ns[i] <= 1e9 * (plan.constraint.ttft_s or 0)

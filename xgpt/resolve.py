@@ -12,7 +12,7 @@ from xgpt import hub
 from xgpt.errors import InputError
 from xgpt.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.machine import detect
-from xgpt.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, Workload, WorkloadSpec
+from xgpt.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
 from xgpt.workload import TraceLengths, histogram, histogram_of, read_lengths
 
 _YAML = (".yaml", ".yml")
@@ -134,6 +134,18 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     if spec is not None:
         _check_context(workload, spec)
     return workload
+
+
+def load_classes(name: str) -> tuple[RequestClass, ...]:
+    """The classes of a workload file; none where it has none, or is a trace.
+
+    Raises:
+        InputError: there is no such workload, or it is malformed.
+    """
+    path = find_config("workloads", name)
+    if path.suffix not in _YAML:
+        return ()
+    return parse(load_yaml(path, "workload"), WorkloadSpec, "workload").classes
 
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:

@@ -201,18 +201,23 @@ class RequestTimes:
         return found
 
 
-def request_times(log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool) -> RequestTimes:
+def request_times(
+    log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool, account: str | None = None
+) -> RequestTimes:
     """Return what the first requests of a log took from their arrival on.
 
     Args:
         num_requests: of the requests in the order of their arrival; None: all.
         encode_emits: see `measure`.
+        account: of these requests, those of the account with this name; None: of all.
     """
     steps = _Steps(log, encode_emits=encode_emits)
-    arrived = {arrival.id: arrival.arrival_ns for record in log for arrival in record.arrivals}
-    counted = _first_to_arrive(log, num_requests)
+    arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
+    counted = [
+        id_ for id_ in _first_to_arrive(log, num_requests) if account is None or arrivals[id_].account.name == account
+    ]
     ended = [id_ for id_ in counted if id_ in steps.last_token]
-    arrival = np.asarray([arrived[id_] for id_ in ended], float)
+    arrival = np.asarray([arrivals[id_].arrival_ns for id_ in ended], float)
     first = steps.end[[steps.first_token[id_] for id_ in ended]]
     last = steps.end[[steps.last_token[id_] for id_ in ended]]
     gaps = np.maximum(np.asarray([steps.num_tokens[id_] for id_ in ended], float) - 1, 1)

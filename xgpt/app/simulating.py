@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.policies import Schedule
-    from xgpt.schema.step_log import StepRecord
+    from xgpt.schema.step_log import Account, StepRecord
     from xgpt.workload import Ints, TraceLengths
     from xsimulator.clock import OnSpan, Span
     from xsimulator.events import StepClock
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from xsimulator.request_law import RequestLaw
 
 
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples spread evenly between whole numbers."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 """Figures that count from admission."""
 
@@ -59,6 +63,7 @@ class Simulated:
         steps: the executed steps, with their times.
         spans: the times in which each stage was busy.
         times: times of each request from its arrival; None: requests were always waiting.
+        kept: of each class of requests, the share that kept its bounds.
     """
 
     plan: Plan
@@ -66,6 +71,7 @@ class Simulated:
     steps: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
     times: RequestTimes | None = None
+    kept: dict[str, float] = field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -82,7 +88,10 @@ class Simulated:
             found["reused_share"] = reused_share(self.steps)
         if self.times is not None:
             found = {name: value for name, value in found.items() if name not in FROM_ADMISSION} | self.times.figures
-            if self.plan.constraint.bounds_latency:
+            classes = self.plan.constraint.classes
+            if self.kept:
+                found["goodput"] = sum(each.share * self.kept[each.name] for each in classes)
+            elif self.plan.constraint.bounds_latency:
                 found["goodput"] = self.times.goodput(self.plan.constraint)
         return found
 
@@ -138,7 +147,8 @@ def run_simulation(
     times = None
     if own_times or arrivals is not None:
         times = times_of(plan, steps, num_requests).later(plan.request_path_s)
-    return Simulated(plan, measured, tuple(steps), tuple(spans), times)
+    kept = {} if times is None else kept_by_class(plan, steps, num_requests)
+    return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
 
 
 def simulate(
@@ -348,6 +358,9 @@ def run_requests(
         *(of.tolist() for of in (trace.input, most, trace.output, (1e9 * arrivals_s).astype(int))), strict=True
     )
     requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
+    if plan.constraint.classes and trace.timestamp_s is not None:
+        accounts = accounts_of(plan, len(requests))
+        requests = [r._replace(account=account) for r, account in zip(requests, accounts, strict=True)]
     if (prefixes := trace.prefixes) is not None:
         requests = [
             request._replace(
@@ -361,6 +374,15 @@ def run_requests(
         common = [block.to_bytes(4, "big") for block in range(longest)]
         requests = [r._replace(chain=tuple(common[: round(share * r.input_length / size)])) for r in requests]
     return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
+
+
+def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
+    """Return the accounts of a plan's classes, dealt out to requests so that any run of them has about the shares."""
+    classes = plan.constraint.classes
+    accounts = [plan.account_of(each) for each in classes]
+    ends = list(accumulate(each.share for each in classes))
+    places = (GOLDEN * i % 1 for i in range(num_requests))
+    return [accounts[min(bisect_right(ends, place), len(accounts) - 1)] for place in places]
 
 
 def reused_share(log: Sequence[StepRecord]) -> float:
@@ -421,6 +443,17 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> Reques
     from xsimulator.measures import request_times
 
     return request_times(log, num_requests, encode_emits=encode_emits(plan))
+
+
+def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
+    """Of each class the share of the first requests of a log that kept its bounds."""
+    from xsimulator.measures import request_times
+
+    found = {}
+    for each in plan.constraint.classes:
+        times = request_times(log, num_requests, encode_emits=encode_emits(plan), account=each.name)
+        found[each.name] = times.later(plan.request_path_s).share_kept(plan.constraint.of_class(each.name))
+    return found
 
 
 def encode_emits(plan: Plan) -> bool:

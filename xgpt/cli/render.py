@@ -177,6 +177,7 @@ def simulated_tables(run: Simulated) -> list[Table]:
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
     rows = [[name, f"{value:.4g}"] for name, value in figures.items() if name not in of_times]
+    rows += [[f"goodput of {name}", f"{share:.4g}"] for name, share in run.kept.items()]
     found = [table(f"{run.plan.policy.kind}, simulated", ["figure", "value"], rows)]
     if of_times:
         rows = [

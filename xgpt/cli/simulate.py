@@ -43,6 +43,7 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
     if trace is not None:
         write_atomic(Path(trace), run.chrome_trace())
     if as_json:
-        click.echo(SimulateOutput.model_validate(run.figures).model_dump_json(indent=1, exclude_none=True))
+        found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None})
+        click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class FirstTokens(NamedTuple):
     """When first tokens are due, and how long prompts take.
 
     Attributes:
-        ttft_ns: from a request's arrival to its first token.
+        ttft_ns: from a request's arrival to its first token, where its account has no bound of its own.
         at_once: as of `Pace`.
     """
 
@@ -57,7 +58,8 @@ class FirstTokens(NamedTuple):
     at_once: int = 1
 
     def due_ns(self, request: Request) -> int:
-        return request.arrival_ns + self.ttft_ns
+        own_ns = request.account.ttft_ns
+        return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
         """When a request must begin at the latest, were its prompt alone."""
@@ -136,10 +138,14 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way, and return those of them that are begun."""
+        """Decide which requests give way, and return those of them that are begun, with those that are due later than
+        a waiting one that does not."""
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
-        return {job.id for job in begun if job.id in self._giving_way} if self._giving_way else set()
+        if not begun:
+            return set()
+        first_due_ns = next((job.due_ns for job in self._jobs if job.id not in self._giving_way), inf)
+        return {job.id for job in begun if job.id in self._giving_way or job.due_ns > first_due_ns}
 
     def first(self) -> Request:
         for job in self._jobs:

@@ -389,7 +389,7 @@ def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
     decodes."""
     coming = batch.steps_under_way if batch.assumed is None else 0
     due_ns = (
-        slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming)
+        slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming, r.account.tpot_ns)
         for r in batch.decoding.values()
     )
     return min(due_ns, default=inf)

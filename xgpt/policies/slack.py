@@ -64,9 +64,14 @@ class Slack(NamedTuple):
     num_stages: int = 1
     num_microbatches: int = 1
 
-    def due_ns(self, first_ns: int, generated: int) -> int:
-        """When the next token is due of a request whose first token came then, and which has this many."""
-        return first_ns + self.tpot_ns * (generated + self.budget.behind_tokens)
+    def due_ns(self, first_ns: int, generated: int, own_ns: int | None = None) -> int:
+        """When the next token is due of a request whose first token came then, and which has this many.
+
+        Args:
+            own_ns: bound on the time per token of its account; None: the plan's.
+        """
+        tpot_ns = self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
+        return first_ns + tpot_ns * (generated + self.budget.behind_tokens)
 
     def of_microbatch(self, count: int) -> Slack:
         """One micro-batch's share."""

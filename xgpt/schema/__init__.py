@@ -61,7 +61,7 @@ from xgpt.schema.replan import Decision, Observation, ObservedReuse, Outcome, Pl
 from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
 from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
 from xgpt.schema.step_times import StepTimes
-from xgpt.schema.workload import Constant, Histogram, TruncatedNormal, Uniform, Workload, WorkloadSpec
+from xgpt.schema.workload import Constant, Histogram, RequestClass, TruncatedNormal, Uniform, Workload, WorkloadSpec
 
 __all__ = [
     "ANYONE",
@@ -120,6 +120,7 @@ __all__ = [
     "ProfileRef",
     "Proposal",
     "Quantization",
+    "RequestClass",
     "ReuseEstimate",
     "RopeScaling",
     "RraSettings",

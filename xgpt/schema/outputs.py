@@ -67,7 +67,9 @@ class SimulateOutput(Frozen):
     reused_share: float | None = None
     """Share of prompt tokens whose keys and values were found."""
     goodput: float | None = None
-    """Share of requests that keep every bound."""
+    """Share of requests that keep every bound; of classes, those of their own."""
+    goodput_by_class: dict[str, float] | None = None
+    """Of each class of requests, the share that keeps its bounds."""
     ttft_mean_s: float | None = None
     """Mean time from arrival to the first token; the quantiles of it follow."""
     ttft_p50_s: float | None = None

@@ -12,8 +12,9 @@ from xgpt.schema.cluster import ClusterSpec
 from xgpt.schema.engine import EngineSpec
 from xgpt.schema.model import DType, ModelSpec, Precision
 from xgpt.schema.policy import ChunkedSettings, PolicySettings, StageLane
+from xgpt.schema.step_log import Account
 from xgpt.schema.step_times import StepTimes
-from xgpt.schema.workload import Workload
+from xgpt.schema.workload import RequestClass, Workload, check_classes
 
 SLICE_TOKENS = 2048
 """Largest number of tokens that pass the layers at once: larger steps run in slices, to bound activations."""
@@ -22,6 +23,9 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 SPARED_TAIL = 0.1
 """Share of the requests that may break a bound that a plan leaves unused, under sla "request"."""
+
+NEVER_NS = 10**15
+"""The bound of requests without one, for the rule: eleven days."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
@@ -82,6 +86,8 @@ class Constraint(Frozen):
     """Arrival rate to sustain; None: as high as possible."""
     burstiness: PositiveFloat = 1.0
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+    classes: tuple[RequestClass, ...] = ()
+    """Parts of the requests with bounds of their own: those above are then the tightest of each kind."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
 
@@ -130,8 +136,21 @@ class Constraint(Frozen):
             apart.append(Goal(self.tpot_quantile, tpot_s=self.tpot_s))
         return ((together,) if any(together[1:]) else ()) + tuple(apart)
 
+    def of_class(self, name: str) -> Goal:
+        """The bounds of a class."""
+        of = next(each for each in self.classes if each.name == name)
+        return Goal(self.quantile, of.latency_bound_s, of.ttft_s, of.tpot_s)
+
+    def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
+        """Return a constraint of these classes, whose bounds for all are the tightest of each kind."""
+        kinds = ("latency_bound_s", "ttft_s", "tpot_s")
+        bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
+        tightest = {kind: min(found) for kind, found in bounds.items() if found}
+        return self.model_copy(update={**tightest, "classes": classes})
+
     @model_validator(mode="after")
     def _check(self) -> Constraint:
+        check_classes(self.classes)
         for name, bound in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             own = getattr(self, f"{name}_quantile")
             if own is not None and bound is None:
@@ -492,6 +511,12 @@ class Plan(Frozen):
         Headroom and the time outside the engine are subtracted from the bound.
         """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
+
+    def account_of(self, of: RequestClass) -> Account:
+        """What the rule goes by for the requests of a class."""
+        ttft_ns, tpot_ns = self._in_loop_ns(of.ttft_s, self.request_path_s), self._in_loop_ns(of.tpot_s, 0.0)
+        bounds = (NEVER_NS if bound is None else bound for bound in (ttft_ns, tpot_ns))
+        return Account(of.name, 1.0, of.priority, *bounds)
 
     @property
     def tpot_ns(self) -> int | None:

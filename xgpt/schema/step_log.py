@@ -18,11 +18,14 @@ class Account(NamedTuple):
         name: the key's; empty where the server has no keys.
         share: weight of this account in dividing the engine's tokens among accounts with requests waiting.
         priority: a higher one enters first.
+        ttft_ns, tpot_ns: bounds that the rule goes by for its requests; None: the plan's.
     """
 
     name: str = ""
     share: float = 1.0
     priority: int = 0
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
 
 
 ANYONE = Account()

@@ -57,6 +57,37 @@ class Histogram(Frozen):
 LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")]
 
 
+class RequestClass(Frozen):
+    """A part of the requests, with bounds of its own; without any it gets what the others leave."""
+
+    name: str = Field(min_length=1)
+    """Name of the class."""
+    share: float = Field(gt=0, le=1)
+    """Share of all requests."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Requests of a higher one enter first."""
+    latency_bound_s: PositiveFloat | None = None
+    """Bound on the time from arrival to the last token; None: no bound."""
+    ttft_s: PositiveFloat | None = None
+    """Bound on the time to first token; None: no bound."""
+    tpot_s: PositiveFloat | None = None
+    """Bound on the mean time per output token; None: no bound."""
+
+
+def check_classes(classes: tuple[RequestClass, ...]) -> None:
+    """Check that names differ and that shares are those of all requests.
+
+    Raises:
+        ValueError: they do not.
+    """
+    names = [each.name for each in classes]
+    if len(set(names)) != len(names):
+        raise ValueError(f"classes: {', '.join(names)}: each name stands once")
+    total = sum(each.share for each in classes)
+    if classes and abs(total - 1) > 1e-6:
+        raise ValueError(f"classes: their shares come to {total:.6g}, and must come to 1")
+
+
 class WorkloadSpec(Frozen):
     """The content of a file under configs/workloads: the lengths, and where they come from."""
 
@@ -64,6 +95,13 @@ class WorkloadSpec(Frozen):
     source: str
     input: LengthDistribution
     output: LengthDistribution
+    classes: tuple[RequestClass, ...] = ()
+    """Parts of the requests with bounds of their own; none: all have those of the plan."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WorkloadSpec:
+        check_classes(self.classes)
+        return self
 
 
 class Workload(Frozen):

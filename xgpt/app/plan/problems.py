@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from xgpt import hub
 from xgpt.app.plan.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
 from xgpt.errors import InputError
-from xgpt.resolve import engine_of, load_cluster, load_engine, load_model, workload_of
+from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
 from xgpt.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
@@ -34,7 +34,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
     most = request.devices if isinstance(request.devices, int) else None
     if most is not None and most > cluster.num_devices:
         raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
-    workload = workload_of(request.workload, spec)
+    workload, constraint = workload_of(request.workload, spec), _with_classes(request)
     engine = _named_engine(request, cluster)
     profile = _profile(request, spec, checkpoint, cluster, engine, progress)
     keep(profile)
@@ -49,11 +49,27 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         workload=workload,
         profile=profile,
         engine=engine,
-        constraint=request.constraint,
+        constraint=constraint,
         kv=request.kv,
         fixed=request.fix,
         max_devices=most,
     )
+
+
+def _with_classes(request: PlanRequest) -> Constraint:
+    """The constraint, with the classes of the workload's file.
+
+    Raises:
+        InputError: bounds are given beside those of classes.
+    """
+    constraint = request.constraint
+    classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
+    if not classes:
+        return constraint
+    for name in ("latency_bound_s", "ttft_s", "tpot_s"):
+        if (bound := getattr(constraint, name)) is not None:
+            raise InputError(name, bound, f"{request.workload} has classes with bounds of their own: leave it out")
+    return constraint.with_classes(classes)
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:

@@ -34,7 +34,7 @@ class Key:
         requests_per_minute, tokens_per_minute: limits; None: no limit.
         answer_within_s: as of `Limits`, for this key's requests; None: the server's.
         ttft_s, tpot_s: bounds that its requests are counted by, as is `answer_within_s`; with none of these three, the
-            plan's are.
+            plan's are. Rules that go by bounds (slack, the order in time) go by these, too: the account has them.
     """
 
     account: Account = ANYONE
@@ -168,7 +168,8 @@ def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
         if match[1] in numbers:
             raise InputError(FIELD, where, f"{match[1]} is given twice: leave one out")
         numbers[match[1]] = _number(match[1], match[2], where)
-    account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)))
+    ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
+    account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)
     return Key(account, is_admin, *(numbers.get(name) for name in NUMBERS[2:]))
 
 
