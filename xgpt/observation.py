@@ -170,6 +170,28 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
 
 
+class Goodput:
+    """Which of the latest requests kept their bounds."""
+
+    def __init__(self) -> None:
+        self._kept: deque[bool] = deque(maxlen=WINDOW)
+
+    def note(self, *, is_kept: bool) -> None:
+        """Count a request that has all its tokens."""
+        self._kept.append(is_kept)
+
+    @property
+    def share(self) -> float | None:
+        """Of them, that kept their bounds; None: too few to tell."""
+        return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
+
+    def is_below(self, quantile: float) -> bool:
+        """Whether fewer keep their bounds than this share, and not by chance."""
+        count, broken = len(self._kept), len(self._kept) - sum(self._kept)
+        expected = (1 - quantile) * count
+        return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
+
+
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:

@@ -11,7 +11,7 @@ from collections import deque
 from math import exp, fsum, inf, log, sqrt
 from typing import NamedTuple
 
-from xgpt.observation import CERTAIN, ChangeDetector, LengthWindow, Sample, Seen, observe
+from xgpt.observation import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 from xgpt.observed_reuse import Common, ReuseWindow, changed, observed_reuse, share_of
 from xgpt.schema import LEAST_HEADROOM, Observation, Plan, ProfileRef
 
@@ -133,7 +133,8 @@ class Snapshot(NamedTuple):
     Attributes:
         requests: at least one; their tokens go on being counted.
         common: what they had in common.
-        step_ratio, slowdown: see `Observation`.
+        step_ratio, slowdown, goodput: see `Observation`.
+        is_missed: whether the goodput is below the plan's quantile, and not by chance.
     """
 
     requests: list[Seen]
@@ -141,6 +142,8 @@ class Snapshot(NamedTuple):
     plan: Plan
     step_ratio: float | None
     slowdown: float | None
+    goodput: float | None = None
+    is_missed: bool = False
 
     def observation(self) -> Observation | None:
         """Return all requests compared with what was planned; None: no request has finished yet."""
@@ -150,7 +153,8 @@ class Snapshot(NamedTuple):
     def observe(self, sample: Sample) -> Observation:
         """Return some of the requests compared with what was planned."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
-        return found.model_copy(update={"reuse": observed_reuse(self.common, self.plan.block_size)})
+        reuse = observed_reuse(self.common, self.plan.block_size)
+        return found.model_copy(update={"reuse": reuse, "goodput": self.goodput})
 
 
 class Observer:
@@ -161,6 +165,7 @@ class Observer:
         window: of its requests.
         reuse: what these had in common.
         pace: of its steps, against the plan's predictions.
+        goodput: of its requests, by bounds of their own or the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -168,6 +173,9 @@ class Observer:
         self.window = LengthWindow()
         self.reuse = ReuseWindow(plan)
         self.pace = Pace()
+        self.goodput = Goodput()
+        self._has_judged_missed = False
+        """Whether a plan has been looked for since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
         """The pace at which a plan was last looked for: it is looked for again at another one only."""
@@ -214,7 +222,10 @@ class Observer:
             self.reuse.forget_before(self._judged_common[0])
         requests = self.window.requests()
         common = self.reuse.requests()
-        return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown) if requests else None
+        if not requests:
+            return None
+        is_missed = self.goodput.is_below(self.plan.constraint.quantile)
+        return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown, self.goodput.share, is_missed)
 
     def look(self, now: Snapshot) -> Observation | None:
         """Return what the plan is to be judged under; None: nothing has certainly changed since it was last judged.
@@ -228,12 +239,13 @@ class Observer:
         common = self._look_at_reuse(now.common)
         if common is not None:
             now = now._replace(common=common)
+        is_newly_missed, self._has_judged_missed = now.is_missed and not self._has_judged_missed, now.is_missed
         is_other_pace = slowdown is not None and differs(slowdown, self._judged_slowdown, reference.spread)
         if others is not None:
             self._since_s = float(others.arrival_s[0])
             found = now.observe(others)
             self._detector = ChangeDetector(found.workload, found.weight)
-        elif (is_other_pace or common is not None) and sample.num_finished:
+        elif (is_other_pace or is_newly_missed or common is not None) and sample.num_finished:
             # Lengths are still those of before, which were learnt from more requests than the window holds.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
             found = now.observe(sample).model_copy(update=lengths)
@@ -260,5 +272,6 @@ class Observer:
     def go_over_to(self, plan: Plan) -> None:
         """Observe another plan from now on."""
         self.reuse.go_over_to(plan)
+        self.goodput, self._has_judged_missed = Goodput(), False
         self.pace.predict_longer(plan.profile.slowdown / self.plan.profile.slowdown)
         self.plan = plan

@@ -14,7 +14,7 @@ from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Observation, Outcome, Plan, Profile
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
-from xsimulator.capacity import capacity
+from xsimulator.capacity import PRECISION, capacity
 from xsimulator.costs.step_times import with_step_times
 
 if TYPE_CHECKING:
@@ -43,10 +43,21 @@ def judged(
     """
     terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
     if plan.constraint.maximises_arrivals:
-        return decide(ArrivalsJudge(situation), terms)
+        return _judged_by_arrivals(situation, terms)
     if plan.constraint.sla == "length":
         return decide(SaturatedJudge(situation, terms), terms)
     return _judged_by_requests(situation, terms)
+
+
+def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
+    """Compare plans by the rate that they keep; where requests break their bounds, a small gain is worth a change."""
+    if not situation.misses:
+        return decide(ArrivalsJudge(situation), terms)
+    verdict = decide(ArrivalsJudge(situation), replace(terms, least_gain=min(terms.least_gain, PRECISION)))
+    kept = (
+        f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} are to"
+    )
+    return replace(verdict, reason=f"{kept}: {verdict.reason}")
 
 
 def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
@@ -105,6 +116,11 @@ class ArrivalsJudge(Judge):
 
     @cached_property
     def running(self) -> Outcome:
+        found = self._predicted
+        return found.model_copy(update={"keeps_bound": False}) if self.situation.misses else found
+
+    @cached_property
+    def _predicted(self) -> Outcome:
         found = self._reestimated
         try:
             check_fits(found, found.workload)

@@ -43,6 +43,7 @@ class Observation(Frozen):
         step_ratio: measured over predicted time of the running plan's steps; None: not known.
         slowdown: measured time of the steps over the profile's; None: too few have been compared.
         reuse: what they had in common; None: it was not observed.
+        goodput: share of the latest requests that kept their bounds; None: there are none, or too few requests.
     """
 
     schema_version: Literal[1] = 1
@@ -56,6 +57,7 @@ class Observation(Frozen):
     step_ratio: float | None = None
     slowdown: float | None = Field(default=None, gt=0)
     reuse: ObservedReuse | None = None
+    goodput: float | None = None
 
 
 class Outcome(Frozen):

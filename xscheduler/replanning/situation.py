@@ -29,6 +29,7 @@ class Situation:
         weight: number of requests that the lengths were learnt from.
         arrival_rate_per_s: the observed one; None: unknown.
         reuse: what requests had in common; None: what the plan counts on.
+        goodput: share of requests that kept their bounds; None: unknown.
     """
 
     plan: Plan
@@ -37,6 +38,12 @@ class Situation:
     weight: float
     arrival_rate_per_s: float | None = None
     reuse: ObservedReuse | None = None
+    goodput: float | None = None
+
+    @property
+    def misses(self) -> bool:
+        """Whether fewer requests keep their bounds than the plan is to."""
+        return self.goodput is not None and self.goodput < self.plan.constraint.quantile
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, observation: Observation, slowdown: float | None = None) -> Situation:
@@ -49,7 +56,7 @@ class Situation:
         rate = observation.arrival_rate_per_s
         reuse = observation.reuse if plan.replicas == 1 else None
         running = with_reuse(at_pace(plan, slowdown), reuse)
-        return cls(running, profile, lengths, observation.weight, rate, reuse)
+        return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
     def problem(self, *, in_place: bool) -> Problem:
         """Return the problem whose best plan may take over: the server's workers and replicas are what there is.

@@ -194,3 +194,23 @@ def test_an_offline_decision_takes_the_pace_that_a_server_tells() -> None:
     decision, then = propose(tight(), OF.profile, found)
     assert decision.slowdown == pytest.approx(3)
     assert then is None or then.profile.slowdown == pytest.approx(3)
+
+
+def test_a_goodput_below_the_plans_is_judged_once_until_it_recovers() -> None:
+    observer = Observer(fake_plan())
+    finish(observer, 200)
+    assert look(observer) is None
+    for i in range(200):
+        observer.goodput.note(is_kept=i % 50 > 0)  # 98%: could be chance
+    assert look(observer) is None
+    for i in range(400):
+        observer.goodput.note(is_kept=i % 10 > 0)
+    found = look(observer)
+    assert found is not None and found.goodput == pytest.approx(1 - 44 / 600)
+    assert look(observer) is None
+    for _ in range(2048):
+        observer.goodput.note(is_kept=True)
+    assert look(observer) is None
+    for i in range(2048):
+        observer.goodput.note(is_kept=i % 10 > 0)
+    assert look(observer) is not None

@@ -143,6 +143,8 @@ class Metrics:
         self._bounds.labels(name, "yes" if is_kept else "no").inc()
         kept, broken = self._kept.get(name, (0, 0))
         self._kept[name] = kept + is_kept, broken + (not is_kept)
+        if self._watch is not None:
+            self._watch.note_bounds(is_kept=is_kept)
 
     def goodput(self) -> dict[str, dict[str, int]]:
         """Return for each key the number of requests that kept its bounds, and of those that did not."""

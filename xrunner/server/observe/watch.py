@@ -87,6 +87,10 @@ class Watch:
         if self._planner is not None:
             self._observer.reuse.note(record)
 
+    def note_bounds(self, *, is_kept: bool) -> None:
+        """A request has all its tokens, within its bounds or not."""
+        self._observer.goodput.note(is_kept=is_kept)
+
     def end(self, seen: Seen, started_s: float) -> None:
         """A request's output has ended by itself."""
         now_s = time.perf_counter()

@@ -42,9 +42,7 @@ def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_do
     run = run_simulation(plan, found.problem.profile, None, 1500, ArrivalProcess.at(rate))
     assert run.kept["interactive"] >= 0.99
     assert run.figures["goodput"] == pytest.approx((run.kept["interactive"] + 2 * run.kept["batch"]) / 3)
-    times = {
-        name: request_times(run.steps, 1500, encode_emits=True, account=name) for name in ("interactive", "batch")
-    }
+    times = {name: request_times(run.steps, 1500, encode_emits=True, account=name) for name in ("interactive", "batch")}
     # What is left of the capacity, in the time in which requests arrive; the longest waits for what came before it.
     arrives_s = 1500 / rate
     num_batch = len(times["batch"].whole_s)

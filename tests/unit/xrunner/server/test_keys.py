@@ -37,7 +37,13 @@ def test_a_line_names_a_key_and_says_what_it_grants() -> None:
     found = [keys.find(f"Bearer {key}".encode()) for key in (ALICE, BOB, OPS, "unknown-unknown-unknown")]
     assert found == [
         Key(Account("alice", 3.0, 1), is_admin=False, requests_per_minute=60, tokens_per_minute=1e5),
-        Key(Account("bob"), is_admin=False, answer_within_s=2.5, ttft_s=0.5, tpot_s=0.05),
+        Key(
+            Account("bob", ttft_ns=5 * 10**8, tpot_ns=5 * 10**7),
+            is_admin=False,
+            answer_within_s=2.5,
+            ttft_s=0.5,
+            tpot_s=0.05,
+        ),
         Key(Account("line-5"), is_admin=True),
         None,
     ]
