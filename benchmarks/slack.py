@@ -223,18 +223,24 @@ def line(row: Row) -> str:
 
 
 def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
-    """Time a decision of the rule with that many requests in decode and prompts waiting."""
+    """Time a decision of the rule with that many requests in decode, and four prompts more with each step."""
     subject = resolve(
-        plan_request(model="llama-3.1-8b", cluster="h200x8", devices=1, workload="chat-short", tpot_s=0.05)
+        plan_request(model="llama-3.1-8b", cluster="h200x8", devices=1, workload="chat-short", ttft_s=1.0, tpot_s=0.05)
     )
     base = with_step_times(next(iter(plan_each(subject, "chunked").values())), subject.profile)
-    for name, slack in (("fixed budget", None), ("slack", SlackBudget(least_tokens=32, most_tokens=8192))):
+    budget, orders = SlackBudget(least_tokens=32, most_tokens=8192), ("fcfs", "fcfs", "in-time")
+    for name, slack, order in zip(
+        ("fixed budget", "slack", "slack, in time"), (None, budget, budget), orders, strict=True
+    ):
         policy = base.policy.model_copy(update={"slack": slack, "max_batch": running + 1, "token_budget": 2048})
-        schedule = policies.build(base.model_copy(update={"policy": policy}))
-        now_ns, seconds = 1, []
-        for id_ in range(running + 4 * steps):
-            schedule.submit(policies.Request(id_, 16 if id_ < running else 2000, 400, now_ns))
-        for _ in range(running + steps):
+        admission = base.admission.model_copy(update={"order": order})
+        schedule = policies.build(base.model_copy(update={"policy": policy, "admission": admission}))
+        now_ns, seconds, waiting = 1, [], []
+        for id_ in range(running):
+            schedule.submit(policies.Request(id_, 16, 400, now_ns))
+        for i in range(running + steps):
+            for id_ in range(running + 4 * i, running + 4 * i + 4):
+                schedule.submit(policies.Request(id_, 2000, 400, now_ns))
             started = time.perf_counter()
             schedule.expire(now_ns)
             step = schedule.next_step("both")
@@ -242,11 +248,15 @@ def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:
             assert step is not None
             if len(step.decode) >= running:
                 seconds.append(took)
+                waiting.append(schedule.pool.num_waiting)
             now_ns += 30_000_000
             schedule.settle(step, ())
             if len(seconds) == steps:
                 break
-        yield f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode (median of {steps})"
+        yield (
+            f"{name}: {1e6 * median(seconds):.0f} us a decision with {running} requests in decode and "
+            f"{median(waiting):.0f} waiting (median of {len(seconds)})"
+        )
 
 
 LOADS_OF_CLASSES = {"interactive": 0.5, "batch": 1.0}
