@@ -60,7 +60,7 @@ def _with_classes(request: PlanRequest) -> Constraint:
     """The constraint, with the classes of the workload's file.
 
     Raises:
-        InputError: bounds are given beside those of classes.
+        InputError: bounds are given as well as those of classes.
     """
     constraint = request.constraint
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
