@@ -63,6 +63,7 @@ def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: P
     found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
     assert found.exit_code == 0, found.output
     assert ("prompts go first" in found.output) is not of.mixes
+    assert ("chosen: " + policy + ": every step decodes" in found.output) is of.mixes
     assert ("a prompt waits for a step" in found.output) is not of.cuts_prompts
     simulated = xgpt.simulate(path, num_requests=300)
     plan, steps = simulated.plan, simulated.steps

@@ -241,6 +241,12 @@ def schedule_in_words(plan: Plan) -> str:
                 f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
                 "and again"
             )
+        case "orca" | "chunked" if plan.engine is not None and not plan.engine.mixes:
+            budget = policy.token_budget if policy.kind == "chunked" else plan.engine.token_budget
+            size = "" if budget is None else f"of up to {budget} tokens "
+            return (
+                f"prompts first, in steps {size}that decode nothing, then a decode, at most {policy.max_batch} requests"
+            )
         case "orca":
             return (
                 f"every step decodes running requests and encodes into free slots, at most {policy.max_batch} requests"
