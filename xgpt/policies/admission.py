@@ -1,14 +1,14 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
-Each account (an API key, say; without any, all requests are of one) keeps its requests in the plan's order of admission
-(`orders`). Between accounts the higher priority goes first, and among equals the account that has had the fewest tokens
-for its share: prompt tokens count as a request enters, output tokens as they are made, so that two accounts that
-always have requests waiting are served in the ratio of their shares, whatever their requests look like. An account that
-was away comes back level with the others and saves nothing up.
+Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
+(`orders`). Between accounts the higher priority goes first, and among equal priorities the account that has had the
+fewest tokens for its share: prompt tokens count as a request enters, output tokens as they are generated. So two
+accounts that always have requests waiting are served in the ratio of their shares, whatever their lengths. An account
+that had no requests for a while starts level with the others: unused share is not saved up.
 Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
-No order starves a request. One that has waited for longer than `patience_ns` is overdue: every second request of its
-account that enters is the one overdue for longest, and its account competes with those of the highest priority.
+No order starves a request. A request that has waited longer than `patience_ns` is overdue: every second request of its
+account to enter is the one overdue for longest, and its account competes with those of the highest priority.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from xgpt.policies.request import Request
 from xgpt.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""Where a request of an account waits, or why it enters."""
+"""The part of its account's queue in which a request waits, or the reason why it enters."""
 
 
 class Queue:
-    """Requests that wait.
+    """The waiting requests.
 
-    Those that have been inside and lost their K/V wait in front of their account's others where that was none of their
-    doing (`push_front`), else behind them (`push_back`).
+    Preempted requests wait before the others of their account if they kept within their promise of memory
+    (`push_front`), else behind them (`push_back`).
 
-    Looking (`head`, `ahead`) changes nothing: how often an engine looks depends on its clock. Nor does it matter in
-    which order requests came and went between two that entered: a log tells of that no more than of looks.
+    Looking (`head`, `ahead`) changes nothing, since how often an engine looks depends on its clock. Nor does the order
+    matter in which requests arrived and left between two that entered: a log records neither.
 
     Args:
-        make_order: an empty order for each account.
-        patience_ns: None: no request is ever overdue.
+        make_order: makes an empty order for each account.
+        patience_ns: nanoseconds of waiting after which a request is overdue; None: never.
     """
 
     def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
         self.patience_ns = patience_ns
         self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """Requests that have never been inside, by id, in the order of arrival."""
+        """Requests that have never run, by id, in the order of arrival."""
         self._numbers: dict[int, int] = {}
-        """In that order, too."""
+        """Their numbers in the order of arrival."""
         self._returned: dict[int, Request] = {}
-        """Those that have been inside."""
+        """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
         self._level = 0.0
-        """Tokens for its share that the account had had from which the last request came."""
+        """Tokens over share of the account from which the last request entered."""
         self._deadlines: list[Entry] = []
         self._number = 0
         self.now_ns = 0
-        """The clock, as of the last `expire`."""
+        """The clock at the last `expire`."""
         self._next: _Choice | None = None
-        """What `_choose` has found, until anything changes."""
+        """The result of `_choose`, until anything changes."""
 
     def fresh(self) -> Queue:
-        """Return an empty queue of the same arguments."""
+        """Return an empty queue with the same arguments."""
         return Queue(self._make_order, self.patience_ns)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that have been inside, then all others in the order of arrival."""
+        """Yield preempted requests, then all others in the order of arrival."""
         yield from reversed(self._returned.values())
         yield from self._waiting.values()
 
@@ -101,41 +101,41 @@ class Queue:
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
 
     def push_front(self, request: Request) -> None:
-        """Let a request that has been inside wait before its account's others; it expires no more."""
+        """Put a preempted request before its account's others; it no longer expires."""
         self._returned[request.id] = request
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Let a request that has been inside wait behind its account's others until it is overdue again."""
+        """Put a preempted request behind its account's others, until it is overdue again."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
     @property
     def oldest_wait_ns(self) -> int:
-        """How long the first to arrive has waited, of those that have never been inside; 0 where there is none."""
+        """Nanoseconds that the oldest request which has never run has waited; 0: there is none."""
         first = next(iter(self._waiting.values()), None)
         return 0 if first is None else self.now_ns - first.arrival_ns
 
     def head(self) -> Request | None:
-        """Return the request that enters next; None where none waits."""
+        """Return the request that enters next; None: none is waiting."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
-        """Take the head out: it enters."""
+        """Remove and return the head, which enters."""
         chosen = self._choose()
         self._take(chosen)
         self._forget(chosen.request)
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Charge a token of each of these requests to its account. Without API keys there is nothing to share."""
+        """Charge one token for each of these requests to its account; does nothing without API keys."""
         self._next = None
         for request in requests:
             if request.account.name:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """Return the next `count` (or all), in the order in which they would enter if no other came."""
+        """Return the next `count` requests (or all), in the order in which they would enter if no other arrived."""
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
@@ -152,7 +152,7 @@ class Queue:
         return [chosen.request for chosen in taken]
 
     def remove(self, id_: int) -> bool:
-        """Take a request out wherever it waits; False where it does not wait."""
+        """Remove a waiting request; return False if it is not waiting."""
         request = self._waiting.get(id_) or self._returned.get(id_)
         if request is None:
             return False
@@ -161,7 +161,7 @@ class Queue:
         return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """Set the clock, and take out all whose deadline has passed.
+        """Set the clock, and remove and return all requests whose deadline has passed.
 
         Source: TCB sec. 5.1, a request fails if not scheduled by then.
         """
@@ -178,7 +178,7 @@ class Queue:
         return expired
 
     def fill_row(self, row_tokens: int) -> list[Request]:
-        """Take out the next requests that fit a row of that many prompt tokens together, in their order."""
+        """Remove and return the next requests that together fit a row of `row_tokens` prompt tokens, in order."""
         for account in self._accounts.values():
             account.order.open_row(row_tokens)
         row: list[Request] = []
@@ -190,7 +190,7 @@ class Queue:
         return row
 
     def order_of(self, name: str) -> Order:
-        """Return the order of an account's requests that have never been inside."""
+        """Return the order of an account's requests that have never run."""
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
@@ -204,7 +204,7 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _Choice:
-        """Return the head, and where it waits; there is one."""
+        """Return the head of a queue that is not empty, and where it waits."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -252,14 +252,14 @@ class _Account:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """With the time since which it waits."""
+        """Pairs of the time since which a request has waited, and the request."""
         self.priority = 0
         self.served = 0.0
-        """Tokens over its share."""
+        """Tokens that the account has had, divided by its share."""
         self._arrived: list[Entry] = []
-        """Those of `order`, by their arrival."""
+        """The requests of `order`, by arrival."""
         self._may_be_overdue = True
-        """Whether the next to enter is one that is overdue, if any is."""
+        """Whether the next request to enter is an overdue one, if there is any."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -281,7 +281,7 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited for longest, if since before `due_ns`."""
+        """Return the request that has waited for longest, if it has waited since before `due_ns`."""
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -293,7 +293,7 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the next to enter, where it waits, and (of those behind) since when."""
+        """Return the request that enters next, where it waits, and (if behind the others) since when."""
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
@@ -304,7 +304,7 @@ class _Account:
         return request, "back", since_ns
 
     def take(self, chosen: _Choice) -> None:
-        """Take out what `choose` has named."""
+        """Remove the request that `choose` has returned."""
         match chosen.place:
             case "front":
                 self.front.popleft()
@@ -321,7 +321,7 @@ class _Account:
         self._may_be_overdue = False
 
     def put_back(self, chosen: _Choice, number: int) -> None:
-        """Undo `take`, the last first; what else has changed is restored."""
+        """Undo `take`, the last one first; other changes are restored by `restore`."""
         match chosen.place:
             case "front":
                 self.front.appendleft(chosen.request)
@@ -375,7 +375,7 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        row_tokens: prompt tokens that das looks at together.
+        row_tokens: prompt tokens of a row of das.
         first_tokens: when they are due, and how long prompts take (in-time).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)

@@ -1,10 +1,9 @@
 """Keep count of K/V blocks: free, in use by one or several requests, or kept for requests to come.
 
-A block that holds nothing but the beginning of a prompt (or of a prompt and its output) has a key, made of its tokens
-and of all tokens before them. A request whose chain of keys begins with those of such blocks need not compute them
-again: it shares them. A block that no request uses any more is kept, and given up when memory is asked for: the one
-whose last use is the longest ago first, and of blocks released together the last of the sequence first, as it is of no
-use without those before it.
+A block that is filled by the beginning of a prompt (or of a prompt and its output) has a key, a hash of its tokens and
+of all tokens before them. A request whose chain of keys begins with the keys of such blocks shares them instead of
+computing them again. A block that no request uses any more is kept until memory is needed: the least recently used one
+is given up first, and of blocks released together the last of the sequence, which is useless without those before it.
 
 Source: vLLM (hash chains, a queue in the order of last use).
 """
@@ -26,9 +25,9 @@ class BlockTable:
     """The blocks of one request, in order.
 
     Attributes:
-        blocks: their numbers.
-        found: those at the beginning that held what was asked for when the request entered.
-        named: those at the beginning that have a key, or hold the same as a block that has one.
+        blocks: the numbers of the blocks.
+        found: number of first blocks that were cached when the request entered.
+        named: number of first blocks that have a key, or hold the same as a block that has one.
     """
 
     __slots__ = ("blocks", "found", "named")
@@ -39,11 +38,11 @@ class BlockTable:
 
 
 class Found(NamedTuple):
-    """What a chain has found.
+    """The cached blocks of a chain.
 
     Attributes:
-        blocks: those that hold its beginning.
-        num_used: those of them that some request uses: sharing them takes no memory.
+        blocks: the blocks that hold its beginning.
+        num_used: number of them that some request uses: sharing these takes no memory.
     """
 
     chain: Chain
@@ -56,9 +55,9 @@ NOTHING = Found((), 0, (), 0)
 
 
 class Blocks:
-    """The blocks of one lane; every stage of it numbers them alike.
+    """The K/V blocks of one lane; all its stages use the same numbers.
 
-    Every block is free, or in use, or kept. What is handed out is a free block, or else the one kept for longest.
+    Every block is free, in use, or kept. A request gets a free block, or else the one kept for longest.
     """
 
     def __init__(self, count: int) -> None:
@@ -66,16 +65,16 @@ class Blocks:
         self._num_touched = 0
         """Blocks [0, num_touched) have been handed out at least once."""
         self._free: list[int] = []
-        """Those of them that are free."""
+        """The free blocks among them."""
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Requests that use each block that has a key, or had one; any other is one request's alone."""
+        """Number of requests that use each block which has or had a key; other blocks belong to one request."""
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Blocks with a key that no request uses; the one released first comes first."""
         self._found: dict[int, Found] = {}
-        """What was looked up since keys or uses have last changed, by the identity of the chain: requests that wait are
-        asked for at every step."""
+        """Results of `find` since keys or uses last changed, by the identity of the chain: waiting requests are looked
+        up at every step."""
 
     @property
     def num_used(self) -> int:
@@ -84,11 +83,11 @@ class Blocks:
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that hold what a later request may share, and that no request uses."""
+        """Number of blocks that no request uses and a later request may share."""
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> Found:
-        """Return the blocks that hold the beginning of a sequence, `most` at most. Changes nothing."""
+        """Return the blocks that hold the beginning of a sequence, at most `most`. Changes nothing."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
             return known
@@ -105,12 +104,12 @@ class Blocks:
         return found
 
     def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
-        """Count the blocks that no other request uses, those in `others` left out."""
+        """Return the number of blocks in a table that no other request uses, without those in `others`."""
         shared, uses = set(others), self._uses
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Use blocks that `find` has just found."""
+        """Return a new table of blocks that `find` has just found, which are then in use."""
         uses = self._uses
         for block in found:
             if not uses[block]:
@@ -120,7 +119,7 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block; the pool has made sure of room."""
+        """Give a request one more block, and return its number; the pool has made sure of room."""
         if self._free:
             block = self._free.pop()
         elif self._num_touched < self.count:
@@ -135,11 +134,11 @@ class Blocks:
         return block
 
     def name(self, table: BlockTable, chain: Chain, count: int) -> None:
-        """Let later requests find the first `count` blocks, which hold what the chain says."""
+        """Give the first `count` blocks the keys of a chain, so that later requests find them."""
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
-            if key not in self._by_key:  # else another request has computed the same meanwhile, and its block serves
+            if key not in self._by_key:  # else another request has computed the same, and its block is used
                 block = table.blocks[index]
                 self._by_key[key] = block
                 self._key[block] = key
@@ -148,7 +147,7 @@ class Blocks:
         table.named = max(table.named, last)
 
     def forget(self, chain: Chain) -> None:
-        """Let later requests find none of the blocks that hold what the chain says. Requests that use them go on."""
+        """Remove the keys of a chain, so that no later request finds its blocks; requests that use them go on."""
         self._found.clear()
         for key in chain:
             block = self._by_key.pop(key, None)
@@ -160,7 +159,7 @@ class Blocks:
                 self._free.append(block)
 
     def release(self, table: BlockTable) -> None:
-        """Take a request's blocks back: those with a key are kept once no request uses them."""
+        """Release a request's blocks; those with a key are kept once no request uses them."""
         uses = self._uses
         for block in reversed(table.blocks):
             if block not in uses:

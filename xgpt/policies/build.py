@@ -20,7 +20,7 @@ from xgpt.workload import decoding_share
 
 
 def build(plan: Plan) -> Schedule:
-    """Return the schedule of one replica, with no request in it.
+    """Return the schedule of one replica of a plan, without requests.
 
     Raises:
         InputError: the plan's stages do not go with its policy.
@@ -47,10 +47,10 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
-    """Return the schedule of whole batches in rows, without a request in it.
+    """Return the schedule of a plan of whole batches in rows, without requests.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or its model has attention that rows have not.
+        InputError: the plan does not run whole batches on one device, or rows do not support the model's attention.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -74,7 +74,7 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
 
 
 def row_tokens(plan: Plan) -> int:
-    """Prompt tokens of a row: the longest prompt that was planned for."""
+    """Return the prompt tokens of a row: the longest prompt of the plan's workload."""
     return plan.workload.input.lengths[-1]
 
 
@@ -128,5 +128,5 @@ def queue_of(plan: Plan) -> Queue:
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:
-    """Every stage keeps its layers' K/V of every request: the one with the fewest blocks decides."""
+    """Return the fewest blocks of any stage: every stage holds its layers' K/V of every request."""
     return min(stage.kv_blocks for stage in stages)

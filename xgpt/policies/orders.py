@@ -20,8 +20,8 @@ Entry = tuple[float, int, Request]
 """(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
 
 WINDOW = 64
-"""Requests, in the order of their ids, that the order "shuffled" deals out among each other: those of many batches, and
-few enough that none waits for long."""
+"""Number of consecutive requests, by id, that the order "shuffled" mixes: more than a batch, but few enough that none
+waits for long."""
 
 
 def utility(request: Request) -> float:
@@ -30,12 +30,12 @@ def utility(request: Request) -> float:
 
 
 def deadline(request: Request) -> float:
-    """Nanoseconds; infinite where the request has none."""
+    """Return a request's deadline in nanoseconds; infinite if it has none."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
 
 
 def shuffled(request: Request) -> float:
-    """Order requests by the window of ids in which they fall, and within it by chance: the same chance each time.
+    """Return a key that orders requests by their window of ids, and within it at random, the same way each time.
 
     Source: ExeGPT sec. 6: where input and output length correlate, inputs are randomised across batches.
     """
@@ -45,17 +45,17 @@ def shuffled(request: Request) -> float:
 
 
 class Order(ABC):
-    """Requests that have never been inside, and which of them enters next. Looking (`first`) changes nothing.
+    """Requests that have never run, and which of them enters next. Looking (`first`) changes nothing.
 
     Attributes:
-        is_fifo: they enter in the order of arrival.
+        is_fifo: whether they enter in the order of arrival.
     """
 
     is_fifo = False
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        """Of each request its number in the order of arrival."""
+        """The number of each request in the order of arrival."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -65,22 +65,22 @@ class Order(ABC):
         self._add(request, number)
 
     def drop(self, request: Request) -> None:
-        """Forget a request that leaves, or enters out of turn."""
+        """Remove a request that leaves, or enters out of turn."""
         del self.numbers[request.id]
         self._drop(request)
 
     def take(self) -> Request:
-        """Take the first out: it enters in its turn."""
+        """Remove and return the first request, which enters."""
         request = self.first()
         self.drop(request)
         return request
 
     def open_row(self, row_tokens: int) -> None:
-        """Begin a row of that many prompt tokens, whatever room the last one has left."""
+        """Begin a row of `row_tokens` prompt tokens, whatever room is left in the last one."""
         return
 
     def fits_row(self, request: Request) -> bool:
-        """Whether a request that has never been inside fits what is left of the row that was opened last."""
+        """Return whether a request that has never run fits the room left in the row that was opened last."""
         return True
 
     def at(self, now_ns: int) -> None:
@@ -88,16 +88,16 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """Return what the order remembers of requests that have entered."""
+        """Return the order's memory of requests that have entered."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Remember this instead."""
+        """Set the order's memory to an earlier `state`."""
         assert state is None
 
     @abstractmethod
     def first(self) -> Request:
-        """Return the request that enters next; there are some."""
+        """Return the request that enters next, of an order that is not empty."""
 
     @abstractmethod
     def _add(self, request: Request, number: int) -> None:
@@ -109,7 +109,7 @@ class Order(ABC):
 
 
 class SortedOrder(Order):
-    """The smallest key enters next; of equal keys, and where there is none, the first to arrive."""
+    """The request with the smallest key enters next; of equal keys, or without a key, the first to arrive."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()
@@ -132,11 +132,11 @@ class DasOrder(Order):
 
     A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
     ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
-    the earliest deadline; then again the shortest. A request that does not fit what is left of the row is passed
-    over; where none fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the
+    the earliest deadline; then again the shortest. A request that does not fit the room left in the row is skipped; if
+    none fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the
     best schedule's utility (Theorem 5.1).
 
-    A request longer than a whole row fits none: it enters once no other request waits.
+    A request longer than a row fits none: it enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
@@ -145,22 +145,22 @@ class DasOrder(Order):
         self.row_tokens = row_tokens
         self._eta = eta
         self._heaps: dict[int, list[Entry]] = {}
-        """By length, each by deadline."""
+        """Waiting requests by length, each list by deadline."""
         self._count: dict[int, int] = {}
-        """How many wait, by length; heaps hold those, too, that have left."""
+        """Number of waiting requests by length; heaps also hold requests that have left."""
         self._lengths: list[int] = []
-        """Those of waiting requests, in ascending order."""
+        """Lengths of waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
-        """Lengths whose earliest deadline is to be noted before the next look."""
+        """Lengths whose earliest deadline must be updated before the next look."""
         self._room = 0
         """Tokens left in the row."""
         self._dominant = 0
-        """How many more of its requests are to be chosen by utility alone."""
+        """Number of further requests of the row to choose by utility alone."""
         self.num_dominant = 0
-        """How many of them were: its first."""
+        """Number of first requests of the row that were chosen by utility alone."""
         self._worth = 0.0
-        """Their utility."""
+        """Sum of their utility."""
 
     def take(self) -> Request:
         if self._lengths[0] > self._room:
@@ -172,7 +172,7 @@ class DasOrder(Order):
             self.num_dominant += 1
             self._worth += utility(request)
         if not self.numbers:
-            self._room = 0  # the next to come begins a row: what is worth choosing shows only in a crowd
+            self._room = 0  # the next request begins a row: a choice needs several waiting requests
         return request
 
     def open_row(self, row_tokens: int) -> None:
@@ -184,11 +184,11 @@ class DasOrder(Order):
         return request.input_length <= self._room
 
     def _use(self, length: int) -> None:
-        """Take a request's tokens off the row's room."""
+        """Subtract a request's tokens from the row's room."""
         self._room = max(0, self._room - length)
 
     def _num_shortest(self, room: int) -> int:
-        """Return how many of the shortest fit."""
+        """Return how many of the shortest requests fit the room."""
         total = 0
         for length in self._lengths:
             fitting = min(self._count[length], room // length)
@@ -213,7 +213,7 @@ class DasOrder(Order):
         return self._heaps[length][0][2]
 
     def _most_urgent(self, longest: int) -> int | None:
-        """Return the length with the earliest deadline of those up to a longest."""
+        """Return the length with the earliest deadline among lengths up to `longest`; None: there is none."""
         for length in self._changed:
             heap = self._heaps.get(length)
             self._earliest.put(length, None if heap is None else heap[0][:2])
@@ -245,8 +245,8 @@ class DasOrder(Order):
 class SlottedDasOrder(DasOrder):
     """Deadline-aware scheduling for rows in slots: TCB Algorithm 2, row by row.
 
-    A slot of a row is as long as the longest request that the row's utility chooses; a request enters where it fits
-    what a slot has left, the first that has room. Longer requests wait for a row with longer slots.
+    A slot of a row is as long as the longest request chosen by utility; a request enters the first slot with room for
+    it. Longer requests wait for a row with longer slots.
     """
 
     def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
@@ -329,9 +329,7 @@ def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -
 
 
 def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
-    """Let the heap begin with a request that waits: one that left from its middle is forgotten when it comes up, or
-    when such are the most.
-    """
+    """Remove requests that have left from the top of a heap, or from all of it if they are the majority."""
     if len(heap) > 2 * num_waiting + 16:
         heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
         heapify(heap)

@@ -1,7 +1,7 @@
 """The requests of one engine: which are waiting, which run in which micro-batch, and how much K/V memory is promised.
 
 Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
-that what is scheduled depends on nothing but the order of submissions, steps, endings and cancellations.
+that the schedule depends on nothing but the order of submissions, steps, endings and cancellations.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from xgpt.schema.step_log import Chain
 class Pool:
     """Requests with their state, and K/V memory in blocks.
 
-    Under "reserve" a request enters with the blocks of its prompt and its promised output set aside (ORCA Algorithm
-    1). Where that is its maximum it never waits for memory again. Beyond its promise it takes more blocks as it grows,
-    as long as no request within its own wants them: then it is preempted, those that entered last first. It loses its
-    K/V, waits behind the others of its account, and is encoded again with what it had generated and a promise for as
-    much again. Under "quantile" a request enters with the blocks of its prompt and takes more as it grows; where they
-    run out, the request that entered last is preempted, and waits in front. A request whose step is under way is never
-    preempted: some stage may be reading its K/V.
+    Under "reserve", the blocks of a request's prompt and promised output are set aside when it enters (ORCA Algorithm
+    1); if the promise is its maximum, it never waits for memory again. A request beyond its promise takes more blocks
+    as it grows, until a request within its promise needs them: then requests beyond theirs are preempted, the last to
+    enter first. A preempted request loses its K/V, waits behind the others of its account, and is encoded again with
+    its generated tokens and a promise for as many again. Under "quantile", a request enters with the blocks of its
+    prompt and takes more as it grows; when blocks run out, the request that entered last is preempted, and waits in
+    front. A request with a step under way is never preempted: some stage may be reading its K/V.
 
     Args:
         kv_blocks: blocks that requests share.
         block_size: tokens a block.
         kv: how memory is promised.
-        max_running: requests inside at most, under "quantile": as many as fit with the plan's probability.
-        hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Such a
-            batch is set aside whole, so this goes with "reserve" alone.
+        max_running: largest number of running requests; under "quantile", as many as fit with the plan's probability.
+        hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Memory
+            for such a batch is set aside whole, so this needs "reserve".
         waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
-        encoder: whether an encoder reads prompts. K/V memory then holds the token that the decoder starts with, too;
+        encoder: whether an encoder reads prompts. K/V memory then also holds the token with which the decoder starts,
             and a preempted request generates its tokens anew, since no encoder reads them.
     """
 
@@ -59,30 +59,30 @@ class Pool:
         self.hold_finished = hold_finished
         self.encoder = encoder
         self.encode_emits = True
-        """Whether the step that ends a prompt makes its first output token, too."""
+        """Whether the step that ends a prompt also computes its first output token."""
         self.blocks = self.prompts = Blocks(kv_blocks)
-        """K/V memory where requests are decoded, and where their prompts are encoded."""
+        """K/V memory of the lane that decodes, and of the lane that encodes."""
         self._promised = 0
-        """Blocks that requests have been promised and do not have yet."""
+        """Number of blocks that requests have been promised and do not have yet."""
         self.num_preemptions = 0
         self.forecast = LaneForecast()
-        """Of the steps under way, where the rule goes by times."""
+        """Forecast of the steps under way, if the rule decides by times."""
         self.waiting = make_queue() if waiting is None else waiting
         self.running: dict[int, Request] = {}
-        """Requests inside, in the order in which they entered."""
+        """Running requests, in the order in which they entered."""
         self.batches: list[MicroBatch] = []
         self._under_way: list[Step] = []
         self._leaving: set[int] = set()
-        """Cancelled while a step of theirs was under way: they leave when it is settled."""
+        """Requests cancelled while their step was under way: they leave when it is settled."""
         self._overdrawn: set[int] = set()
         """Requests that have taken more blocks than they were promised, under "reserve"."""
         self._preempted: list[int] = []
-        """Requests that have lost their K/V for the next step."""
+        """Requests preempted for the next step."""
         self._grown: dict[int, list[int]] = {}
-        """Blocks that requests have been given since the last step, in order."""
+        """(request, block) pairs given since the last step, in order."""
 
     def fresh(self) -> Pool:
-        """Return another pool of the same arguments, with no request in it."""
+        """Return another pool with the same arguments, without requests."""
         return Pool(
             self.kv_blocks,
             self.block_size,
@@ -94,12 +94,12 @@ class Pool:
         )
 
     def follow(self, other: Pool) -> None:
-        """Take over another plan's rules of admission, from a pool of the same shape."""
+        """Adopt another plan's rules of admission, from a pool of the same shape."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def add_batches(self, count: int) -> tuple[MicroBatch, ...]:
-        """New micro-batches over this pool's waiting queue and memory."""
+        """Return new micro-batches over this pool's waiting queue and memory."""
         added = tuple(MicroBatch() for _ in range(count))
         self.batches.extend(added)
         return added
@@ -111,22 +111,22 @@ class Pool:
 
     @property
     def prompt_blocks(self) -> int:
-        """Number of blocks where prompts are encoded."""
+        """Number of blocks of the lane that encodes."""
         return self.prompts.count
 
     @property
     def reserved_blocks(self) -> int:
-        """Number of blocks in use or promised, those that requests share counted once."""
+        """Number of blocks in use or promised; shared blocks count once."""
         return self.blocks.num_used + self._promised
 
     @property
     def kept_blocks(self) -> int:
-        """Number of blocks kept for requests to come, where prompts are encoded."""
+        """Number of blocks kept for later requests in the lane that encodes."""
         return self.prompts.num_kept
 
     @property
     def now_ns(self) -> int:
-        """The engine's clock, as of the last `expire`."""
+        """The engine's clock at the last `expire`."""
         return self.waiting.now_ns
 
     @property
@@ -142,7 +142,7 @@ class Pool:
         return not (self.waiting or self.running)
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Whether requests could move over as they are: the same memory, promised in the same way."""
+        """Return whether requests could move to another pool as they are: same memory, promised in the same way."""
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -156,19 +156,19 @@ class Pool:
         self.waiting.push(request)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Take out the waiting requests whose deadline has passed and that have never run."""
+        """Remove and return the waiting requests that have never run and whose deadline has passed."""
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def to_encode(self, request: Request) -> int:
-        """Count the tokens that a waiting request would have encoded if it entered now: at least its last one."""
+        """Return the number of tokens that a waiting request would encode if it entered now: at least its last one."""
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
-        """Count the blocks that a waiting request would take where prompts are encoded."""
+        """Return the number of blocks that a waiting request would take in the lane that encodes."""
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def can_admit(self) -> bool:
-        """Whether the first waiting request would be let in now."""
+        """Return whether the first waiting request can enter now."""
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
@@ -185,7 +185,7 @@ class Pool:
         return missing <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Move the first waiting request in, or return None where there is none or its K/V does not fit."""
+        """Let the first waiting request enter, and return it; None: there is none, or its K/V does not fit."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -209,11 +209,11 @@ class Pool:
         return request
 
     def _cached(self, request: Request) -> int:
-        """Count the tokens whose K/V is there once the next decode step has run, or the first step after a prompt."""
+        """Return the number of tokens with K/V after the next decode step, or after the first step behind a prompt."""
         return request.context + self.encoder
 
     def _find(self, blocks: Blocks, request: Request) -> Found:
-        """Return the blocks that hold the beginning of a waiting request; its last token is always executed."""
+        """Return the cached blocks of a waiting request's beginning; its last token is always computed."""
         if not request.chain:
             return NOTHING
         return blocks.find(request.chain, (request.context - 1) // self.block_size)
@@ -224,7 +224,7 @@ class Pool:
         return table
 
     def move(self, request: Request, batch: MicroBatch) -> None:
-        """Take a request inside, with its K/V, over to another micro-batch."""
+        """Move a running request, with its K/V, to another micro-batch."""
         assert request.batch is not None
         now, then = (request.batch.encoding, batch.encoding)
         if request.id not in now:
@@ -233,15 +233,15 @@ class Pool:
         request.batch = batch
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Give each decoding request the block of its next token, preempting where blocks run out.
+        """Give each decoding request the block of its next token, preempting requests when blocks run out.
 
-        Where a block is promised a request has it a token early, so that a worker may run a step ahead.
+        A promised block is given a token early, so that a worker may run a step ahead.
         """
         decoding = chain(batch.decoding.values(), batch.held.values())
         for request in [r for r in decoding if self._is_full(r, self._cached(r) + 1)]:
             table = request.table
             if table is None:
-                continue  # preempted for one of those before it
+                continue  # preempted for an earlier request
             if len(table.blocks) < request.blocks:
                 self._promised -= 1
             elif self._is_full(request, self._cached(request)):
@@ -257,17 +257,17 @@ class Pool:
             self._grown.setdefault(request.id, []).append(self.blocks.grow(table))
 
     def _is_full(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request that has entered has too few blocks for `num_tokens`."""
+        """Return whether a request that has entered has too few blocks for `num_tokens`."""
         return request.table is not None and len(request.table.blocks) * self.block_size < num_tokens
 
     def take_grown(self) -> tuple[tuple[int, int], ...]:
-        """Return (request, block) pairs: what `make_room` has given since the last call, in order."""
+        """Return the (request, block) pairs that `make_room` has given since the last call, in order."""
         grown = tuple((id_, block) for id_, blocks in self._grown.items() for block in blocks)
         self._grown.clear()
         return grown
 
     def take_preempted(self) -> tuple[int, ...]:
-        """Return the requests that have lost their K/V since the last call; they wait again."""
+        """Return the requests preempted since the last call; they wait again."""
         preempted = tuple(self._preempted)
         self._preempted.clear()
         return preempted
@@ -288,7 +288,7 @@ class Pool:
 
     @property
     def num_under_way(self) -> int:
-        """Number of steps that have begun and not been settled."""
+        """Number of steps that have begun and have not been settled."""
         return len(self._under_way)
 
     def is_leaving(self, id_: int) -> bool:
@@ -296,7 +296,7 @@ class Pool:
         return id_ in self._leaving
 
     def has_room(self, batch: MicroBatch) -> bool:
-        """Whether each decoding request's next token has a block, or a free one, so that none is preempted for it."""
+        """Return whether every decoding request has a block for its next token, or a free one, without preemption."""
         missing = sum(r.blocks * self.block_size < self._cached(r) for r in batch.decoding.values())
         return self.reserved_blocks + missing <= self.kv_blocks
 
@@ -306,7 +306,7 @@ class Pool:
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Requests with a prompt that is not encoded yet, or only in part."""
+        """Yield the requests whose prompt is not encoded yet, or only in part."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     def settle(
@@ -320,8 +320,8 @@ class Pool:
         """Account for an executed step's tokens; `finished` names the requests that ended in it.
 
         Args:
-            outputs: of requests that ended, the keys of the blocks behind those of the prompt.
-            failed: those of them that ended in an error: what their blocks hold is found no more.
+            outputs: for requests that ended, the keys of the blocks behind those of the prompt.
+            failed: requests among them that ended in an error: their blocks are not shared any more.
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -344,13 +344,13 @@ class Pool:
         return freed + self.settle_leaving(step) + self._end_batch()
 
     def assume(self, batch: MicroBatch) -> None:
-        """Take the tokens of the micro-batch's step under way for made, so that the next one can be decided."""
+        """Assume that the micro-batch's step under way has its tokens, so that the next step can be decided."""
         if batch.assumed is None:
             batch.assumed = self._under_way[-1]
             self._advance(batch.assumed, batch)
 
     def _advance(self, step: Step, batch: MicroBatch) -> None:
-        """Account for a step's tokens; rows of requests that have ended since it was decided make none."""
+        """Account for a step's tokens; requests that have ended since it was decided get none."""
         made: list[Request] = []
         for chunk in step.encode:
             request = batch.encoding[chunk.id]
@@ -380,12 +380,12 @@ class Pool:
         return left
 
     def cancel(self, id_: int) -> list[int]:
-        """Take a request out that waits or runs; one that has finished, or is not known, is ignored.
+        """Remove a waiting or running request; one that has finished, or is not known, is ignored.
 
-        One with a step under way stays until that step is settled.
+        A request with a step under way stays until that step is settled.
 
         Returns:
-            The requests whose slot and K/V are free again: its own, and those that it held back.
+            The requests whose slot and K/V are free again: this one, and those that it held back.
         """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
@@ -403,7 +403,7 @@ class Pool:
     def _blocks_to_enter(self, request: Request) -> int:
         if self.kv == "quantile":
             return self.blocks_for(self._cached(request))
-        # What another plan has promised a request does not count here: a batch that holds requests is never preempted.
+        # Another plan's promise to a request does not count here: a batch that holds requests is never preempted.
         return self.blocks_for(request.longest if self.hold_finished else request.promised)
 
     def _end_batch(self) -> list[int]:
@@ -418,7 +418,7 @@ class Pool:
         return freed
 
     def _preempt_last(self) -> None:
-        """The request that entered last, of those that may lose their K/V and have no step under way, loses it."""
+        """Preempt the request that entered last, of those that may be preempted and have no step under way."""
         is_shared = self.kv == "quantile"
         id_ = next(
             id_
@@ -448,11 +448,11 @@ class Pool:
         return request
 
     def tokens_to_move(self, id_: int) -> int:
-        """Count the prompt tokens of a running request that the decode lane did not have when it entered."""
+        """Return the number of prompt tokens of a running request that the decode lane lacked when it entered."""
         return self.running[id_].input_length - self._table_of(id_).found * self.block_size
 
     def forget_prompt(self, request: Request) -> None:
-        """The lane that has encoded a request's prompt need not hold it any more: the decode lane has all of it."""
+        """Release a request's prompt in the lane that has encoded it: the decode lane now has all of it."""
         if request.table is not None:
             self.blocks.name(request.table, request.chain, request.encoded // self.block_size)
         if request.prompt_table is not None:
@@ -460,7 +460,7 @@ class Pool:
             request.prompt_table = None
 
     def _name_prompt(self, request: Request) -> None:
-        """Let others find the blocks of a prompt that have been computed."""
+        """Let later requests find the computed blocks of a prompt."""
         count = request.encoded // self.block_size
         if request.prompt_table is not None:
             self.prompts.name(request.prompt_table, request.chain, count)
@@ -468,13 +468,13 @@ class Pool:
             self.blocks.name(request.table, request.chain, count)
 
     def _name_output(self, request: Request, output: Chain) -> None:
-        """Let others find the blocks of a request that has ended, where their K/V has been made."""
-        if request.prompt_table is None and request.table is not None:  # else its prompt has not come to be decoded
-            count = (request.context - 1) // self.block_size  # the last token has not been fed
+        """Let later requests find the blocks of a request that has ended, as far as their K/V has been computed."""
+        if request.prompt_table is None and request.table is not None:  # else its prompt is not decoded yet
+            count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.blocks.name(request.table, request.chain + output, count)
 
     def _forget_blocks(self, request: Request) -> None:
-        """Let others find no block of a request's prompt, in either lane, also of those that it found itself."""
+        """Let no request find a block of this prompt, in either lane, including blocks that it found itself."""
         self.blocks.forget(request.chain)
         if self.prompts is not self.blocks:
             self.prompts.forget(request.chain)

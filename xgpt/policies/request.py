@@ -13,50 +13,49 @@ from xgpt.schema.step_log import Chain
 
 @dataclass(slots=True)
 class Request:
-    """What the rule may see of a request: its maximum, never its true output length."""
+    """A request as the rule sees it: its maximum, never its true output length."""
 
     id: int
     input_length: int
     max_output: int
     arrival_ns: int = 0
     deadline_ns: int | None = None
-    """When it must have entered at the latest, on the clock of `arrival_ns`; None: whenever there is room."""
+    """Latest time at which it may enter, on the clock of `arrival_ns`; None: any time."""
     promised_output: int | None = None
-    """Output tokens that K/V memory is set aside for as it enters; None: for all that may come."""
+    """Output tokens for which K/V memory is set aside when it enters; None: for all that may come."""
     account: Account = ANYONE
     chain: Chain = ()
     """Keys of the full blocks of its prompt; empty: nothing is shared."""
     encoded: int = 0
-    """Tokens whose K/V the encoding has made so far."""
+    """Number of tokens encoded so far."""
     generated: int = 0
-    """Output tokens computed; the step that ends the encoding computes one."""
+    """Number of output tokens computed; the step that ends the encoding computes one."""
     cached: int = 0
-    """Tokens whose K/V was there when it last entered."""
+    """Number of tokens that were cached when it last entered."""
     first_ns: int | None = None
-    """When the first step was scheduled that decoded it, where the rule goes by times: then its first token had come.
-    """
+    """Time at which its first decode step was scheduled, if the rule decides by times: then it had its first token."""
     blocks: int = 0
-    """K/V blocks set aside for it now, those that it shares included."""
+    """Number of K/V blocks set aside for it now, including blocks that it shares."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Those that it has, where it is decoded; None: it waits."""
+    """Its blocks in the lane that decodes; None: it waits."""
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Those of its prompt, where a lane of its own encodes it; None: that lane does not hold it."""
+    """Its prompt's blocks in the encode lane of WAA; None: that lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """Where it runs; None: it waits."""
+    """The micro-batch in which it runs; None: it waits."""
 
     @property
     def context(self) -> int:
-        """Prompt and output tokens so far: what encoding must cover, and what the next decode attends to."""
+        """Prompt and output tokens so far: encoding must cover them, and the next decode attends to them."""
         return self.input_length + self.generated
 
     @property
     def longest(self) -> int:
-        """Prompt and output tokens at most."""
+        """Largest number of prompt and output tokens."""
         return self.input_length + self.max_output
 
     @property
     def promised(self) -> int:
-        """Prompt and output tokens to set memory aside for as it enters now."""
+        """Prompt and output tokens for which memory is set aside if it enters now."""
         if self.promised_output is None:
             return self.longest
         return min(self.longest, self.context + self.promised_output)
@@ -76,11 +75,11 @@ class Step(NamedTuple):
     Attributes:
         encode: the pieces of prompts to encode.
         decode: the requests to decode by one token.
-        preempted: the requests that lost their K/V for this step; they were in no step under way.
+        preempted: the requests preempted for this step; they had no step under way.
         transfer: the requests whose K/V moves from the encode to the decode lane ("transfer" steps alone).
         lane: the worker group that executes it.
         microbatch: the micro-batch within the lane, from 0.
-        grown: (request, block) pairs: blocks that requests have been given since the lane's last step, in order.
+        grown: (request, block) pairs given since the lane's last step, in order.
     """
 
     encode: tuple[Chunk, ...]
@@ -108,10 +107,10 @@ class MicroBatch:
         self.encoding: dict[int, Request] = {}
         self.decoding: dict[int, Request] = {}
         self.held: dict[int, Request] = {}
-        """Finished, but with a slot until their whole batch has finished."""
+        """Finished requests that keep their slot until their whole batch has finished."""
         self.steps_under_way = 0
         self.assumed: Step | None = None
-        """A step under way whose tokens are taken for made: the next one is decided on top of them."""
+        """A step under way whose tokens are assumed to exist, so that the next step can be decided."""
 
     @property
     def num_running(self) -> int:

@@ -12,26 +12,26 @@ from xgpt.schema.step_log import Chain
 from xgpt.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""K/V blocks that a key stands for: what requests have in common is told coarsely, at a quarter of the price."""
+"""K/V blocks that one key stands for: common beginnings are compared coarsely, at a quarter of the cost."""
 MOST_KEYS = 131_072
 SLACK = 0.5
-"""Of the requests inside a replica: how many more it may have than another one and still get a request whose whole
-prompt lies there; of a request of which a part lies there, that part of them."""
+"""Share of a replica's running requests by which it may exceed another replica and still get a request whose whole
+prompt it holds; for a request of which it holds a part, that part of the share."""
 
 
 class Router:
-    """Replicas, the requests that each has, and where prompts' beginnings were last sent.
+    """The number of requests of each replica, and where the beginnings of prompts were last sent.
 
     Args:
-        count: replicas.
-        slack: requests by which a replica may exceed another one.
+        count: number of replicas.
+        slack: number of requests by which a replica may exceed another one.
     """
 
     def __init__(self, count: int, slack: float) -> None:
         self.load = [0] * count
         self._slack = slack
         self._home: OrderedDict[bytes, int] = OrderedDict()
-        """Keys, the one used longest ago first, and the replica that had each last."""
+        """The replica that had each key last, the least recently used key first."""
 
     @classmethod
     def of(cls, plan: Plan) -> Router:
@@ -39,7 +39,7 @@ class Router:
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
     def route(self, chain: Chain) -> int:
-        """Return the replica that a request goes to; it has one more until `leave`."""
+        """Return the replica for a request, and count the request there until `leave`."""
         load, home = self.load, self._home
         least = min(load)
         found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
@@ -55,14 +55,14 @@ class Router:
         return number
 
     def leave(self, number: int) -> None:
-        """A request of this replica has ended."""
+        """Note that a request of this replica has ended."""
         self.load[number] -= 1
 
 
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
     """Return the requests of a trace that come to the first of a plan's replicas.
 
-    As many are under way as the plan has inside: the one that began first ends when a further one comes.
+    The number of requests under way is that of the plan's running requests: the oldest one ends when another arrives.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1 or prefixes is None:

@@ -1,8 +1,8 @@
 """The single-lane rule: rra, orca, chunked and static are settings of it.
 
-It answers one question: given the requests of a micro-batch and those that wait, what does its next step encode, and
-what does it decode? The rule reads no clock and draws no random number: the same submissions, steps and endings give
-the same schedule on the simulated clock and on the real one.
+From the requests of a micro-batch and the waiting ones, it decides what the next step encodes and decodes. The rule
+reads no clock and draws no random numbers: the same submissions, steps and endings give the same schedule on the
+simulated clock and on the real one.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ Source: ExeGPT sec. 5.2, which names the threshold but no figure.
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """What distinguishes one single-lane policy from another.
+    """The settings that distinguish one single-lane policy from another.
 
     Attributes:
         mix: a step may both encode and decode.
         encode_every: decode iterations between two steps that encode (only without `mix`).
-        encode_tokens: prompt tokens that a step which encodes takes on average; None: no such target.
-        carried_batch: requests still in decode when a phase begins, on average; used with `encode_tokens`.
-        decode_batch: requests in decode after that phase's encoding, on average; used with `encode_tokens`.
-        token_budget: tokens in a step at most; prompts are cut to fit. None: whole prompts.
-        max_batch: requests in the lane at most.
+        encode_tokens: mean number of prompt tokens in a step that encodes; None: no such target.
+        carried_batch: mean number of requests in decode when a phase begins; used with `encode_tokens`.
+        decode_batch: mean number of requests in decode after the phase's encoding; used with `encode_tokens`.
+        token_budget: largest number of tokens in a step; prompts are cut to fit. None: whole prompts.
+        max_batch: largest number of requests in the lane.
         refill_when_empty: no request enters before the whole batch has finished.
-        microbatches: what the lane's requests are divided into; each runs by a rule of its own.
-        reuse_is_planned: `encode_tokens` are those that are left to encode; otherwise of whole prompts, so that a plan
-            that counts on no K/V of earlier requests takes as many requests at a time as it says.
+        microbatches: number of micro-batches, each with a rule of its own.
+        reuse_is_planned: `encode_tokens` counts tokens left to encode; otherwise whole prompts, so that a plan that
+            expects no reuse takes as many requests at a time as it says.
         encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
-        ahead: a step is decided while the one before it is under way, as if that one's requests all went on (only with
-            `mix` and one micro-batch).
-        prompts_first: steps that encode decode none, and go before those that decode (only with `mix`).
-        whole_prompts: a prompt waits for a step that has room for all of it, or is empty (only with `mix`).
-        slack: prompts fill a step as far as running requests have time, in place of `token_budget` (only with `mix`).
-        thresholds: what ends a phase, once its iterations are done (only without `mix`).
+        ahead: a step is decided while the one before it is under way, as if all its requests went on (only with `mix`
+            and one micro-batch).
+        prompts_first: steps that encode decode nothing, and go before those that decode (only with `mix`).
+        whole_prompts: a prompt waits for a step with room for all of it, or an empty one (only with `mix`).
+        slack: prompts fill a step as far as running requests have time, instead of `token_budget` (only with `mix`).
+        thresholds: conditions that end a phase, once its iterations are done (only without `mix`).
         first_tokens: when they are due, where prompts that cannot be in time give way.
     """
 
@@ -79,7 +79,7 @@ class LaneSettings:
     first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
-        """Return the settings of one micro-batch: its share of whatever counts requests or tokens."""
+        """Return the settings of one micro-batch: its share of the numbers of requests and tokens."""
         count = self.microbatches
         return replace(
             self,
@@ -96,12 +96,12 @@ class LaneSettings:
 def lane_settings(
     settings: SingleLaneSettings, encode_tokens: float, decode_batch: float, decoding_share: float = 1.0
 ) -> LaneSettings:
-    """Return a plan's settings as the rule takes them.
+    """Return the rule's settings for a policy's settings.
 
     Args:
-        encode_tokens: the plan's mean prompt tokens a step that encodes (rra only).
+        encode_tokens: the plan's mean number of prompt tokens in a step that encodes (rra only).
         decode_batch: the plan's requests in decode at the start of a phase (rra only).
-        decoding_share: share of the requests that decode at all: the others end with their first token (rra only).
+        decoding_share: share of the requests that decode; the others end with their first token (rra only).
     """
     return RULES[settings.kind](settings, encode_tokens, decode_batch, decoding_share)
 
@@ -167,14 +167,14 @@ RULES: dict[str, Callable[[Any, float, float, float], LaneSettings]] = {
     "chunked": _chunked,
     "static": _static,
 }
-"""What each single-lane policy makes of its settings; see `lane_settings`."""
+"""The function from each single-lane policy's settings to `LaneSettings`; see `lane_settings`."""
 
 
 class PromptBudget:
-    """Prompt tokens to encode: a target a time, and what earlier times took too few or too many.
+    """The prompt tokens that a phase may encode: a target, corrected by what earlier phases took too few or too many.
 
-    Taking a prompt only where at least half of it is covered keeps every time within half a prompt of the target and
-    the average on it, so that ragged inputs cost neither throughput nor a stalled decode batch.
+    A prompt is taken only if at least half of it is covered, which keeps every phase within half a prompt of the target
+    and the mean on it, so that uneven inputs neither cost throughput nor stall the decode batch.
 
     Source: ExeGPT sec. 5.2.
     """
@@ -183,29 +183,29 @@ class PromptBudget:
         self._target = target
         self._decode_batch = decode_batch
         self._credit = 0.0
-        """Tokens that earlier times took too few (or, below zero, too many)."""
+        """Tokens that earlier phases took too few (or, if negative, too many)."""
 
     def open(self, excess: float = 0.0) -> None:
-        """Begin the next time; `excess`: requests in decode beyond their expected number."""
+        """Begin the next phase; `excess`: requests in decode beyond their expected number."""
         target = self._target
         if abs(excess) > ADJUSTMENT * self._decode_batch:
             target *= 1 - ADJUSTMENT if excess > 0 else 1 + ADJUSTMENT
         self._credit += target
 
     def covers(self, length: int) -> bool:
-        """Whether a prompt of that many tokens is due."""
+        """Return whether a prompt of `length` tokens may be taken."""
         return self._credit >= length / 2
 
     def spend(self, length: int) -> None:
         self._credit -= length
 
     def close(self) -> None:
-        """End a phase's encoding: no request or no memory is left. Tokens not spent now would be a burst later."""
+        """End a phase's encoding early, for want of requests or memory; unused tokens are dropped, to avoid a burst."""
         self._credit = min(self._credit, 0.0)
 
 
 class OneLaneRule:
-    """Decides each step of one micro-batch. Keeps two numbers between steps: the phase and the budget's credit."""
+    """Decides each step of one micro-batch; its state is the phase and the budget's credit."""
 
     def __init__(self, settings: LaneSettings) -> None:
         self.settings = settings
@@ -213,31 +213,31 @@ class OneLaneRule:
         """Decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
         self.phase = 0
-        """Phases begun, where decode iterations come between two steps that encode."""
+        """Number of phases begun, if decode iterations separate steps that encode."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Go over to other settings; the phase goes on, and the budget starts anew."""
+        """Adopt other settings; the phase goes on, and the budget starts anew."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Whether a phase's iterations are done, or no request is left for them."""
+        """Return whether a phase's iterations are done, or no request is left to decode."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def _may_begin_phase(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Whether a phase is over, and enough requests wait for the next, or one for long enough."""
+        """Return whether a phase is over, and enough requests wait for the next one, or one has waited long enough."""
         thresholds = self.settings.thresholds
         if thresholds is None or not batch.num_running:
             return self.is_phase_over(batch)
         return self.is_phase_over(batch) and are_met(thresholds, pool.num_waiting, pool.waiting.oldest_wait_ns)
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
-        """Return the next step, or None where nothing can run. Admits the requests that the step begins to encode.
+        """Return the next step, or None if nothing can run; admit the requests that the step begins to encode.
 
-        Being asked in vain changes nothing: how often an engine asks depends on its clock.
+        A call that returns None changes nothing, since how often an engine asks depends on its clock.
 
         Args:
-            may_encode: a phase may begin now.
+            may_encode: whether a phase may begin now.
         """
         settings = self.settings
         giving_way = (
@@ -299,7 +299,7 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Prompts as far as running requests can spare time."""
+        """Return pieces of prompts, as far as running requests can spare time."""
         forecast, now_ns = pool.forecast, pool.now_ns
         running = [batch.decoding[id_] for id_ in self._decodable(pool, batch)]
         free_ns = forecast.free_ns(now_ns, pool.num_under_way)
@@ -347,7 +347,7 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
 
     def _holds_next(self, room: Room, pool: Pool) -> bool:
-        """Whether the next prompt fits what is left of a step, uncut unless it is longer than any step."""
+        """Return whether the next prompt fits the room left, uncut unless it is longer than any step."""
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -358,13 +358,13 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a batch that entered whole; several parts may be under way one after the other."""
+        """Return the next part of a batch that entered whole; several parts may be under way."""
         missing = [request for request in batch.encoding.values() if not pool.is_under_way(request.id)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(next_chunk(request, None) for request in missing[:size])
 
     def _phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Whole prompts worth the phase's token target; what is left over or missing moves to the next phase."""
+        """Return whole prompts up to the phase's token target; the difference moves to the next phase."""
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
         # Prompts that are encoded in part were begun under settings that cut them (see apply).
@@ -396,7 +396,7 @@ def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
 
 
 def are_met(thresholds: Thresholds, num_waiting: int, oldest_wait_ns: int) -> bool:
-    """Whether enough requests wait, or one for long enough."""
+    """Return whether enough requests wait, or one has waited long enough."""
     if num_waiting >= thresholds.waiting_requests:
         return True
     return num_waiting > 0 and oldest_wait_ns >= 1_000_000 * thresholds.oldest_wait_ms

@@ -6,10 +6,10 @@ An engine submits requests, asks each lane for steps until it has none, and sett
         ...                                     # execute it: stage after stage, steps of one lane in their order
     freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
 
-Steps of a lane overlap on its stages. A micro-batch's next step is given out only once its previous one has been
-settled, and the micro-batches take strict turns, so a pipeline of P stages needs P of them to be busy throughout. A
-schedule that runs ahead gives out one step more on top of the one under way: as some engines do, it takes every request
-of that one to go on, unless its maximum says otherwise, so a request that ends has a row in one more step.
+Steps of a lane overlap on its stages. A micro-batch's next step begins only after its previous one has been settled,
+and micro-batches take strict turns, so a pipeline of P stages needs P of them to be always busy. A schedule that runs
+ahead decides one more step while one is under way: like some engines, it assumes that every request of that step goes
+on, unless its maximum says otherwise, so a request that ends has a row in one more step.
 Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
 """
 
@@ -27,13 +27,13 @@ from xgpt.schema.step_log import Chain
 
 
 class Schedule(ABC):
-    """The steps of a plan.
+    """Decides the steps of a plan.
 
-    All of its state changes in `submit`, `cancel`, `expire`, `settle`, and where `next_step` gives one.
+    Its state changes only in `submit`, `cancel`, `expire`, `settle`, and when `next_step` returns a step.
 
     Attributes:
         lanes: the worker groups that ask for steps, in the order in which an engine asks.
-        stages: where a plan has placed them; none where there is no plan.
+        stages: the plan's stages; empty without a plan.
     """
 
     lanes: tuple[LaneName, ...]
@@ -44,14 +44,14 @@ class Schedule(ABC):
 
     @abstractmethod
     def fresh(self) -> Schedule:
-        """Return the same schedule with no request in it: where all workers are lost, it begins anew."""
+        """Return the same schedule without requests, for a restart of all workers."""
 
     def submit(self, request: Request) -> None:
         """Put a new request in the queue. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self.pool.submit(request)
 
     def cancel(self, id_: int) -> list[int]:
-        """Take a request out: at once where none of its steps is under way, else when that step is settled.
+        """Remove a request: at once if none of its steps is under way, else when that step is settled.
 
         Returns:
             The requests whose slot and K/V are free again.
@@ -66,11 +66,10 @@ class Schedule(ABC):
         """Adopt another plan's settings before the next step; running requests stay where they are.
 
         Args:
-            other: that plan's schedule, with no request in it.
+            other: that plan's schedule, without requests.
 
         Returns:
-            False, and nothing has changed, where this takes an empty engine: other lanes, stages, micro-batches or
-            memory.
+            False, with nothing changed, if this needs an empty engine: other lanes, stages, micro-batches, memory.
         """
         return False
 
@@ -91,22 +90,22 @@ class Schedule(ABC):
     ) -> list[int]:
         """Account for a step that has been executed; `finished` names the requests that ended in it.
 
-        Steps of one lane are settled in the order in which they were given out.
+        Steps of one lane are settled in the order in which they began.
 
         Args:
-            outputs: of requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
-            failed: those of them that ended in an error; no other request shares what they have computed.
+            outputs: for requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
+            failed: requests among them that ended in an error; no other request shares their K/V.
 
         Returns:
             The requests whose slot and K/V are free again.
         """
 
     def sampled(self, step: Step) -> list[int]:
-        """Return the requests that have one token more once this step is settled, held ones included."""
+        """Return the requests that get a token in this step, including held ones."""
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
 
     def encoded(self, step: Step) -> list[int]:
-        """Return the requests whose prompt this step ends."""
+        """Return the requests whose prompt is completely encoded by this step."""
         running = self.pool.running
         return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
 
@@ -114,9 +113,9 @@ class Schedule(ABC):
 class OneLane(Schedule):
     """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
 
-    A micro-batch that has nothing to do is passed over. Phases of rra begin together: a micro-batch in which no request
-    is left waits for the others, as a long encode step among short decode steps would hold up all of them. Static
-    batches enter whole and in equal parts, when all of the batch before has left.
+    A micro-batch that has nothing to do is skipped. Phases of rra begin together: a micro-batch that has no request left
+    waits for the others, since a long encode step among short decode steps would hold up all of them. Static batches
+    enter whole and in equal parts, after all of the batch before has left.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
@@ -161,7 +160,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Whether the step behind the one under way can be decided now, on top of that one's tokens."""
+        """Return whether the step after the one under way can be decided now, assuming the latter's tokens."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -179,7 +178,7 @@ class OneLane(Schedule):
         return self.pool.settle(step, batch, finished, outputs, failed)
 
     def _may_encode(self, number: int) -> bool:
-        """Whether all others have ended the phase that this micro-batch is in."""
+        """Return whether all other micro-batches have ended this one's phase."""
         if len(self._rules) == 1 or self.settings.mix or self.settings.refill_when_empty:
             return True
         phase = self._rules[number].phase
@@ -201,7 +200,7 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Parts of a static batch are encoded one behind the other, without waiting for each."""
+        """Return whether a static batch has further parts to encode, which do not wait for each other."""
         if not self.settings.refill_when_empty:
             return False
         return any(not self.pool.is_under_way(id_) for id_ in batch.encoding)
