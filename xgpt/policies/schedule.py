@@ -113,9 +113,9 @@ class Schedule(ABC):
 class OneLane(Schedule):
     """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
 
-    A micro-batch that has nothing to do is skipped. Phases of rra begin together: a micro-batch that has no request left
-    waits for the others, since a long encode step among short decode steps would hold up all of them. Static batches
-    enter whole and in equal parts, after all of the batch before has left.
+    A micro-batch that has nothing to do is skipped. Phases of rra begin together: a micro-batch without requests waits
+    for the others, since a long encode step among short decode steps would hold up all of them. Static batches enter
+    whole and in equal parts, after all of the batch before has left.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
