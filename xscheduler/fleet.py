@@ -33,8 +33,8 @@ percent takes minutes and is less than is known of any day's load."""
 FEW = 200
 TIME_S = 30.0
 """After which a search stops with what it has: a matter of large problems on a slow machine."""
-MOST_STATES = 1000
-"""Fleets over which the shortest path is found."""
+MOST_STATES, MOST_CONSTANT = 1000, 20_000
+"""Fleets over which the shortest path is found, and among which the cheapest constant one is."""
 SLACK = 1e-9
 INFEASIBLE = 2
 """Status of scipy's milp."""
@@ -121,7 +121,7 @@ def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
         InfeasibleError: the devices that there are do not hold the load.
     """
     _check(problem)
-    states = _states(problem) if problem.least_stay == 1 else None
+    states = _states(problem, MOST_STATES) if problem.least_stay == 1 else None
     return _by_branching(problem, time_s) if states is None else _by_shortest_path(problem, states)
 
 
@@ -202,7 +202,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
     """
     _check(problem)
     count, kinds = problem.rates.shape
-    if (states := _states(problem)) is not None:
+    if (states := _states(problem, MOST_CONSTANT)) is not None:
         states = states[_held(problem, states).all(axis=0)]
         if not len(states):
             raise _not_held(problem)
@@ -266,10 +266,10 @@ def _most(problem: FleetProblem) -> Ints:
     return most
 
 
-def _states(problem: FleetProblem) -> Ints | None:
+def _states(problem: FleetProblem, at_most: int) -> Ints | None:
     """Return all fleets that the devices allow and that may be worth having; None: too many. # [states, kinds]"""
     most = _most(problem)
-    if np.prod(most + 1.0) > MOST_STATES:
+    if np.prod(most + 1.0) > at_most:
         return None
     states = np.indices(tuple(most + 1)).reshape(len(most), -1).T
     allowed = states.sum(axis=1) >= problem.least

@@ -96,7 +96,7 @@ BOTH = pytest.mark.parametrize("most_states", [fleet.MOST_STATES, 0], ids=["path
 @settings(max_examples=60, deadline=None)
 @given(problem=problems(kinds=2, count=3, least_stay=3))
 def test_mixed_kinds_cost_what_the_best_of_all_fleets_costs(problem: FleetProblem, most_states: int) -> None:
-    with patch.object(fleet, "MOST_STATES", most_states):
+    with patch.multiple(fleet, MOST_STATES=most_states, MOST_CONSTANT=most_states):
         _check_mixed(problem)
 
 
@@ -134,7 +134,7 @@ def _check_one_kind(problem: FleetProblem) -> None:
 @settings(max_examples=40, deadline=None)
 @given(problem=problems(kinds=2, count=3, least_stay=1))
 def test_the_constant_fleet_is_the_cheapest_that_never_changes(problem: FleetProblem, most_states: int) -> None:
-    with patch.object(fleet, "MOST_STATES", most_states):
+    with patch.object(fleet, "MOST_CONSTANT", most_states):
         _check_constant(problem)
 
 
