@@ -313,7 +313,8 @@ def lived(path: Path) -> str:
 
 `python -m benchmarks.live_day`: replicas of OPT-125M (random weights, one core each) behind a front, a day of
 {of.seconds:g} s with 0.4, 1.25 and 0.4 times the arrival rate that one replica keeps; bound on the whole request
-{of.bound_s:g} s. Predicted: the same requests and the same controller on the simulated clock. Commit `{of.commit}`.
+{of.bound_s:g} s. Predicted: the same requests and the same controller on the simulated clock. The replicas and
+their load had two cores; the load of all four was {of.load:.0f}, with the memory shared. Commit `{of.commit}`.
 
 | requests | lost | within the bound, predicted | measured | median | 99% | replicas at most | processes left |
 |---|---|---|---|---|---|---|---|

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Live:
         lost: requests without a whole answer.
         predicted, measured: shares within the bound, of the simulated day and of the real one.
         replicas: most that took requests at a time.
+        load: of the whole machine at the end, the mean of a minute.
+        commit: at which it began.
     """
 
     seconds: float
@@ -61,7 +63,8 @@ class Live:
     starts: int
     replicas: int
     left_over: int
-    commit: str
+    load: float = 0.0
+    commit: str = ""
 
 
 def draw(rate: float, seconds: float, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,7 +164,6 @@ def _live(
         starts=sum(line.startswith("start ") for line in notes),
         replicas=max((int(line.split(" ready")[0].rsplit(" ", 1)[1]) for line in notes if " ready" in line), default=0),
         left_over=len(marked),
-        commit=made.commit(),
     )
 
 
@@ -178,7 +180,8 @@ def _has_mark(path: Path, directory: str) -> bool:
 @click.option("--bound", "bound_s", type=float, default=4, show_default=True, help="On the whole request, s.")
 def main(state: Path, seconds: float, bound_s: float) -> None:
     state.mkdir(parents=True, exist_ok=True)
-    live = run(state.resolve(), seconds, bound_s)
+    commit = made.commit()
+    live = replace(run(state.resolve(), seconds, bound_s), load=os.getloadavg()[0], commit=commit)
     text = json.dumps(asdict(live), indent=1)
     write_atomic(state / LIVE, text + "\n")
     click.echo(text)
