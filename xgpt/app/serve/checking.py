@@ -60,13 +60,11 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
 
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
-            accepted = (
-                f"its weights are not here: run `hf download {model_id}`, or give their directory as `checkpoint`"
-            )
+            accepted = f"its weights are not here: run `hf download {model_id}`, or give `checkpoint`, their directory"
             raise InputError("plan.checkpoint", model_id, accepted)
         return plan.model_copy(update={"checkpoint": str(cached)})
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
-        accepted = "there is no such directory on this machine: give the weights' directory as `checkpoint`"
+        accepted = "there is no such directory on this machine: give `checkpoint`, the weights' directory"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)
     return plan
 
