@@ -118,6 +118,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         f"{problem.workload.name}, {bound}"
     )
     yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield from plan_text.classes_in_words(best)
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)
     if planned.choices:

@@ -129,6 +129,18 @@ def _with_error(error: float | None) -> str:
     return "" if error is None else f"within {100 * error:.1f}% (standard deviation over three draws), "
 
 
+def classes_in_words(plan: Plan) -> list[str]:
+    """Return a line on the classes of requests with their bounds, where there are any."""
+    labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+    texts = []
+    for each in plan.constraint.classes:
+        bounds = [
+            f"{label} {bound:g} s" for name, label in labels.items() if (bound := getattr(each, name)) is not None
+        ]
+        texts.append(f"{each.name} ({100 * each.share:.3g}% of requests, {', '.join(bounds) or 'no bounds'})")
+    return [f"classes: {'; '.join(texts)}; planned for the tightest bounds"] if texts else []
+
+
 def headroom_in_words(plan: Plan) -> list[str]:
     """Return a line on the headroom under the bounds, and on its source."""
     headroom, source = plan.constraint.headroom, plan.profile.source
