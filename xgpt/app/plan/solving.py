@@ -81,13 +81,13 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     if trace is not None:
         plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
     if problem.profile.is_restless:
-        plans[kind] = best = _told_of_restlessness(best, problem)
+        plans[kind] = best = _with_busy_machine_warning(best, problem)
     if problem.cluster.is_local:
         check_planned(best)
     return Planned(request, problem, plans, choices, planning_s)
 
 
-def _told_of_restlessness(plan: Plan, problem: Problem) -> Plan:
+def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with a warning that its profile was measured on a busy machine.
 
     The warning says how much of the arrival rate the headroom for that costs, in closed form.
