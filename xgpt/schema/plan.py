@@ -166,17 +166,10 @@ class Admission(Frozen):
     "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`)
     as fit 99.9% of the time, and preempts some where they do not fit.
 
-    Waiting requests enter in the order of arrival ("fcfs"), so that as many as possible keep the plan's bound on the
-    time to first token, by its step times, the others giving way ("in-time"), shortest prompt first ("sjf"), largest
-    possible output first ("lpt": finishes a given set of requests soonest), earliest deadline first ("edf"), or by
-    TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time ("das"; "slotted-das" for rows in slots),
-    or in the order of arrival with each 64 in a row shuffled ("shuffled": neighbours' lengths may be alike, those of a
-    batch are not). A request that has waited for longer than `patience` times the plan's latency is overdue, and every
-    second request to enter is the one that is overdue the longest, so that none starves; None: no request is ever
-    overdue.
+    Orders in which waiting requests enter:
 
     - "fcfs": by arrival;
-    - "in-time": by arrival, but last those that can no longer keep the bound on the time to first token;
+    - "in-time": so that as many as possible keep the bound on the time to first token, by the plan's step times;
     - "sjf": shortest prompt first;
     - "lpt": largest possible output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
