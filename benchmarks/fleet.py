@@ -296,9 +296,9 @@ def planned(path: Path) -> str:
 ## Planning
 
 `python -m benchmarks.fleet_planning`: `xgpt fleet` for a day of {of.intervals} intervals and {of.requests:,} requests,
-up to 64 devices of each of three kinds (H100 x1 to x8, A100, L40S), on {of.cores} cores: {runs} s from the command to
-its end, of which {of.planning_s:.1f} s plan and {of.verifying_s:.1f} s simulate all requests on each fleet that is
-tried and on the constant one. Goal: planning under 10 s. Commit `{of.commit}`."""
+up to 64 devices of each of three kinds (H100, A100, L40S), on {of.cores} cores: {runs} s from the command to its end.
+Of the last, {of.planning_s:.1f} s plan, and {of.verifying_s:.1f} s simulate all requests on each fleet that is tried
+and on the constant one. Goal: under 10 s. Commit `{of.commit}`."""
 
 
 def lived(path: Path) -> str:
