@@ -39,8 +39,8 @@ SLICE = 128
 """Inputs of a panel that stay in the first-level cache, 16 KiB, together with those of two groups of rows."""
 DEEPEST = 1024
 """Inputs of a block: a group's sums are read and written once for each."""
-CHUNK = 252
-"""Rows for which the weight is read once: 1 MiB of a block's inputs."""
+CHUNK = 132
+"""Rows for which the weight is read once: half a MiB of a block's inputs."""
 STEPS = 4
 """Inputs that a turn of the inner loop takes."""
 LINES = STEPS * WIDTH // 16
