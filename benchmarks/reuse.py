@@ -278,7 +278,7 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
             write_atomic(kept, json.dumps(_measured(plan, steps, trace, requests, reuse=reuse)))
         shown = Shown(*json.loads(kept.read_text()))
         of = _simulated(plan, steps, trace, requests, reuse=reuse)
-        measured.append(shown.rate)
+        measured.append(shown)
         mode, policy = "on" if reuse else "off", plan.policy
         cells = [name, mode, f"{policy.token_budget}", f"{policy.max_batch}", f"{plan.estimate.throughput_rps:.2f}"]  # type: ignore[union-attr]
         cells += _compared(of.rate, shown.rate, 1 / shown.pace, "")
@@ -288,9 +288,11 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
         cells = [name, mode, *_compared(of.first_s, shown.first_s, shown.pace, " s")]
         firsts.append(f"| {' | '.join([*cells, f'{of.found:.1%}', f'{shown.found:.1%}'])} |")
         click.echo(rates[-1] + "\n" + firsts[-1])
+    even = [shown.rate * shown.pace for shown in measured]
     gained = (
-        f"Weighing batch against cache serves {measured[0] / measured[1]:.2f} times what the plan that ignores reuse "
-        f"does, and {measured[0] / measured[2]:.2f} times what that one does with reuse off."
+        f"Weighing batch against cache serves {measured[0].rate / measured[1].rate:.2f} times what the plan that "
+        f"ignores reuse does, and {measured[0].rate / measured[2].rate:.2f} times what that one does with reuse off; "
+        f"at one pace of all three runs, {even[0] / even[1]:.2f} and {even[0] / even[2]:.2f} times."
     )
     with _part(work, f"served-{latency_bound:g}") as lines:
         tables = {"rates": rates, "firsts": firsts, "latencies": latencies}
