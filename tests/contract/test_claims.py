@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -95,13 +96,14 @@ def in_ci(num_cases: int):  # type: ignore[no-untyped-def]
     )
 
 
-def claims_hold(case: Case) -> None:
+def claims_hold(case: Case, shares: Sequence[float] = SHARES) -> None:
+    """Claims of the plans under bounds, rising shares of the latency without one, and that the last serves most."""
     free = case.plans(None)
     if not free:
         return  # a policy for more devices
     loosest_s = max(plan.estimate.latency_s for plan in free.values())
     best_rps, kept, together = 0.0, False, False
-    for share in SHARES:
+    for share in shares:
         bound_s = share * loosest_s
         plans = case.plans(bound_s)
         assert plans or not kept, f"{bound_s} s is infeasible, a tighter bound is not"
@@ -120,7 +122,11 @@ def claims_hold(case: Case) -> None:
         assert best.estimate.throughput_rps == max(plan.estimate.throughput_rps for plan in plans.values())
         if best.search.gap is not None:
             nothing_beats(case, best, [kind for kind in kinds_in(case) if is_proven(kind, plans)])
-    figures_are_simulated(case, best if kept else next(iter(free.values())))
+    unbounded = next(iter(free.values()))
+    together |= unbounded.search.bound in (TOGETHER, PASSED_OVER)
+    slack = 1 + (AGREES if together else unbounded.search.gap or 0.0)
+    assert unbounded.estimate.throughput_rps * slack >= best_rps * (1 - ROUNDING), "a bound serves more than none"
+    figures_are_simulated(case, best if kept else unbounded)
 
 
 def kinds_in(case: Case) -> tuple[str, ...]:
@@ -168,7 +174,7 @@ def figures_are_simulated(case: Case, plan: Plan) -> None:
         assert measured.latency_s == pytest.approx(plan.estimate.latency_s, rel=CHANCE)
     else:
         low, high = np.quantile(measured.latencies_s, [q - near, q + near])
-        if len(subject.workload.output.lengths) == 1:  # what began together ends together, for ever, and may be faster
+        if len(subject.workload.output.lengths) == 1:  # how they begin decides for good; the slower way is stated
             high = np.inf
         assert low / (1 + CHANCE) <= plan.estimate.latency_s <= (1 + CHANCE) * high, (
             low,
@@ -237,6 +243,8 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 @example(Case(2491266330, 2, "orca", "request", monotone=False, quantile=0.5))
 # Of few requests, those that the start has kept waiting are the slowest hundredth.
 @example(Case(2781628323, 4, "waa", "request", monotone=True, quantile=0.99))
+# Of the quantile's length there are few: the simulation that tells its latency needs more than others.
+@example(Case(2241879313, 4, "waa", "length", monotone=False, quantile=0.99))
 # Nearly all outputs of one length: requests leave together, and those that stay meet fewer prompts than steps hold.
 @example(Case(3980523140, 1, "orca", "request", monotone=False, quantile=0.9))
 # Batches that end with their prompts between others: what decodes next says nothing of their requests.
@@ -248,7 +256,7 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
 @example(Case(1247510167, 1, "orca", "length", monotone=False, quantile=0.99))
 @example(Case(1966559322, 4, "waa", "length", monotone=False, quantile=0.9))
 def test_claims_hold(case: Case) -> None:
-    claims_hold(case)
+    claims_hold(case, (SHARES[case.seed % 2],))  # each bound is a third of the time; the long run tries both
 
 
 rated = st.builds(

@@ -215,12 +215,21 @@ def _simulated(
 
 
 def request_latencies(
-    plan: Plan, profile: Profile, workload: Workload, num_requests: int, rng: np.random.Generator
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    num_requests: int,
+    rng: np.random.Generator,
+    *,
+    at_once: bool = False,
 ) -> RequestLaw:
     """Return the distribution of all requests' latencies at saturation, from admission to the last token.
 
     Where requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a
     batch that began all at once would end nearly at once for many lifetimes.
+
+    Args:
+        at_once: begin with such a batch all the same.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -243,7 +252,7 @@ def request_latencies(
     total = skipped + num_requests + behind
     inputs, outputs = sample(workload, total, rng)
     longest = np.full(total, lengths.max_output)
-    if not FORECASTS[plan.policy.kind].stations.frees_together:
+    if not at_once and not FORECASTS[plan.policy.kind].stations.frees_together:
         first = min(round(plan.estimate.decode_batch), total)
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated

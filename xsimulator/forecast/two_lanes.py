@@ -44,6 +44,9 @@ PERIODS = 4
 """Batches before the last whose remaining requests are counted one by one; those of earlier ones are integrated."""
 
 
+BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
+
+
 class TwoLaneModel:
     """Predicts waa for an encode lane, a decode lane and one workload.
 
@@ -461,9 +464,7 @@ class _Stays:
         Args:
             period: seconds from one batch to the next.
         """
-        found = np.zeros_like(step)
-        for k in range(1, PERIODS + 1):
-            found += self._inside(lanes, k * period, step)
+        found: Array = self._inside(lanes, BEFORE * period, step).sum(axis=0)
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
 
     def _inside(self, lanes: _Lanes, age: Array, step: Array) -> Array:
@@ -479,10 +480,10 @@ class _Stays:
 
 def _between(values: Array, at: Array) -> Array:
     """Values given at 0, 1, .., and linear in between."""
-    at = np.clip(at, 0.0, len(values) - 1)
+    at = np.minimum(np.maximum(at, 0.0), len(values) - 1)
     index = np.minimum(at.astype(int), len(values) - 2)
-    low = values[index]
-    return low + (at - index) * (values[index + 1] - low)
+    low = values.take(index)
+    return low + (at - index) * (values.take(index + 1) - low)
 
 
 class _Waiting:

@@ -21,9 +21,13 @@ from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import quantile, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
     from xgpt.app.plan.profiles import Progress
+    from xgpt.workload import Ints
     from xscheduler.schedule import Scheduler
 
 AGREES = 0.1
@@ -37,6 +41,8 @@ ABOUT = 1.25
 """Factor by which outputs may differ from the quantile's length and still count for its gaps between tokens."""
 LEAST_ALIKE = 30
 """Least number of requests of about the quantile's length from which its latency is read."""
+MOST_REQUESTS = 5000
+"""Most that are simulated to find so many where few have that length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
@@ -106,7 +112,10 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
     )
     skipped = warm_up_requests(plan)
-    count = max(LEAST_REQUESTS, ceil(LIFETIMES * plan.estimate.decode_batch))
+    length = quantile(plan.workload.output, plan.constraint.planned_quantile)
+    share = float(_about(plan.workload.output.lengths, length) @ np.asarray(plan.workload.output.probabilities))
+    for_alike = min(1.5 * LEAST_ALIKE / max(share, 1e-9), MOST_REQUESTS)
+    count = ceil(max(LEAST_REQUESTS, LIFETIMES * plan.estimate.decode_batch, for_alike))
     total = skipped + count + outstanding_requests(plan)
     inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
     longest = plan.workload.output.lengths[-1]
@@ -123,14 +132,21 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     chosen = np.flatnonzero(seen.first_token >= 0)[skipped : skipped + count]
     first_s = seen.first_output_s(chosen, encode_emits=encode_emits(plan))
     ttft_s = float((first_s - seen.start_s[seen.admitted[chosen]]).mean())
-    length = quantile(plan.workload.output, plan.constraint.planned_quantile)
-    about = (outputs[chosen] >= max(2, length / ABOUT)) & (outputs[chosen] <= ABOUT * length)
+    about = _about(outputs[chosen], length)
     gaps = (seen.end_s[seen.last_token[chosen]] - first_s)[about] / (outputs[chosen][about] - 1)
     rps = float(plan.replicas * ended / (last - first))
     if length == 1:
         return Saturated(rps, ttft_s, ttft_s, None)
     tpot_s = float(gaps.mean()) if len(gaps) >= LEAST_ALIKE else None
     return Saturated(rps, None if tpot_s is None else ttft_s + (length - 1) * tpot_s, ttft_s, tpot_s)
+
+
+def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
+    """Which outputs are of about a length, and have a gap between tokens."""
+    import numpy as np
+
+    of = np.asarray(lengths)
+    return (of >= max(2, length / ABOUT)) & (of <= ABOUT * length)
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:

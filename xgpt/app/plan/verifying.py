@@ -59,6 +59,9 @@ ROUNDING = 1e-9
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
     """Return the simulated latencies of all requests at saturation, from admission to the last token.
 
+    Where outputs are of one length, which requests are in step with each other is decided by how they begin, for good.
+    So requests of drawn lengths are run from both beginnings, and the slower ones count.
+
     Args:
         workload: other lengths than the plan's own.
         seed: of the lengths that are drawn.
@@ -79,8 +82,12 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
         law = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed))
         settled = law.error(quantile) <= GOOD_ERROR and law.batches_beyond(quantile) >= BATCHES_BEYOND
         if num_requests >= most or settled or law.is_constant:
-            return law
+            break
         num_requests = min(4 * num_requests, ceil(most))
+    if not is_drawn(plan):
+        return law
+    other = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed), at_once=True)
+    return max(law, other, key=lambda law: law.quantile(quantile))
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
