@@ -42,7 +42,7 @@ ABOUT = 1.25
 LEAST_ALIKE = 30
 """Least number of requests of about the quantile's length from which its latency is read."""
 MOST_REQUESTS = 5000
-"""Most that are simulated to find so many where few have that length."""
+"""Most simulated requests where few have that length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
