@@ -57,10 +57,12 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
     """The steps of a log whose requests are all known, from an engine of one device.
 
     Raises:
-        InputError: the log is of several devices.
+        InputError: the log is of several devices or replicas.
     """
     cost = LaneCost(plan.model, profile, whole(plan.model))
     parts, seconds, first = [], [], []
+    if plan.replicas > 1:
+        raise InputError("plan.replicas", plan.replicas, "calibration covers plans of one replica: plan one device")
     for record in log:
         if record.lane != "both" or record.microbatch:
             raise InputError("step log", record.lane, "calibration covers plans of one device so far")

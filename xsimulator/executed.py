@@ -78,15 +78,17 @@ def paces(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], within: Sequence[StepRecord] | None = None
 ) -> Paces | None:
     """Compare the steps of a log with their predictions; None where a lane has several stages, whose steps also wait
-    for each other, or nothing was executed.
+    for each other, where several replicas wrote the log, each with numbers of its own, or nothing was executed.
 
     Args:
         within: the steps of the log that count; None: all.
     """
     lanes = lanes_of(plan, profile)
+    if plan.replicas > 1 or any(lane.num_stages > 1 for lane in lanes.values()):
+        return None
     numbers = {record.number for record in (log if within is None else within)}
     steps = [step for step in executed(plan, log) if step.record.number in numbers]
-    if not steps or any(lane.num_stages > 1 for lane in lanes.values()):
+    if not steps:
         return None
     measured = [step.seconds for step in steps]
     predicted = [lanes[step.record.lane].step(step.counts)[0] for step in steps]  # type: ignore[index]

@@ -13,6 +13,7 @@ from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
+from xsimulator.executed import paces
 from xsimulator.stages import whole
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
@@ -51,6 +52,18 @@ def test_steps_that_tell_of_the_machine_are_left_out() -> None:
     ]
     _, found = calibrate(plan, PROBLEM.profile, stalled)
     assert all(factor == pytest.approx(1, abs=0.02) for factor in found.factors.values())
+
+
+def test_a_log_of_several_replicas_has_no_pace_and_calibrates_nothing() -> None:
+    """Each replica numbers its own steps: their log, in the order of time, has every number twice."""
+    plan = Scheduler(problem("opt-13b", "h200x8", "summarization", 6.0)).best(("rra",))
+    assert plan.replicas > 1
+    profile = problem("opt-13b", "h200x8", "summarization", 6.0).profile
+    _, log = simulate(plan, profile, plan.workload, 400, np.random.default_rng(0))
+    both = [record for pair in zip(log, log, strict=True) for record in pair]
+    assert paces(plan, profile, both) is None
+    with pytest.raises(InputError, match="one replica"):
+        calibrate(plan, profile, both)
 
 
 def test_a_short_log_is_refused() -> None:
