@@ -509,7 +509,10 @@ def doctor() -> list[Finding]:
 
         for finding in xgpt.doctor(): ...
 
-    It takes a few seconds and raises nothing: what cannot be examined is a finding, too.
+    It takes a few seconds.
+
+    Raises:
+        Nothing: what cannot be examined is a finding, too.
     """
     from xgpt.app.doctor import examine
 

@@ -244,7 +244,7 @@ def test_what_takes_over_keeps_a_bound_on_all_requests_in_simulation() -> None:
     plan = plan_for_all("rra")
     bound_s = plan.constraint.latency_bound_s
     assert bound_s is not None
-    lengths = scaled(plan.workload, 1.3, 1.2)
+    lengths = scaled(plan.workload, 1.3, 1.1)
     by_length = judge(plan, PROFILE, lengths, 9999).plan
     assert by_length is not None and request_latency(by_length, PROFILE) > bound_s
     verdict = judged(plan, PROFILE, observed(lengths), None, None)

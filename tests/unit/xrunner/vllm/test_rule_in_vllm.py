@@ -245,4 +245,4 @@ def test_what_vllm_does_not_take_of_serves_options_is_refused(tmp_path: Path, mo
     (tmp_path / "plan.json").write_text(dump_json(exportable(here(RRA), str(tmp_path))))
     options = ["--engine", "vllm", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
     refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *options])
-    assert isinstance(refused.exception, InputError) and "on this machine alone" in str(refused.exception)
+    assert isinstance(refused.exception, InputError) and "on this machine only" in str(refused.exception)
