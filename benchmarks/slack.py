@@ -292,7 +292,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
     inputs, outputs = sample(plan.workload, count, rng)
     arrivals_ns = (1e9 * poisson_arrivals(rate * total, count, rng)).astype(int)
     accounts = accounts_of(plan, count)
-    kinds = [account.name for account in accounts]
+    kinds = [account.of_class for account in accounts]
     longest = plan.workload.output.lengths[-1]
     requests = [
         SimulatedRequest(i, int(inputs[i]), longest, int(outputs[i]), int(arrivals_ns[i]), account=accounts[i])

@@ -37,7 +37,7 @@ class Prefixes:
         return tuple(keys)
 
     def _root(self, account: Account) -> bytes:
-        name = account.name
+        name = account.key
         if name not in self._roots:
             self._roots[name] = blake2b(name.encode(), digest_size=KEY_BYTES, key=self._secret).digest()
         return self._roots[name]

@@ -202,19 +202,21 @@ class RequestTimes:
 
 
 def request_times(
-    log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool, account: str | None = None
+    log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool, of_class: str | None = None
 ) -> RequestTimes:
     """Return what the first requests of a log took from their arrival on.
 
     Args:
         num_requests: of the requests in the order of their arrival; None: all.
         encode_emits: see `measure`.
-        account: of these requests, those of the account with this name; None: of all.
+        of_class: of these requests, those of this class; None: all.
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
     counted = [
-        id_ for id_ in _first_to_arrive(log, num_requests) if account is None or arrivals[id_].account.name == account
+        id_
+        for id_ in _first_to_arrive(log, num_requests)
+        if of_class is None or arrivals[id_].account.of_class == of_class
     ]
     ended = [id_ for id_ in counted if id_ in steps.last_token]
     arrival = np.asarray([arrivals[id_].arrival_ns for id_ in ended], float)

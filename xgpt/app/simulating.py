@@ -460,7 +460,7 @@ def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> d
 
     found = {}
     for each in plan.constraint.classes:
-        times = request_times(log, num_requests, encode_emits=encode_emits(plan), account=each.name)
+        times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)
         found[each.name] = times.later(plan.request_path_s).share_kept(plan.constraint.of_class(each.name))
     return found
 

@@ -42,6 +42,18 @@ class Decimal(click.FloatRange):
             self.fail(f"{value!r} is not a number", param, ctx)
 
 
+class OfClass(click.ParamType):
+    """A number above zero for all requests, or CLASS=NUMBER for those of one class: a pair, of "" without a class."""
+
+    name = "[class=]seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        of_class, equals, number = str(value).rpartition("=")
+        if equals and not of_class:
+            self.fail(f"{value!r} names no class; give S or CLASS=S", param, ctx)
+        return of_class, Decimal(0, min_open=True).convert(number, param, ctx)
+
+
 class Seconds(click.ParamType):
     """A time above zero; `inf` (where allowed) means no bound and becomes None."""
 

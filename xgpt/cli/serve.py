@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, batching_option, engine_option, plan_profile_option
+from xgpt.cli.options import Decimal, OfClass, Whole, batching_option, engine_option, plan_profile_option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -40,10 +40,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option(
     "--answer-within",
     "answer_within_s",
-    type=Decimal(0, min_open=True),
-    metavar="S",
+    type=OfClass(),
+    multiple=True,
+    metavar="[CLASS=]S",
     help="Seconds within which an answer must be whole, waiting included; a request that would take longer gets 429 at "
-    "once.",
+    "once. CLASS=S: for requests of one of the plan's classes. Repeatable.",
 )
 @click.option(
     "--request-timeout",
@@ -103,7 +104,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 )
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 def command(
-    plan_path: str, request_timeout_s: float, no_replan: bool, no_reuse: bool, dry_run: bool, **asked: Any
+    plan_path: str,
+    answer_within_s: tuple[tuple[str, float], ...],
+    request_timeout_s: float,
+    no_replan: bool,
+    no_reuse: bool,
+    dry_run: bool,
+    **asked: Any,
 ) -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
@@ -124,6 +131,10 @@ def command(
     def note(line: str) -> None:
         click.echo(line, err=True)
 
+    within = dict(answer_within_s)
+    if len(within) < len(answer_within_s):
+        raise click.UsageError("--answer-within: it is given twice for the same requests; leave one out")
+    asked |= {"answer_within_s": within.pop("", None), "answer_within_of": within}
     timeout_s = request_timeout_s or None
     asked |= {"request_timeout_s": timeout_s, "replan": not no_replan, "reuse": not no_reuse}
     api.serve(plan_path, **asked, on_note=note, dry_run=dry_run)

@@ -99,9 +99,14 @@ function show(live) {
   byId("replans").textContent = live.replans ? (live.decisions.length ? "" : "None yet: neither lengths nor step times have changed for certain.") : "Re-planning is off.";
   byId("asking").hidden = !live.replans;
   decisions(live.decisions);
-  const keys = Object.entries(live.keys);
-  byId("keys").hidden = !keys.length;
-  rows("by-key", keys.map(([name, {kept, broken}]) => [name || "all", kept + broken, `${(100 * kept / (kept + broken)).toFixed(1)}%`]));
+  goodput("keys", "by-key", live.keys);
+  goodput("classes", "by-class", live.classes);
+}
+
+function goodput(section, table, of) {
+  const entries = Object.entries(of);
+  byId(section).hidden = !entries.length;
+  rows(table, entries.map(([name, {kept, broken}]) => [name || "all", kept + broken, `${(100 * kept / (kept + broken)).toFixed(1)}%`]));
 }
 
 async function poll() {

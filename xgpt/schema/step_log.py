@@ -15,7 +15,7 @@ class Account(NamedTuple):
     """The account that a request runs for: what the operator has granted its API key.
 
     Attributes:
-        name: the key's; empty where the server has no keys.
+        name: the key's, empty where the server has no keys; behind it `/` and a class, for requests of a class.
         share: weight of this account in dividing the engine's tokens among accounts with requests waiting.
         priority: a higher one enters first.
         ttft_ns, tpot_ns: bounds that the rule goes by for its requests; None: the plan's.
@@ -26,6 +26,16 @@ class Account(NamedTuple):
     priority: int = 0
     ttft_ns: int | None = None
     tpot_ns: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the API key; empty: the server has none."""
+        return self.name.partition("/")[0]
+
+    @property
+    def of_class(self) -> str:
+        """Name of the class of requests; empty: it is of none."""
+        return self.name.partition("/")[2]
 
 
 ANYONE = Account()

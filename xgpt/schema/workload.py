@@ -60,8 +60,8 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 class RequestClass(Frozen):
     """A part of the requests, with bounds of its own; without any it gets what the others leave."""
 
-    name: str = Field(min_length=1)
-    """Name of the class."""
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
+    """Name of the class: up to 64 letters, digits and . _ @ -, the first a letter or digit."""
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     priority: int = Field(default=0, ge=-100, le=100)

@@ -3,6 +3,7 @@
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
 """
 
+from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts, check_exposure
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat import ChatTemplate
@@ -20,6 +21,7 @@ __all__ = [
     "AllowedHosts",
     "ApiKeys",
     "ChatTemplate",
+    "Classes",
     "EngineThread",
     "Limits",
     "ServedModel",

@@ -140,7 +140,8 @@ class EngineThread:
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
-        self.live = None if watch is None else Live(engine, self._backlog, watch, self.metrics.goodput)
+        of = self.metrics
+        self.live = None if watch is None else Live(engine, self._backlog, watch, of.goodput, of.goodput_of_classes)
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]

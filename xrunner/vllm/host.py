@@ -72,7 +72,7 @@ class Host:
     async def _generate(self, request: Submit) -> None:
         try:
             # So no account finds, or learns from the time to its first token, what another one has asked.
-            prompt = tokens_input(list(request.prompt), cache_salt=request.account.name or None)
+            prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
             async for _ in self._engine.generate(prompt, sampling_params(request), str(request.id)):
                 pass
         except EngineDeadError:

@@ -15,7 +15,8 @@ from xgpt.app.report.plan_text import (
     schedule_in_words,
     settings_text,
 )
-from xgpt.app.simulating import simulate
+from xgpt.app.simulating import run_simulation, simulate
+from xgpt.arrival_process import ArrivalProcess
 from xgpt.schema import Constraint, Histogram, Plan, Profile
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
             f"{objective_in_words(constraint)}; {'; '.join(arrivals_in_words(rated))}."
         ),
         arriving=_arriving(rated, profile),
+        classes=_classes(rated, profile),
         charts=_charts(plan, profile, spans),
         stages=[
             {
@@ -162,6 +164,34 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     ]
     goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
     return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson), times from arrival{goodput}."}
+
+
+def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
+    """Return each class of requests with its bounds, and what share of them keeps these where requests arrive at the
+    highest rate; None where there are no classes, or the bounds are kept at no rate."""
+    if not plan.constraint.classes or not (rate := rate_of(plan)):
+        return None
+    kept = run_simulation(plan, profile, None, NUM_REQUESTS, ArrivalProcess.at(rate)).kept
+
+    def bound(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds:g}"
+
+    rows = [
+        {
+            "name": each.name,
+            "share": f"{100 * each.share:.0f}%",
+            "priority": each.priority,
+            "ttft": bound(each.ttft_s),
+            "tpot": bound(each.tpot_s),
+            "whole": bound(each.latency_bound_s),
+            "kept": f"{100 * kept[each.name]:.1f}%",
+        }
+        for each in plan.constraint.classes
+    ]
+    text = (
+        f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second; planned for the tightest bounds, as if all had them."
+    )
+    return {"rows": rows, "text": text}
 
 
 def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:

@@ -24,7 +24,7 @@ from xgpt.schema import EngineKind, Frozen, Plan, Profile
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from xrunner.server import ApiKeys, Limits
+    from xrunner.server import ApiKeys, Classes, Limits
     from xrunner.server.observe.traces import Tracer
     from xrunner.server.served import ServedEngine
 
@@ -42,6 +42,7 @@ class ServeRequest(Frozen):
         ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
         max_waiting: largest number of waiting requests; further ones are refused.
         answer_within_s: seconds to a whole answer, waiting included; a request that would take longer is refused.
+        answer_within_of: the same by class, for requests of these classes.
         request_timeout_s: seconds after which an answer that is not whole is ended; None: no limit.
         default_max_tokens: max_tokens of a request that names none; None: completions 16, chats the rest of the
             context.
@@ -67,6 +68,7 @@ class ServeRequest(Frozen):
     ssl_keyfile: Path | None = None
     max_waiting: PositiveInt = 4096
     answer_within_s: PositiveFloat | None = None
+    answer_within_of: dict[str, PositiveFloat] = Field(default_factory=dict)
     request_timeout_s: PositiveFloat | None = 600.0
     default_max_tokens: PositiveInt | None = None
     max_max_tokens: PositiveInt | None = None
@@ -85,15 +87,17 @@ class ServeRequest(Frozen):
     rendezvous: str | None = None
     otlp_endpoint: str | None = None
 
-    def keys(self) -> ApiKeys | None:
+    def keys(self, plan: Plan) -> ApiKeys | None:
         """Return the API keys, if any.
 
         Raises:
-            InputError: the file holds none, or the host needs keys and no file is given.
+            InputError: the file holds none, or one of a class that the plan does not have; or the host needs keys and
+                no file is given.
         """
         from xrunner.server import ApiKeys, check_exposure
 
-        keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file)
+        names = [each.name for each in plan.constraint.classes]
+        keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
         check_exposure(self.host, keys)
         return keys
 
@@ -110,6 +114,16 @@ class ServeRequest(Frozen):
                 raise InputError(KEY, str(self.ssl_keyfile), "it goes with `ssl_certfile`")
             return None
         return server_context(self.ssl_certfile, self.ssl_keyfile)
+
+    def classes(self, plan: Plan) -> Classes:
+        """Return what the plan's classes of requests have.
+
+        Raises:
+            InputError: a class that is named is none of them.
+        """
+        from xrunner.server import Classes
+
+        return Classes(plan, self.answer_within_of)
 
     def limits(self) -> Limits:
         """Return the limits on requests.
@@ -185,14 +199,15 @@ def serve(
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
     plan = located(plan, request.checkpoint)
-    request.keys()
+    request.keys(plan)
+    request.classes(plan)
     request.tls()
     request.check_batching(plan)
     request.check_reuse(plan)
     nodes, limits = request.nodes(), request.limits()
-    if request.answer_within_s is not None and not plan.estimate.predicts_rate:
+    if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "the plan predicts no throughput: plan again, or leave it out"
-        raise InputError("answer_within_s", request.answer_within_s, accepted)
+        raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
     if request.engine == "vllm":
         on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
     elif dry_run:
@@ -212,7 +227,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     from xrunner import server
     from xrunner.grammar import grammars_of
 
-    keys, tls = request.keys(), request.tls()
+    keys, tls = request.keys(plan), request.tls()
     engine, replan = request.engine, request.replan
     check_runs(plan, request.nnodes, engine)
     defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
@@ -260,6 +275,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
             model,
             limits=limits,
             keys=keys,
+            classes=request.classes(plan),
             hosts=server.AllowedHosts(request.host, request.allowed_hosts),
             tracer=tracer,
         )

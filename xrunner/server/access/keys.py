@@ -7,11 +7,11 @@ import logging
 import math
 import re
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.errors import InputError
+from xgpt.errors import InputError, nearest
 from xgpt.numbers import decimal
 from xgpt.schema import ANYONE, Account
 
@@ -21,7 +21,9 @@ FIELD = "api_key_file"
 MIN_KEY_LENGTH = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
-SETTING = re.compile(rf"admin|({'|'.join(NUMBERS)})=(\S*)")
+SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
+OF_CLASS = ("priority", "ttft", "tpot")
+"""Settings that a class has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,10 @@ class Key:
         is_admin: may also read what concerns all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits; None: no limit.
         answer_within_s: as of `Limits`, for this key's requests; None: the server's.
-        ttft_s, tpot_s: bounds that its requests are counted by, as is `answer_within_s`; with none of these three, the
-            plan's are. Rules that go by bounds (slack, the order in time) go by these, too: the account has them.
+        ttft_s, tpot_s, whole_s: bounds that its requests are counted by, `answer_within_s` among them where there is no
+            `whole_s`; with none of these, the plan's are. Rules that go by bounds (slack, the order in time) go by
+            these, too: the account has them.
+        of_class: the class of requests that its requests are of, with that one's priority and bounds; empty: of any.
     """
 
     account: Account = ANYONE
@@ -44,10 +48,12 @@ class Key:
     answer_within_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    whole_s: float | None = None
+    of_class: str = ""
 
     @property
     def name(self) -> str:
-        return self.account.name
+        return self.account.key
 
 
 NO_KEY = Key()
@@ -57,39 +63,44 @@ NO_KEY = Key()
 class ApiKeys:
     """Accepted keys, looked up by their digests, in a time that reveals nothing of a key and does not grow."""
 
-    def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None) -> None:
+    def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None, classes: Collection[str] = ()) -> None:
         self._keys = dict(keys)
         """By the keys' digests."""
         self.path = path
+        self._classes = classes
 
     @classmethod
-    def read(cls, path: Path) -> ApiKeys:
+    def read(cls, path: Path, classes: Collection[str] = ()) -> ApiKeys:
         """Return the keys of a file.
+
+        Args:
+            classes: names of the plan's classes of requests.
 
         Raises:
             InputError: the file cannot be read, or is malformed. The message never shows a key.
         """
-        return cls(_read(path), path)
+        return cls(_read(path, classes), path, classes)
 
     @classmethod
-    def parse(cls, text: str) -> ApiKeys:
+    def parse(cls, text: str, classes: Collection[str] = ()) -> ApiKeys:
         """Return the keys of a file's text.
 
         Each line holds a key, after an optional name and before optional settings: `share=3`, `priority=1`,
-        `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `admin`.
+        `requests_per_minute=60`, `tokens_per_minute=1e5`, `answer_within=10`, `ttft=0.5`, `tpot=0.05`, `class=batch`,
+        `admin`.
         Empty lines and lines that begin with # are skipped. A key without a name is the operator's own and may do
         everything; a key with a name is a client's, and is `admin` only with that setting.
 
         Raises:
             InputError: there is no key, or a line is malformed. The message never shows a key.
         """
-        return cls(_parse(text, "keys"))
+        return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
         """Read the file again; if it is broken, keep the present keys. A line of log says which."""
         assert self.path is not None
         try:
-            self._keys = _read(self.path)
+            self._keys = _read(self.path, self._classes)
         except InputError as error:
             logger.error("the API keys stay as they were", extra={"fields": {"reason": str(error)}})
         else:
@@ -118,16 +129,16 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _read(path: Path) -> dict[bytes, Key]:
+def _read(path: Path, classes: Collection[str]) -> dict[bytes, Key]:
     try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(path.read_text(encoding="utf-8"), str(path), classes)
     except FileNotFoundError:
         raise InputError(FIELD, str(path), "there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(FIELD, str(path), f"it cannot be read: {error}") from None
 
 
-def _parse(text: str, source: str) -> dict[bytes, Key]:
+def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]:
     keys: dict[bytes, Key] = {}
     names: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
@@ -149,28 +160,50 @@ def _parse(text: str, source: str) -> dict[bytes, Key]:
         if name in names or _digest(secret.encode()) in keys:
             raise InputError(FIELD, where, "this name or key is on an earlier line: remove one of the lines")
         names.add(name)
-        keys[_digest(secret.encode())] = _key(name, settings, where, is_admin=not has_name)
+        keys[_digest(secret.encode())] = _key(name, settings, where, classes, is_admin=not has_name)
     if not keys:
         raise InputError(FIELD, source, "it must hold at least one key, one a line")
     return keys
 
 
-def _key(name: str, settings: list[str], where: str, *, is_admin: bool) -> Key:
+def _key(name: str, settings: list[str], where: str, classes: Collection[str], *, is_admin: bool) -> Key:
     numbers: dict[str, float] = {}
+    of_class = ""
     for setting in settings:
         match = SETTING.fullmatch(setting)
         known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
         if match is None:
-            raise InputError(FIELD, where, f"a setting is not known; there are {known} and admin")
+            raise InputError(FIELD, where, f"a setting is not known; there are {known}, class=NAME and admin")
         if match[1] is None:
             is_admin = True
             continue
-        if match[1] in numbers:
+        if match[1] in numbers or (match[1] == "class" and of_class):
             raise InputError(FIELD, where, f"{match[1]} is given twice: leave one out")
+        if match[1] == "class":
+            of_class = match[2]
+            if of_class not in classes:
+                has = (
+                    f"the plan's are {', '.join(classes)}{nearest(of_class, classes)}"
+                    if classes
+                    else "the plan has none"
+                )
+                raise InputError(FIELD, f"{where}, class={of_class}", f"{has}: name one of the plan's classes")
+            continue
         numbers[match[1]] = _number(match[1], match[2], where)
+    if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
+        raise InputError(FIELD, where, f"{both}= is a setting of its class: leave it or class= out")
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)
-    return Key(account, is_admin, *(numbers.get(name) for name in NUMBERS[2:]))
+    return Key(
+        account,
+        is_admin,
+        requests_per_minute=numbers.get("requests_per_minute"),
+        tokens_per_minute=numbers.get("tokens_per_minute"),
+        answer_within_s=numbers.get("answer_within"),
+        ttft_s=numbers.get("ttft"),
+        tpot_s=numbers.get("tpot"),
+        of_class=of_class,
+    )
 
 
 def _number(name: str, text: str, where: str) -> float:

@@ -157,7 +157,7 @@ class Answer(Response):
         submission = Submission(
             inbox=self._inbox,
             account=key.account,
-            bounds=Bounds(key.ttft_s, key.tpot_s, key.answer_within_s),
+            bounds=Bounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
             stop_token_ids=self._stop_token_ids,
             output_length=self._request.output_length,
             end_s=self._end_s,

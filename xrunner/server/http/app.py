@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from xgpt.errors import MachineError
 from xgpt.pages import render_live
+from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.errors import ApiError, error_response
@@ -42,6 +43,7 @@ def create_app(
     *,
     limits: Limits | None = None,
     keys: ApiKeys | None = None,
+    classes: Classes | None = None,
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
@@ -49,6 +51,7 @@ def create_app(
 
     Args:
         keys: None: requests need none.
+        classes: what the plan's classes of requests have; None: there are none.
         hosts: names under which this server may be asked for; None: any.
         tracer: what is told of requests that have ended; None: nothing.
     """
@@ -62,7 +65,7 @@ def create_app(
             *_state_routes(engine_thread, model, has_keys=keys is not None),
             *_plan_routes(engine_thread, model),
         ],
-        middleware=[Middleware(Guard, keys=keys, hosts=hosts, tracer=tracer)],
+        middleware=[Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
         lifespan=partial(_lifespan, engine_thread, keys),
     )

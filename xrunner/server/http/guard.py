@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xrunner.server.access.classes import HEADER, Classes
 from xrunner.server.access.hosts import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
 from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.errors import ApiError, error_response
@@ -32,7 +33,7 @@ SECURITY_HEADERS = [
 ]
 
 
-SINGLE_HEADERS = ("host", "authorization", "origin", "content-type", "x-deadline-s", "x-request-id")
+SINGLE_HEADERS = ("host", "authorization", "origin", "content-type", "x-class", "x-deadline-s", "x-request-id")
 """Of two the server and a proxy before it might each believe another."""
 
 
@@ -41,14 +42,22 @@ class Guard:
 
     Args:
         keys: None: no client needs one.
+        classes: what the plan's classes of requests have.
         hosts: None: any host name will do (tests, and servers behind something that checks).
         tracer: None: requests leave no traces.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys | None, hosts: AllowedHosts | None, tracer: Tracer | None = None
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys | None,
+        classes: Classes,
+        hosts: AllowedHosts | None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._app = app
+        self._classes = classes
         self._keys = keys
         self._hosts = hosts
         self._tracer = tracer
@@ -73,7 +82,7 @@ class Guard:
             await send(message)
 
         try:
-            refusal = _malformed(headers) or self._refusal(scope, headers, info)
+            refusal = _malformed(headers) or self._refusal(scope, headers, info) or self._classify(scope, headers, info)
             if refusal is None:
                 await self._app(scope, receive, send_on)
             else:
@@ -116,6 +125,18 @@ class Guard:
         info.log["key"] = key.name
         if path in ADMIN_PATHS and not key.is_admin:
             return ApiError(403, f"{path} takes a key whose line in the key file says admin", code="admin_only")
+        return None
+
+    def _classify(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
+        """Give a request for tokens what its class has."""
+        if scope["path"] not in GENERATION_PATHS:
+            return None
+        try:
+            info.key = self._classes.key_of(info.key, headers.get(HEADER))
+        except ApiError as error:
+            return error
+        if info.key.of_class:
+            info.log["class"] = info.key.of_class
         return None
 
     def _log(self, scope: Scope, status: int, info: RequestInfo) -> None:

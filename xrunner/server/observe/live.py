@@ -31,9 +31,10 @@ class Live:
         backlog: Backlog,
         watch: Watch,
         goodput: Callable[[], dict[str, dict[str, int]]] = dict,
+        goodput_of_classes: Callable[[], dict[str, dict[str, int]]] = dict,
     ) -> None:
         self._engine = engine
-        self._goodput = goodput
+        self._goodput, self._goodput_of_classes = goodput, goodput_of_classes
         self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -93,6 +94,7 @@ class Live:
                 "output": _bins(plan.workload.output, observed_output),
             },
             "keys": self._goodput(),
+            "classes": self._goodput_of_classes(),
             "decisions": self.history(SHOWN_DECISIONS),
         }
 

@@ -52,6 +52,11 @@ class Metrics:
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
         self._kept: dict[str, tuple[int, int]] = {}
         """For each key, the number of such requests that kept its bounds, and of those that did not."""
+        self._class_tokens = counter("xgpt_class_tokens", "Tokens of each class's ended requests.", "class", "kind")
+        text = "Requests with all their tokens, by class and by whether they kept its bounds."
+        self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
+        self._kept_of_class: dict[str, tuple[int, int]] = {}
+        """The same for each class of requests."""
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter("xgpt_deadline_utility", "Sum over met deadlines of one over the prompt's tokens.")
         self.step_s = buckets("xgpt_step_seconds", "Duration of an engine step.", STEP_BUCKETS_S)
@@ -123,32 +128,38 @@ class Metrics:
 
     def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
         """Count a request of this account that has ended."""
-        if account.name:
-            self._accounts.labels(account.name, "prompt").inc(prompt_tokens)
-            self._accounts.labels(account.name, "output").inc(output_tokens)
+        for name, tokens in ((account.key, self._accounts), (account.of_class, self._class_tokens)):
+            if name:
+                tokens.labels(name, "prompt").inc(prompt_tokens)
+                tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: Bounds, bounds: Bounds) -> None:
         """Count a request that has all its tokens by whether it kept its key's bounds.
 
-        Of a key without bounds, those of the running plan count.
+        Of a key without bounds, those of the running plan count; a request of a class without bounds keeps them all.
         """
-        if bounds == NO_BOUNDS and self._watch is not None:
+        if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
             bounds = Bounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
-        if bounds == NO_BOUNDS:
+        if bounds == NO_BOUNDS and not account.of_class:
             return
         pairs = zip(took, bounds, strict=True)
         is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
-        name = account.name
-        self._bounds.labels(name, "yes" if is_kept else "no").inc()
-        kept, broken = self._kept.get(name, (0, 0))
-        self._kept[name] = kept + is_kept, broken + (not is_kept)
+        self._bounds.labels(account.key, "yes" if is_kept else "no").inc()
+        _count(self._kept, account.key, is_kept=is_kept)
+        if account.of_class:
+            self._class_bounds.labels(account.of_class, "yes" if is_kept else "no").inc()
+            _count(self._kept_of_class, account.of_class, is_kept=is_kept)
         if self._watch is not None:
             self._watch.note_bounds(is_kept=is_kept)
 
     def goodput(self) -> dict[str, dict[str, int]]:
         """Return for each key the number of requests that kept its bounds, and of those that did not."""
-        return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(self._kept.items())}
+        return _counts(self._kept)
+
+    def goodput_of_classes(self) -> dict[str, dict[str, int]]:
+        """Return the same for each class of requests."""
+        return _counts(self._kept_of_class)
 
     async def render(self) -> bytes:
         observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)
@@ -161,6 +172,15 @@ class Metrics:
                 gauge.set(value)
             self._arrivals.set(observation.arrival_rate_per_s or NAN)
         return generate_latest(self._registry)
+
+
+def _count(of: dict[str, tuple[int, int]], name: str, *, is_kept: bool) -> None:
+    kept, broken = of.get(name, (0, 0))
+    of[name] = kept + is_kept, broken + (not is_kept)
+
+
+def _counts(of: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(of.items())}
 
 
 class BucketCounts(Collector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from xgpt import policies
 from xgpt.app.plan.arrivals import rate_of
 from xgpt.app.plan.request import plan_request
 from xgpt.app.plan.solving import Planned, solve
+from xgpt.app.report.reporting import report
 from xgpt.app.simulating import accounts_of, run_simulation
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InputError
@@ -42,7 +44,9 @@ def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_do
     run = run_simulation(plan, found.problem.profile, None, 1500, ArrivalProcess.at(rate))
     assert run.kept["interactive"] >= 0.99
     assert run.figures["goodput"] == pytest.approx((run.kept["interactive"] + 2 * run.kept["batch"]) / 3)
-    times = {name: request_times(run.steps, 1500, encode_emits=True, account=name) for name in ("interactive", "batch")}
+    times = {
+        name: request_times(run.steps, 1500, encode_emits=True, of_class=name) for name in ("interactive", "batch")
+    }
     # What is left of the capacity, in the time in which requests arrive; the longest waits for what came before it.
     arrives_s = 1500 / rate
     num_batch = len(times["batch"].whole_s)
@@ -51,12 +55,21 @@ def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_do
     assert replay(policies.build(plan), run.steps) == list(run.steps)
 
 
+def test_the_report_shows_each_class_with_its_bounds_and_the_share_that_keeps_them(tmp_path: Path) -> None:
+    found = planned(tmp_path)
+    page = report(found.best, found.problem.profile, np.random.default_rng(0))
+    table = page[page.index("Classes of requests") :]
+    table = re.sub(r"<[^>]+>", " ", table[: table.index("</table>")])
+    assert re.search(r"interactive\s+33%\s+1\s+1\s+0.05\s+-\s+(99|100)\.\d%", table)
+    assert re.search(r"batch\s+67%\s+0\s+-\s+-\s+-\s+100.0%", table)
+
+
 def test_requests_are_dealt_out_by_shares(tmp_path: Path) -> None:
     plan = planned(tmp_path).best
-    names = [account.name for account in accounts_of(plan, 300)]
+    names = [account.of_class for account in accounts_of(plan, 300)]
     assert all(abs(names[i : i + 60].count("interactive") - 20) <= 2 for i in range(0, 300, 60))
     first = accounts_of(plan, 1)[0]
-    assert (first.name, first.priority, first.ttft_ns, first.tpot_ns) == ("interactive", 1, 10**9, 5 * 10**7)
+    assert (first.of_class, first.priority, first.ttft_ns, first.tpot_ns) == ("interactive", 1, 10**9, 5 * 10**7)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Classes of requests: what a request of one has, whose key belongs to it or whose header names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xgpt.errors import InputError, nearest
+from xgpt.schema import Plan
+from xrunner.server.access.keys import Key
+from xrunner.server.api.errors import ApiError
+
+HEADER = "X-Class"
+
+
+class Classes:
+    """The classes of a plan's requests; a plan that takes its place has the same.
+
+    Args:
+        plan: None: there are no classes.
+        answer_within_s: by class, as of `Limits`.
+
+    Raises:
+        InputError: a class that is named is none of the plan's.
+    """
+
+    def __init__(self, plan: Plan | None, answer_within_s: Mapping[str, float] | None = None) -> None:
+        self._plan = plan
+        self._of = {} if plan is None else {each.name: each for each in plan.constraint.classes}
+        self._within_s = dict(answer_within_s or {})
+        for name in self._within_s:
+            if name not in self._of:
+                raise InputError("answer_within_s", f"{name}=...", self._missing(name))
+
+    def key_of(self, key: Key, header: str | None) -> Key:
+        """Return what a request with this key may do, in the class of the key or of the header.
+
+        Raises:
+            ApiError: 400, the plan has no such class; 403, the key belongs to another one.
+        """
+        name = key.of_class if header is None else header
+        if header is not None and header not in self._of:
+            raise ApiError(400, f"{HEADER}: {self._missing(header)}", param=HEADER, code="no_such_class")
+        if not name or name not in self._of:
+            return key
+        if key.of_class not in ("", name):
+            says = f"{HEADER}: this key's requests are of the class {key.of_class}; leave the header out"
+            raise ApiError(403, says, param=HEADER, code="class_not_allowed")
+        assert self._plan is not None
+        of = self._of[name]
+        return replace(
+            key,
+            account=self._plan.account_of(of, key.name, key.account.share),
+            answer_within_s=key.answer_within_s or self._within_s.get(name),
+            ttft_s=of.ttft_s,
+            tpot_s=of.tpot_s,
+            whole_s=of.latency_bound_s,
+            of_class=name,
+        )
+
+    def _missing(self, name: str) -> str:
+        if not self._of:
+            return "the plan has no classes of requests; they are in the workload's file that it is made from"
+        return f"the plan's classes are {', '.join(self._of)}{nearest(name[:64], self._of)}"
