@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,12 @@ Rows = dict[str, npt.NDArray[Any]]
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 """What the tables call a format of stored weights."""
+DIVIDED = 0.9
+"""Share of one device's time at most that tables of experts divided among several may hold for the largest batch."""
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels of the same weights that round activations to eight bits, where a kind of device has them."""
+SHARED_FROM = "trtllm"
+"""Framework whose kernels for these FlashInfer hands to others; it alone measured them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
@@ -36,59 +42,87 @@ class ExpertTable:
     Args:
         tables: of the kind of device and framework.
         dtype: what the tables call the products' type.
+        rounds: whether activations are rounded to eight bits, where a kind of device has kernels for it.
     """
 
-    def __init__(self, tables: Tables, spec: ModelSpec, dtype: str) -> None:
+    def __init__(self, tables: Tables, spec: ModelSpec, dtype: str, *, rounds: bool = False) -> None:
         assert spec.experts is not None
         self._tables, self._hidden, self._experts, self._dtype = tables, spec.hidden_size, spec.experts, dtype
-        self._distribution: str | None = None
+        self._rounds = rounds
 
     @cached_property
-    def rows(self) -> Rows | None:
-        """Of these experts in this type, from the newest version that has any; None: no version has."""
-        tables, of = self._tables, self._experts
+    def _held(self) -> dict[tuple[int, int], tuple[str, Array, Array]]:
+        """Routing, tokens and logarithms of seconds of each group, from the nearest version that measured it."""
+        faster = FASTER.get(self._dtype, ()) if self._rounds else ()
+        found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
+        if faster and not found:
+            found = self._of(self._tables.paths("moe", "moe", SHARED_FROM), faster)
+        return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
+
+    def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> dict[tuple[int, int], tuple[str, Array, Array]]:
+        """Of these kernels, from the first of these tables that measured a group."""
+        of = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", of.ffn_size), ("topk", of.active))
-        for path in tables.paths("moe", "moe"):
-            rows = tables.read(path, EXPERT_COLUMNS)
-            kernels = (self._dtype, *FASTER.get(self._dtype, ()))
+        found: dict[tuple[int, int], tuple[str, Array, Array]] = {}
+        for path in paths:
+            rows = self._tables.read(path, EXPERT_COLUMNS)
             chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == of.number)
             for name, value in wanted:
                 chosen &= rows[name] == value
-            self._distribution = _distribution(of, set(rows["distribution"][chosen].tolist()))
-            chosen &= rows["distribution"] == self._distribution
-            if chosen.any():
-                tables.note("moe", path)
-                return {name: column[chosen] for name, column in rows.items()}
-        return None
+            routing = _distribution(of, set(rows["distribution"][chosen].tolist()))
+            if routing is None:
+                continue
+            chosen &= rows["distribution"] == routing
+            curves = _of_groups({name: column[chosen] for name, column in rows.items()})
+            if curves.keys() - found.keys():
+                self._tables.note("moe", path)
+            found = {group: (routing, *curve) for group, curve in curves.items()} | found
+        return found
 
     @property
     def groups(self) -> set[tuple[int, int]]:
         """Pairs of the devices of a group and the parts into which they divide the experts."""
-        if self.rows is None:
-            return set()
-        slices, parts = self.rows["moe_tp_size"].tolist(), self.rows["moe_ep_size"].tolist()
-        return {(a * b, b) for a, b in zip(slices, parts, strict=True)}
+        return set(self._held)
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return what tokens take that choose their experts independently of each other. # [n] -> [n]
 
         Balanced tables deal tokens to experts in turn: that evens out devices, and meets more experts than chance does.
         """
-        if self._distribution != "balanced":
-            return self._at(tokens, t, ep)
+        routing, points, seconds = self._held[t, ep]
+
+        def at(n: Array) -> Array:
+            return np.exp(interpolate(np.log(n), points, seconds))
+
+        if routing != "balanced":
+            return at(tokens)
         number, active = self._experts.number, self._experts.active
         busiest = tokens * Routing(self._experts, ep).unevenness(tokens)
         in_turn = np.minimum(busiest, number / active)
         met = number / active * (1 - (1 - active / number) ** busiest) if active < number else in_turn
-        return self._at(busiest, t, ep) - self._at(in_turn, t, ep) + self._at(np.minimum(met, in_turn), t, ep)
+        return at(busiest) - at(in_turn) + at(np.minimum(met, in_turn))
 
-    def _at(self, tokens: Array, t: int, ep: int) -> Array:
-        assert self.rows is not None
-        chosen = (self.rows["moe_tp_size"] == t // ep) & (self.rows["moe_ep_size"] == ep)
-        points, place = np.unique(self.rows["num_tokens"][chosen], return_inverse=True)
+
+def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
+    """Logarithms of tokens and of seconds of each group: of several kernels, the fastest.
+
+    Left out are groups of which a table holds a few points alone, and those that cannot be: whole experts on each of
+    several devices that took as long as one device with all of them, and narrower slices that took longer.
+    """
+    found: dict[tuple[int, int], tuple[Array, Array]] = {}
+    usual = len(np.unique(rows["num_tokens"]))
+    for slices, ep in sorted(set(zip(rows["moe_tp_size"].tolist(), rows["moe_ep_size"].tolist(), strict=True))):
+        chosen = (rows["moe_tp_size"] == slices) & (rows["moe_ep_size"] == ep)
+        points, place = np.unique(rows["num_tokens"][chosen], return_inverse=True)
         latency = np.full(len(points), np.inf)
-        np.minimum.at(latency, place, self.rows["latency"][chosen])  # of several kernels, the fastest
-        return np.exp(interpolate(np.log(tokens), np.log(points), np.log(latency))) / 1e3
+        np.minimum.at(latency, place, rows["latency"][chosen])
+        curve = np.log(points), np.log(latency / 1e3)
+        coarser = [(found.get((slices, 1)), DIVIDED)] if ep > 1 else []
+        coarser += [(found.get((slices // 2 * ep, ep)), 1.0)] if slices % 2 == 0 else []
+        is_divided = all(of is None or curve[1][-1] < of[1][-1] + np.log(most) for of, most in coarser)
+        if is_divided and 2 * len(points) >= usual:
+            found[slices * ep, ep] = curve
+    return found
 
 
 def _distribution(experts: Experts, held: set[str]) -> str | None:

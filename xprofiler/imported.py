@@ -81,7 +81,7 @@ def profile(
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
     kept = TABLE_DTYPES[kv_dtype or dtype]
-    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], kept, cluster.device)
+    tables = Tables(root, engine.framework, TABLE_DTYPES[dtype], kept, cluster.device, engine.version)
     kernels = analytic.Kernels(cluster, dtype)
     layers = tuple(_layers(spec, cluster, tables, kernels, engine))
     return Profile(
@@ -163,7 +163,8 @@ def _layers(
         for t in analytic.tp_degrees(spec, cluster):
             yield _layer(spec, tables, kernels, (t, 1), engine, None)
         return
-    of = ExpertTable(tables, spec, stored_as(spec.quantization, tables.dtype))
+    stored = stored_as(spec.quantization, tables.dtype)
+    of = ExpertTable(tables, spec, stored, rounds=engine.rounds_activations)
     degrees = analytic.tp_degrees(spec, cluster)
     held = {group for group in of.groups if group[0] in degrees}
     usual = set(analytic.groups(spec, cluster))

@@ -25,6 +25,7 @@ class Tables:
 
     Args:
         device: whose rates these are; None: nothing is checked.
+        version: of the framework, whose tables are taken where there are several; None: the newest.
 
     Raises:
         InputError: a table is not there, or does not hold what is asked of it.
@@ -37,8 +38,10 @@ class Tables:
         dtype: str,
         kv_dtype: str | None = None,
         device: DeviceKind | None = None,
+        version: str | None = None,
     ) -> None:
         self.root, self.framework, self.dtype, self._device = root, framework, dtype, device
+        self._version = version
         self.kv_dtype = kv_dtype or dtype
         self.provenance: dict[str, str] = {}
         self.versions: dict[str, str] = {}
@@ -169,23 +172,33 @@ class Tables:
     def _read(
         self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = ()
     ) -> dict[str, npt.NDArray[Any]]:
-        """Columns of the newest version's table."""
+        """Columns of the nearest version's table."""
         path = self.paths(family, operator)[0]
         rows = self.read(path, columns, optional)
         self.note(operator, path)
         return rows
 
-    def paths(self, family: str, operator: str) -> list[Path]:
-        """Return an operator's tables, the newest version's first.
+    def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
+        """Return an operator's tables: from the engine's version upwards, then the older ones, the nearest first.
+
+        Kernels are replaced from version to version: those of a later one may take half the time.
+
+        Args:
+            framework: another than the engine's, whose newest tables come first; it may have none.
 
         Raises:
             InputError: there is none.
         """
-        found = list((self.root / family / self.framework).glob(f"*/{operator}_perf.parquet"))
-        if not found:
+        found = list((self.root / family / (framework or self.framework)).glob(f"*/{operator}_perf.parquet"))
+        if not found and framework is None:
             held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
             raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
-        return sorted(found, key=lambda path: _version_key(path.parts[-2]), reverse=True)
+        found.sort(key=lambda path: _version_key(path.parts[-2]))
+        if self._version is None or framework is not None:
+            return found[::-1]
+        own = _version_key(self._version)
+        older = sum(_version_key(path.parts[-2]) < own for path in found)
+        return [*found[older:], *found[:older][::-1]]
 
     def read(self, path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
         """Return columns of a table.

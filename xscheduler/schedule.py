@@ -118,7 +118,7 @@ class Scheduler:
     def _in_loop(self, constraint: Constraint) -> Constraint:
         """Return what the engine's loop must keep of a constraint on requests that arrive."""
         engine = self.problem.engine
-        return constraint if engine is None else constraint.less(engine.request_path_s)
+        return constraint if engine is None else constraint.less(engine.request_path_s(self.lengths.mean_whole_input))
 
     def _memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:
         found = self._memories.get((lane, keeps))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from benchmarks.truth.inferencex import Started, started
 from benchmarks.truth.loads import Served, Stored, all_at_once, needs
 from benchmarks.truth.sources import (
     CLUSTERS,
@@ -21,6 +22,7 @@ from benchmarks.truth.sources import (
     Row,
     budget_of,
     count_of,
+    is_aligned,
     of_backend,
     of_clients,
     predicted,
@@ -56,6 +58,7 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
             yield replace(row, why_not=why_not)
             continue
         cluster = CLUSTERS[raw["system"]]
+        how = Started(ep, budget_of(raw), None, of_backend(raw)) if is_aligned(raw) else started(raw, name, tp, ep)
         served = Served(
             name,
             cluster,
@@ -63,10 +66,11 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
             tp,
             ENGINES[backend],
             clients,
-            budget_of(raw),
-            changes=of_backend(raw),
-            ep=ep,
+            how.token_budget,
+            changes=how.changes,
+            ep=how.ep,
             stored=stored,
+            kv_dtype=how.kv_dtype,
             skew=skew_of(name),
         )
         yield of_clients(row, served, raw)

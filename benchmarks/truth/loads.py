@@ -64,7 +64,7 @@ class Served:
 
     @property
     def spec(self) -> EngineSpec:
-        return load_engine(self.engine).model_copy(update=dict(self.changes))
+        return _engine(self.engine, self.changes)
 
     @property
     def cost(self) -> LaneCost:
@@ -77,8 +77,9 @@ class Served:
 
     @property
     def _made(self) -> Made:
+        of_model = self.model, self.stored, self.skew
         return Made(
-            self.model, self.stored, self.skew, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported
+            *of_model, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported, changes=self.changes
         )
 
     def kernels_s(self, inputs: float, outputs: float) -> float:
@@ -137,6 +138,7 @@ class Made(NamedTuple):
     engine: str
     imported: bool
     has_loop: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -144,8 +146,13 @@ class Made(NamedTuple):
 
     @property
     def engine_spec(self) -> EngineSpec:
-        of = load_engine(self.engine)
+        of = _engine(self.engine, self.changes)
         return of if self.has_loop else of.model_copy(update=NO_LOOP)
+
+
+@cache
+def _engine(name: str, changes: tuple[tuple[str, Any], ...]) -> EngineSpec:
+    return load_engine(name).model_copy(update=dict(changes))
 
 
 @cache
@@ -184,7 +191,7 @@ class Times:
 
 def closed_loop(served: Served, clients: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
     """What the requests of a number of clients take, all of which start at once."""
-    path_s = served.spec.request_path_s
+    path_s = served.spec.request_path_s(float(np.mean(inputs)))
     arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
     stream = Stream(inputs, outputs, max(outputs), arrivals)
     path_ns = round(1e9 * path_s)
@@ -199,7 +206,7 @@ def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cache
     Args:
         cached: tokens of each prompt whose K/V is there already. # [requests]
     """
-    rng, path_s = np.random.default_rng(seed), served.spec.request_path_s
+    rng, path_s = np.random.default_rng(seed), served.spec.request_path_s(lengths[0])
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
     inputs, outputs = ([length] * len(cached) for length in lengths)
     stream = Stream(inputs, outputs, lengths[1], arrivals, cached)

@@ -243,12 +243,15 @@ def _engine(raw: dict[str, str]) -> tuple[str, tuple[tuple[str, object], ...]]:
 
 def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
     """What the engine of a row was set to otherwise than by itself."""
-    is_aligned = ALIGNED in raw["silicon_data_source"]
     if raw["backend"] == "sglang":
-        return (("mixes", True),) if is_aligned and _version(raw["backend_version"]) >= MIXED_FROM else ()
+        return (("mixes", True),) if is_aligned(raw) and _version(raw["backend_version"]) >= MIXED_FROM else ()
     if raw["backend"] != "trtllm":
         return ()
-    return (("memory_share", 0.8),) if is_aligned else (("cuts_prompts", True),)
+    return (("memory_share", 0.8),) if is_aligned(raw) else (("cuts_prompts", True),)
+
+
+def is_aligned(raw: dict[str, str]) -> bool:
+    return ALIGNED in raw["silicon_data_source"]
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -257,7 +260,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 def budget_of(raw: dict[str, str]) -> int:
     """Tokens of a step at most."""
-    if ALIGNED not in raw["silicon_data_source"]:
+    if not is_aligned(raw):
         return BUDGETS[raw["backend"]]
     prompt = count_of(raw["isl"]) + SPARE_TOKENS
     if raw["backend"] == "sglang":  # of prompts; they are cut to the default all the same
@@ -271,7 +274,7 @@ def lengths_of(raw: dict[str, str]) -> tuple[list[int], list[int]]:
     InferenceX draws them uniformly from 80% to 100% of what is stated; AIConfigurator's evaluation has no spread.
     """
     num, stated = REQUESTS_A_CLIENT * count_of(raw["batch_size"]), (count_of(raw["isl"]), count_of(raw["osl"]))
-    if ALIGNED in raw["silicon_data_source"]:
+    if is_aligned(raw):
         return [stated[0]] * num, [stated[1]] * num
     rng = np.random.default_rng(0)
     inputs, outputs = (rng.integers(round(SHORTEST * n), n + 1, num).tolist() for n in stated)

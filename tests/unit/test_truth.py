@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.truth.inferencex import started
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
 from benchmarks.truth.sources import ALIGNED, Row, budget_of, of_backend, repeated
+from xgpt.resolve import load_engine
 from xsimulator.costs.step_counts import StepCounts
 
 INPUT, OUTPUT = 512, 64
@@ -37,7 +39,7 @@ def test_clients_that_start_together_share_steps() -> None:
 def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
     plain, ahead = (open_loop(of, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for of in (SERVED, AHEAD))
-    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s
+    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s(INPUT)
     more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
 
@@ -51,6 +53,36 @@ def test_cached_tokens_are_not_encoded_again() -> None:
 def test_requests_at_hand_keep_the_engine_busy() -> None:
     few, many = (all_at_once(SERVED, [INPUT] * count, [OUTPUT] * count) for count in (8, 256))
     assert many > 3 * few
+
+
+def test_what_an_engine_was_set_to_reaches_its_step_times() -> None:
+    slow, prompt = replace(AHEAD, changes=(("step_s", 1.0),)), StepCounts.of([(0, 2048, 1)], [])
+    usual = load_engine(AHEAD.engine).step_s or 0.0
+    assert sum(slow.cost.step(prompt)) - sum(AHEAD.cost.step(prompt)) == pytest.approx(1.0 - usual)
+
+
+@pytest.mark.parametrize(
+    ("changed", "model", "expected"),
+    [
+        ({}, "minimax-m2", (4, 8192, None, 0.95)),
+        ({"system": "h100_sxm"}, "minimax-m2", (1, 8192, None, None)),
+        (
+            {"system": "b200_sxm", "silicon_data_source": "x; measured=2026-04-03"},
+            "minimax-m2",
+            (1, 2048, "float8", None),
+        ),
+        ({"system": "b200_sxm"}, "gpt-oss-120b", (1, 8192, "float8", None)),
+        ({"backend": "trtllm", "silicon_data_source": "measured=2025-11-02"}, "gpt-oss-120b", (4, 20000, None, 0.85)),
+        ({"backend": "trtllm", "silicon_data_source": "measured=2025-12-15"}, "gpt-oss-120b", (1, 20000, None, 0.85)),
+    ],
+)
+def test_rows_are_predicted_as_their_scripts_started_the_engine(
+    changed: dict[str, str], model: str, expected: tuple[int, int, str | None, float | None]
+) -> None:
+    raw = {"system": "h200_sxm", "backend": "vllm", "backend_version": "0.18.0", "batch_size": "16", "isl": "1024"}
+    raw |= {"silicon_data_source": "source_file=x; measured=2026-03-28T00:00"} | changed
+    found = started(raw, model, tp=4, ep=1)
+    assert (found.ep, found.token_budget, found.kv_dtype, dict(found.changes).get("memory_share")) == expected
 
 
 def test_the_table_counts_fitted_rows_apart() -> None:

@@ -41,10 +41,14 @@ class EngineSpec(Frozen):
     """Factor on the time of tokens beyond `captured_tokens`, whose kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a captured graph."""
+    rounds_activations: bool = False
+    """Whether products with weights of four bits round activations to eight, on devices that have kernels for it."""
     mixing: NonNegativeFloat = 0.0
     """Extra time of a step that both encodes and decodes, as a share of the time that its decodes take alone."""
     before_admission_s: NonNegativeFloat = 0.0
-    """Seconds from a request's arrival at the server until the scheduler sees it."""
+    """Seconds from a request's arrival at the server until the scheduler sees it, apart from `tokenise_s`."""
+    tokenise_s: NonNegativeFloat = 0.0
+    """Seconds more of them for each token of its prompt."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -82,7 +86,10 @@ class EngineSpec(Frozen):
             raise ValueError(f"sources: {', '.join(unknown)} is not a figure of an engine; leave it out")
         return self
 
-    @property
-    def request_path_s(self) -> float:
-        """Seconds that a request spends outside of waiting and steps: before its first token, and before its last."""
-        return self.before_admission_s + self.after_token_s
+    def request_path_s(self, prompt: float) -> float:
+        """Return the seconds that a request spends outside of waiting and steps before each of its tokens.
+
+        Args:
+            prompt: its tokens.
+        """
+        return self.before_admission_s + self.tokenise_s * prompt + self.after_token_s

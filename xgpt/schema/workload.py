@@ -43,6 +43,10 @@ class Histogram(Frozen):
     probabilities: tuple[float, ...] = Field(min_length=1)
     """Share of each length."""
 
+    @property
+    def mean(self) -> float:
+        return sum(n * share for n, share in zip(self.lengths, self.probabilities, strict=True))
+
     @model_validator(mode="after")
     def _check(self) -> Histogram:
         if len(self.lengths) != len(self.probabilities):

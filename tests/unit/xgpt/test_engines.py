@@ -62,9 +62,10 @@ def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: P
     asked = "--model llama-3.1-8b --cluster h100x8 --workload azure-conv --latency-bound 8 --objective saturated"
     found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
     assert found.exit_code == 0, found.output
-    assert ("prompts go first" in found.output) is not of.mixes
-    assert ("chosen: " + policy + ": every step decodes" in found.output) is of.mixes
-    assert ("a prompt waits for a step" in found.output) is not of.cuts_prompts
+    said = " ".join(found.output.split())
+    assert ("prompts go first" in said) is not of.mixes
+    assert ("chosen: " + policy + ": every step decodes" in said) is of.mixes
+    assert ("a prompt waits for a step" in said) is not of.cuts_prompts
     simulated = xgpt.simulate(path, num_requests=300)
     plan, steps = simulated.plan, simulated.steps
     mixed = [step for step in steps if step.encode and step.decode]
@@ -119,7 +120,7 @@ def test_what_a_request_takes_outside_of_the_loop_counts_from_its_arrival() -> N
         xgpt.simulate(plans[1].model_copy(update={"engine": engine}), num_requests=200, arrival_rate_per_s=5)
         for engine in (plans[0].engine, slow)
     )
-    assert late.figures["ttft_mean_s"] - fast.figures["ttft_mean_s"] == pytest.approx(0.4955, abs=1e-6)
+    assert late.figures["ttft_mean_s"] - fast.figures["ttft_mean_s"] == pytest.approx(0.5 - 3.2e-3, abs=1e-6)
 
 
 def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> None:

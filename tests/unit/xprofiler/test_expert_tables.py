@@ -92,6 +92,14 @@ def rest(profile: Profile, group: tuple[int, int], tokens: int) -> float:
     return curve.seconds[curve.points.index(tokens)]
 
 
+def linked(tables: Path, root: Path) -> Path:
+    """A folder with the same tables, but those of experts."""
+    for name in ("gemm", "attention", "comm"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(tables / name)
+    return root
+
+
 def test_experts_come_from_the_newest_table_that_holds_them(tables: Path) -> None:
     profile = made(tables)
     assert profile.groups == ((1, 1), (2, 1), (2, 2))
@@ -179,15 +187,52 @@ def test_beyond_a_window_a_decode_costs_no_more(tables: Path) -> None:
     assert (half <= full * (1 + 1e-12)).all() and (half[:, 2] < full[:, 2]).all()
 
 
-def test_kernels_that_round_activations_count_where_a_device_has_them(tables: Path, tmp_path: Path) -> None:
-    """Of weights in mxfp4, the faster of both kinds."""
-    root = tmp_path / "h100_sxm"
-    for name in ("gemm", "attention", "comm"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).symlink_to(tables / name)
+@pytest.mark.parametrize("framework", ["vllm", "trtllm"])
+def test_an_engine_that_rounds_activations_has_kernels_for_it_where_a_device_has(
+    framework: str, tables: Path, tmp_path: Path
+) -> None:
+    """Its own, or those that FlashInfer hands to others."""
+    root = linked(tables, tmp_path / "h100_sxm")
     stored = MOE.model_copy(update={"quantization": Quantization(kind="mxfp4", experts_only=True)})
-    rows = expert_rows("w4a16_mxfp4")
-    write(root, "moe/vllm/1.0.0/moe", rows)
-    alone = rest(made(root, stored), (1, 1), 16)
-    write(root, "moe/vllm/1.0.1/moe", [*rows, *expert_rows("w4a8_mxfp4_mxfp8", 0.5)])
-    assert alone - rest(made(root, stored), (1, 1), 16) == pytest.approx(0.5 * expert_ms(16, 1, 1, True) / 1e3)
+    write(root, "moe/vllm/1.0.0/moe", expert_rows("w4a16_mxfp4"))
+    write(root, f"moe/{framework}/1.0.1/moe", [*expert_rows("w4a16_mxfp4"), *expert_rows("w4a8_mxfp4_mxfp8", 0.5)])
+    rounds = BARE.model_copy(update={"rounds_activations": True})
+    seconds = [rest(imported.profile(stored, H100, "bfloat16", of, root), (1, 1), 16) for of in (BARE, rounds)]
+    assert seconds[0] - seconds[1] == pytest.approx(0.5 * expert_ms(16, 1, 1, True) / 1e3)
+
+
+def test_tables_are_those_of_the_engines_version(tables: Path, tmp_path: Path) -> None:
+    """From its own upwards, or else the newest before; a group that one version lacks comes from the next."""
+    root, slower = linked(tables, tmp_path / "h100_sxm"), {"0.17.0": 5.0, "0.19.0": 3.0, "0.24.0": 1.0}
+    for version, factor in slower.items():
+        rows = [row for row in expert_rows(slower=factor) if version != "0.19.0" or row["moe_tp_size"] == 1]
+        write(root, f"moe/vllm/{version}/moe", rows)
+
+    def seconds(version: str, group: tuple[int, int]) -> float:
+        of = BARE.model_copy(update={"version": version})
+        return rest(imported.profile(MOE, H100, "bfloat16", of, root), group, 16)
+
+    for version, factor in {"0.15": 5, "0.18": 3, "0.19.0": 3, "0.20": 1, "0.32": 1}.items():
+        more = (factor - 1) * expert_ms(16, 1, 1, True) / 1e3
+        assert seconds(version, (1, 1)) - seconds("0.24.0", (1, 1)) == pytest.approx(more, abs=1e-12)
+    assert seconds("0.18", (2, 1)) == seconds("0.24.0", (2, 1)) < seconds("0.15", (2, 1))
+
+
+@pytest.mark.parametrize(("defect", "group"), [("undivided", (2, 2)), ("few points", (2, 2)), ("slower", (2, 1))])
+def test_groups_that_a_table_measured_in_part_or_not_divided_come_from_another(
+    defect: str, group: tuple[int, int], tables: Path, tmp_path: Path
+) -> None:
+    root, rows = linked(tables, tmp_path / "h100_sxm"), expert_rows()
+    write(root, "moe/vllm/0.24.0/moe", rows)
+    sound = made(root)
+    if defect == "undivided":
+        whole = [row for row in rows if (row["moe_tp_size"], row["moe_ep_size"]) == (1, 1)]
+        wrong = [row for row in rows if row["moe_ep_size"] == 1] + [row | {"moe_ep_size": 2} for row in whole]
+    elif defect == "slower":
+        wrong = [row | {"latency": row["latency"] * row["moe_tp_size"] ** 3} for row in rows]
+    else:
+        wrong = [row for row in rows if row["moe_ep_size"] == 1 or row["num_tokens"] == 1024]
+        wrong = [row | ({"latency": 9.0} if row["moe_ep_size"] == 2 else {}) for row in wrong]
+    write(root, "moe/vllm/0.19.0/moe", wrong)
+    of = imported.profile(MOE, H100, "bfloat16", BARE.model_copy(update={"version": "0.19.0"}), root)
+    assert of.layer(*group).rest == sound.layer(*group).rest

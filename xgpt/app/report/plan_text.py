@@ -60,8 +60,8 @@ def engine_in_words(plan: Plan) -> list[str]:
     if engine is None or engine.framework == "native":
         return []
     parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
-    if engine.request_path_s:
-        parts.append(f"a request takes {1e3 * engine.request_path_s:.3g} ms outside of its loop")
+    if plan.request_path_s:
+        parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside of its loop")
     if engine.mixing:
         parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
     if FORECASTS[plan.policy.kind].stations.admits_each_step:
