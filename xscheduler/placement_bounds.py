@@ -19,6 +19,7 @@ cut m off from above. Source: ExeGPT sec. 4-6, and the closed forms in xsimulato
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from xgpt.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
-from xsimulator.forecast.placements import Iterations, LeastSteps
+from xsimulator.forecast.placements import BoundTerms, Iterations, LeastSteps
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape
 
@@ -68,7 +69,7 @@ class _Stages(NamedTuple):
 
 
 class PlacementBounds:
-    """Bounds of the placements of one problem.
+    """Bounds of the placements of one problem, under any constraint.
 
     Args:
         profile: with lower tables: tables that never fall.
@@ -76,21 +77,12 @@ class PlacementBounds:
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        profile: Profile,
-        lengths: Lengths,
-        quantile_decodes: int,
-        constraint: Constraint,
-        max_batch: int,
+        self, model: ModelSpec, profile: Profile, lengths: Lengths, quantile_decodes: int, max_batch: int
     ) -> None:
         self._model = model
         self._profile = profile
         self._lengths = lengths
         self._decodes = max(quantile_decodes, 1)
-        slack = 1 + constraint.headroom
-        self._latency_s = (constraint.latency_bound_s or np.inf) / slack
-        self._tpot_s = (constraint.tpot_s or np.inf) / slack
         self._mean_decodes = max(lengths.mean_decodes, 1e-9)
         layer = profile.layers[0]
         most = float(max_batch)
@@ -109,31 +101,16 @@ class PlacementBounds:
         """Tokens that pass for each decode iteration of a request, its share of a prompt included."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
-    def bounds(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> Array:
-        """Requests a second that no settings of each placement exceed, all replicas together.
+    def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
+        """Return what bounds one policy's throughput on each placement.
 
         Args:
             capacities: requests that fit in the memory of a replica.
         """
-        if not placements:
-            return np.zeros(0)
-        m, decodes = self.batches, self._decodes
         steps = self._steps(placements)
-        terms = CHOICES[kind].placement_terms(steps)
-        busy = terms.busy * np.ones_like(m)
-
-        micro = steps.microbatches
-        left_s = (self._latency_s - terms.before_s) / decodes * np.ones(len(placements))
-        most = np.minimum(np.asarray(capacities, float) / micro, m[-1])
-        most = np.minimum(most, self._crossing(np.concatenate(terms.met, axis=1), left_s).min(axis=1))
-        if terms.at_least_one:
-            most = np.where((most >= 0) & (most < 1), 1.0, most)
-        gaps = np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * busy
-        most = np.minimum(most, self._crossing(gaps, np.full(len(placements), self._tpot_s)).min(axis=1))
-        best = self._highest(np.concatenate(terms.working, axis=1), most, micro, busy).min(axis=1)
-        best = np.minimum(best, terms.most_rps)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
-        return np.where(most >= 0, best * replicas, 0.0)
+        terms = CHOICES[kind].placement_terms(steps)
+        return PolicyBounds(steps, terms, replicas, np.asarray(capacities, float), self._mean_decodes)
 
     def least_latency(self, placements: Sequence[Placement]) -> Array:
         """Seconds that no request of the quantile's length falls below: alone in its steps, its prompt at its cheapest.
@@ -166,36 +143,6 @@ class PlacementBounds:
             through=np.asarray([lane.through_s for lane in lanes]),
             alone=np.asarray([lane.alone_s for lane in encode]),
         )
-
-    def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
-        """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
-
-        Between grid points times are linear and the throughput is monotone: it is highest at one of them, or at the
-        end.
-        """
-        m = self.batches
-        index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
-        rows = np.arange(len(most))
-        share = np.clip((most - m[index]) / (m[index + 1] - m[index]), 0.0, 1.0)[:, None]
-        at_end_s = seconds[rows, :, index] * (1 - share) + seconds[rows, :, index + 1] * share
-        least = np.minimum(busy[index], busy[index + 1])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self._mean_decodes * at_end_s)
-            throughput = micro[:, None, None] * m / busy / (self._mean_decodes * seconds)
-        inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
-        # Stages that only pad a lane take no time, and bound nothing.
-        return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
-
-    def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
-        m = self.batches
-        count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
-        index = np.clip(count - 1, 0, len(m) - 2)
-        start = np.take_along_axis(seconds, index[:, :, None], axis=2)[:, :, 0]
-        end = np.take_along_axis(seconds, index[:, :, None] + 1, axis=2)[:, :, 0]
-        share = np.clip((limit_s[:, None] - start) / np.where(end > start, end - start, 1.0), 0.0, 1.0)
-        found = m[index] + share * (m[index + 1] - m[index])
-        return np.where(count == 0, -1.0, np.where(count == len(m), m[-1], found))
 
     def _stages(self, lane: Lane) -> _Stages:
         found = self._lanes.get(lane)  # a lane takes long to hash: once
@@ -314,6 +261,86 @@ class PlacementBounds:
             alone_s=alone_s,
             encoder_alone_s=encoder_alone_s,
         )
+
+
+@dataclass(frozen=True)
+class PolicyBounds:
+    """What bounds one policy's throughput on some placements.
+
+    Attributes:
+        replicas: of each placement.
+        capacities: requests that fit in the memory of a replica.
+        mean_decodes: decode iterations of a request.
+    """
+
+    steps: LeastSteps
+    terms: BoundTerms
+    replicas: Array
+    capacities: Array
+    mean_decodes: float
+
+    def under(self, constraint: Constraint) -> Array:
+        """Requests a second that no settings of each placement exceed, all replicas together."""
+        steps, terms, m = self.steps, self.terms, self.steps.of.batches
+        slack, size = 1 + constraint.headroom, len(self.replicas)
+        latency_s, tpot_s = (constraint.latency_bound_s or np.inf) / slack, (constraint.tpot_s or np.inf) / slack
+        left_s = (latency_s - terms.before_s) / steps.of.decodes * np.ones(size)
+        most = np.minimum(self.capacities / steps.microbatches, m[-1])
+        most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))
+        if terms.at_least_one:
+            most = np.where((most >= 0) & (most < 1), 1.0, most)
+        most = np.minimum(most, self._crossing(self._gaps, np.full(size, tpot_s)).min(axis=1))
+        best = self._highest(self._working, most, steps.microbatches, self._busy).min(axis=1)
+        best = np.minimum(best, terms.most_rps)
+        return np.where(most >= 0, best * self.replicas, 0.0)
+
+    @cached_property
+    def _busy(self) -> Array:
+        return self.terms.busy * np.ones_like(self.steps.of.batches)
+
+    @cached_property
+    def _met(self) -> Array:
+        return np.concatenate(self.terms.met, axis=1)
+
+    @cached_property
+    def _working(self) -> Array:
+        return np.concatenate(self.terms.working, axis=1)
+
+    @cached_property
+    def _gaps(self) -> Array:
+        """Seconds between a request's tokens."""
+        steps = self.steps
+        return np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * self._busy
+
+    def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
+        """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
+
+        Between grid points times are linear and the throughput is monotone: it is highest at one of them, or at the
+        end.
+        """
+        m = self.steps.of.batches
+        index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
+        rows = np.arange(len(most))
+        share = np.clip((most - m[index]) / (m[index + 1] - m[index]), 0.0, 1.0)[:, None]
+        at_end_s = seconds[rows, :, index] * (1 - share) + seconds[rows, :, index + 1] * share
+        least = np.minimum(busy[index], busy[index + 1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self.mean_decodes * at_end_s)
+            throughput = micro[:, None, None] * m / busy / (self.mean_decodes * seconds)
+        inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
+        # Stages that only pad a lane take no time, and bound nothing.
+        return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
+
+    def _crossing(self, seconds: Array, limit_s: Array) -> Array:
+        """Return the largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
+        m = self.steps.of.batches
+        count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
+        index = np.clip(count - 1, 0, len(m) - 2)
+        start = np.take_along_axis(seconds, index[:, :, None], axis=2)[:, :, 0]
+        end = np.take_along_axis(seconds, index[:, :, None] + 1, axis=2)[:, :, 0]
+        share = np.clip((limit_s[:, None] - start) / np.where(end > start, end - start, 1.0), 0.0, 1.0)
+        found = m[index] + share * (m[index + 1] - m[index])
+        return np.where(count == 0, -1.0, np.where(count == len(m), m[-1], found))
 
 
 class _Degree(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from xscheduler.arrival_rate import by_rate, neighbours, rate_of
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
-from xscheduler.placement_bounds import PlacementBounds
+from xscheduler.placement_bounds import PlacementBounds, PolicyBounds
 from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
 from xscheduler.search import SEARCHES, Method
@@ -55,15 +55,33 @@ class Scheduler:
             self._max_batch = min(self._max_batch, engine.max_batch)
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """Where plans that were found lie."""
-        self._placement_bounds: dict[Constraint, PlacementBounds] = {}
+        quantile = problem.constraint.planned_quantile
+        self._screen = PlacementBounds(
+            problem.model, self._models.floor, self.lengths, self.lengths.decodes_at(quantile), self._max_batch
+        )
+        self._spaces: dict[str, _Spaces] = {}
         self._memories: dict[tuple[Lane, bool], LaneMemory | InfeasibleError] = {}
 
     # Spaces ----------------------------------------------------------------------------------------------------
 
     def spaces(self, kind: str, constraint: Constraint | None = None) -> list[Space]:
         """Return the spaces of one policy: every placement that holds the model and may keep the constraint."""
-        problem, constraint = self.problem, constraint or self.problem.constraint
-        found = []
+        constraint = constraint or self.problem.constraint
+        of = self._spaces_of(kind)
+        bounds = [] if of.bounds is None else of.bounds.under(constraint).tolist()
+        return [space.under(constraint, bound) for space, bound in zip(of.spaces, bounds, strict=True)]
+
+    def _spaces_of(self, kind: str) -> _Spaces:
+        """Return what does not depend on bounds of the spaces of one policy."""
+        if kind not in self._spaces:
+            found = list(self._standing(kind))
+            placements, capacities = [space.placement for space in found], [space.capacity for space in found]
+            bounds = self._screen.of(kind, placements, capacities) if found else None
+            self._spaces[kind] = _Spaces(found, sum(space.num_points for space in found), bounds)
+        return self._spaces[kind]
+
+    def _standing(self, kind: str) -> Iterator[Space]:
+        problem = self.problem
         for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
             if problem.uniform and not placement.is_uniform:
                 continue
@@ -71,27 +89,9 @@ class Scheduler:
                 continue
             limits = self._limits(placement)
             if limits is not None:
-                space = self._space(kind, placement, constraint, limits)
+                space = self._space(kind, placement, problem.constraint, limits)
                 if space.capacity >= space.least_requests:
-                    found.append(space)
-        bounds = self._bounds_under(constraint).bounds(
-            kind, [space.placement for space in found], [space.capacity for space in found]
-        )
-        for space, bound in zip(found, bounds, strict=True):
-            space.bound = float(bound)
-        return found
-
-    def _bounds_under(self, constraint: Constraint) -> PlacementBounds:
-        if constraint not in self._placement_bounds:
-            self._placement_bounds[constraint] = PlacementBounds(
-                self.problem.model,
-                self._models.floor,
-                self.lengths,
-                self.lengths.decodes_at(constraint.planned_quantile),
-                constraint,
-                self._max_batch,
-            )
-        return self._placement_bounds[constraint]
+                    yield space
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
@@ -165,7 +165,7 @@ class Scheduler:
                 certificate = SearchCertificate(
                     method=found.method,
                     evaluations=found.evaluations,
-                    space_size=sum(space.num_points for space in spaces),
+                    space_size=self._spaces_of(kind).num_points,
                     seconds=round(seconds, 4),
                     gap=found.gap,
                     bound=found.bound,
@@ -191,7 +191,7 @@ class Scheduler:
         certificate = SearchCertificate(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),
-            space_size=sum(space.num_points for space in spaces),
+            space_size=self._spaces_of(kind).num_points,
             seconds=round(time.perf_counter() - started, 4),
             gap=None,
             bound="none: the arrival rate of settings along curves, in closed form",
@@ -313,7 +313,7 @@ class Scheduler:
         nearest: dict[str, float] = {}
         for kind in kinds:
             spaces = self.spaces(kind, relaxed)
-            least_s = headroom * self._bounds_under(relaxed).least_latency([space.placement for space in spaces])
+            least_s = headroom * self._screen.least_latency([space.placement for space in spaces])
             for i in np.argsort(least_s, kind="stable"):
                 if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
                     break
@@ -368,6 +368,19 @@ class Scheduler:
             nearest_bound_s=None,
             binding="memory",
         )
+
+
+class _Spaces(NamedTuple):
+    """The spaces of one policy under any constraint.
+
+    Attributes:
+        num_points: of all of them.
+        bounds: of their throughput; None: there are no spaces.
+    """
+
+    spaces: list[Space]
+    num_points: int
+    bounds: PolicyBounds | None
 
 
 class _Predictors:

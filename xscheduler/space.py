@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -130,6 +131,16 @@ class Space:
         self._make_models = models
         self._looked_at: list[Ints] = []
         """Numbers of the points that were predicted, call by call."""
+
+    def under(self, constraint: Constraint, bound: float) -> Space:
+        """Return the same settings under another constraint, of which none was looked at.
+
+        Args:
+            bound: throughput, all replicas together, that no point exceeds.
+        """
+        other = copy(self)
+        other.constraint, other.bound, other._looked_at = constraint, bound, []
+        return other
 
     @cached_property
     def models(self) -> Models:

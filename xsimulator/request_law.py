@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from xgpt.errors import InputError
 from xgpt.schema.step_log import StepRecord
-from xsimulator.counts.arrivals import BOTH, Run
+from xsimulator.counts.arrivals import BOTH, Limits, Run
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class RequestLaw:
     def quantile(self, q: float) -> float:
         """The latency that a share q of all requests keeps, s."""
         seconds, reached = self._sorted
-        return float(seconds[min(int(np.searchsorted(reached, q * (1 - 1e-12))), len(seconds) - 1)])
+        return float(seconds[_reaches(reached, q)])
 
     def share_within(self, bound_s: float) -> float:
         """Share of all requests whose latency keeps the bound."""
@@ -75,26 +75,38 @@ class RequestLaw:
     def error(self, q: float) -> float:
         """Standard error of that quantile, relative: groups of admissions are drawn again and again in their place."""
         num_groups = min(NUM_GROUPS, len(self.seconds))
-        group = np.arange(len(self.seconds)) * num_groups // len(self.seconds)
+        group = np.repeat(np.arange(len(self.seconds)) * num_groups // len(self.seconds), len(self.probabilities))
+        seconds, of, weights = self._sorted[0], group[self._order], self._weights
+        total = np.asarray(np.bincount(of, weights), float)
+        # Each mixture's quantile lies between those of its groups: only what lies there is summed for each mixture.
+        own = [np.flatnonzero(of == number) for number in range(num_groups)]
+        at = [rows[_reaches(np.cumsum(weights[rows]), q)] for rows in own]
+        inside = slice(min(at), max(at) + 1)
+        below = np.bincount(of[: inside.start], weights[: inside.start], minlength=num_groups)
         rng = np.random.default_rng(0)
-        order = np.argsort(self.seconds, axis=None)
-        rows, columns = np.divmod(order, len(self.probabilities))
-        weights, of = self.probabilities[columns], group[rows]
         found = []
         for _ in range(NUM_DRAWS):
             times = np.bincount(rng.integers(num_groups, size=num_groups), minlength=num_groups)
-            reached = np.cumsum(weights * times[of])
-            index = int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12)))
-            found.append(self.seconds.flat[order[min(index, len(order) - 1)]])
+            reached = float(times @ below) + np.cumsum(weights[inside] * times[of[inside]])
+            found.append(seconds[inside][_reaches(reached, q, float(times @ total))])
         return max(float(np.std(found, ddof=1) / np.mean(found)), LEAST_ERROR)
+
+    @cached_property
+    def _order(self) -> Ints:
+        """Of all latencies, shortest first, their places in `seconds`."""
+        return np.argsort(self.seconds, axis=None)
+
+    @cached_property
+    def _weights(self) -> Array:
+        """Of all latencies, shortest first."""
+        weights: Array = np.broadcast_to(self.probabilities, self.seconds.shape).ravel()[self._order]
+        return weights
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
         """All latencies, and the share of requests up to each."""
-        order = np.argsort(self.seconds, axis=None)
-        weights = np.broadcast_to(self.probabilities, self.seconds.shape).ravel()[order]
-        reached = np.cumsum(weights)
-        return self.seconds.ravel()[order], reached / reached[-1]
+        reached = np.cumsum(self._weights)
+        return self.seconds.ravel()[self._order], reached / reached[-1]
 
 
 def request_law(
@@ -110,15 +122,32 @@ def request_law(
     return RequestLaw(seen.latencies(chosen, decodes), lengths.output_probabilities, seen.admitted[chosen])
 
 
-def drawn_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
+def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
+    """Run until those after the first `skip_requests` have ended, and return the law of their own latencies."""
+    counted = slice(skip_requests, skip_requests + num_requests)
+    run.run(Limits((), counted.start, counted.stop))
+    requests = run.state.requests[counted]
+    return _own_law((requests["end_ns"] - requests["admitted_ns"]) / 1e9, requests["admitted_step"])
+
+
+def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
     """The law of these requests' own latencies.
 
     Raises:
         InputError: the log is too short for that.
     """
     chosen = _chosen(seen.last_token, skip_requests, num_requests)
-    whole = seen.end_s[seen.last_token[chosen]] - seen.start_s[seen.admitted[chosen]]
-    return RequestLaw(whole[:, None], np.ones(1), seen.admitted[chosen])
+    admitted = seen.admitted[chosen]
+    return _own_law(seen.end_s[seen.last_token[chosen]] - seen.start_s[admitted], admitted)
+
+
+def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
+    return RequestLaw(seconds[:, None], np.ones(1), admitted)
+
+
+def _reaches(reached: Array, q: float, total: float | None = None) -> int:
+    """Return where sums first reach a share of the whole; None: of the last one."""
+    return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:

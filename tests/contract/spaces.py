@@ -93,13 +93,12 @@ class Spaces:
             lowered(self.profile),
             self.lengths,
             self.lengths.decodes_at(constraint.quantile),
-            constraint,
             self.max_batch,
         )
-        bounds = screen.bounds(self.kind, [s.placement for s in spaces], [s.capacity for s in spaces])
-        for space, bound in zip(spaces, bounds, strict=True):
-            space.bound = float(bound)
-        return spaces
+        if not spaces:
+            return []
+        bounds = screen.of(self.kind, [s.placement for s in spaces], [s.capacity for s in spaces]).under(constraint)
+        return [space.under(constraint, bound) for space, bound in zip(spaces, bounds.tolist(), strict=True)]
 
     def bounds(self) -> list[float | None]:
         """No bound, and bounds that leave ever less of what fits in memory."""

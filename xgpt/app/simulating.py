@@ -242,7 +242,7 @@ def request_latencies(
     from xsimulator.counts.counted_run import counted_run
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
-    from xsimulator.request_law import SeenSteps, drawn_law, request_law
+    from xsimulator.request_law import SeenSteps, drawn_law, logged_law, request_law
 
     check_fits(plan, workload)
     lengths = Lengths(workload)
@@ -260,14 +260,16 @@ def request_latencies(
     run = None
     if plan.estimate.reuse is None:
         stream = Stream(inputs, outputs, longest, np.zeros(total, int))
-        run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
+        run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=not is_drawn(plan))
+    if run is not None and is_drawn(plan):
+        return drawn_law(run, skipped, num_requests)
     if run is not None:
         run.run()
         seen = SeenSteps.of_run(run)
     else:
         seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
     if is_drawn(plan):
-        return drawn_law(seen, skipped, num_requests)
+        return logged_law(seen, skipped, num_requests)
     return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
 
 

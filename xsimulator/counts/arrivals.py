@@ -31,7 +31,7 @@ def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
 
 REQUEST = np.dtype(
     _fields("input output most cached arrival_ns first_ns end_ns encoded after ends_with")
-    + _fields("admitted_step first_step last_step joined_batch joined_step")
+    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step")
 )
 """A request.
 
@@ -40,6 +40,7 @@ arrival_ns, first_ns, end_ns: when it arrives, and has its first and its last to
 encoded: tokens of its prompt that are.
 after: the next one in its micro-batch whose prompt is not encoded.
 ends_with: the next one that ends in the same iteration.
+admitted_ns: when the step starts that begins its prompt.
 admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
 joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
 """

@@ -135,7 +135,7 @@ def log(s, lane, step):
         piece = s.pieces[i % len(s.pieces)]
         request = s.requests[piece.request]
         if request.admitted_step < 0:
-            request.admitted_step = lane.num_settled
+            request.admitted_step, request.admitted_ns = lane.num_settled, step.start_ns
         if piece.start + piece.length == request.input:
             request.first_step = lane.num_settled
             if step.lane == BOTH:
