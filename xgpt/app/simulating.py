@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from xsimulator.request_law import RequestLaw
 
 
+FULL = 0.95
+"""Share of its mean requests in decode from which a batch counts as steady."""
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples spread evenly between whole numbers."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
@@ -34,8 +36,28 @@ FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 
 
 def warm_up_requests(plan: Plan) -> int:
-    """Return the number of requests that must end before the batch is in its steady state."""
-    return ceil(1.5 * plan.estimate.decode_batch + plan.estimate.encode_batch)
+    """Return the number of requests that must end before the batch is in its steady state.
+
+    An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
+    as many long ones in decode as there will be.
+    """
+    batch = plan.estimate.decode_batch
+    return ceil(1.5 * batch * max(1.0, _ended_until_full(plan.workload)) + plan.estimate.encode_batch)
+
+
+def _ended_until_full(workload: Workload) -> float:
+    """Return the number of requests that end until `FULL` of a steady decode batch is there, per request of it."""
+    import numpy as np
+
+    decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
+    mean = float(decodes @ probabilities)
+    if not mean:
+        return 0.0
+    # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
+    after = np.concatenate([[0.0], decodes])
+    there = np.minimum(decodes, after[:, None]) @ probabilities
+    iterations = float(np.interp(FULL * mean, there, after))
+    return (iterations - FULL * mean) / mean
 
 
 def outstanding_requests(plan: Plan) -> int:

@@ -93,7 +93,8 @@ def test_replicas_count_on_what_the_router_sends_them(path: Path) -> None:
     found = xgpt.plan(**PROBLEM | {"devices": 2}, workload=path, objective="saturated")
     assert found.replicas == 2 and found.estimate.reuse is not None
     figures = xgpt.simulate(found, workload=str(path), num_requests=400).figures
-    assert found.estimate.throughput_rps == pytest.approx(figures["throughput_rps"], rel=0.1)
+    # The prompts of the replica that is simulated are a tenth shorter than those of both.
+    assert 0.8 * figures["throughput_rps"] <= found.estimate.throughput_rps <= 1.1 * figures["throughput_rps"]
     assert found.estimate.throughput_rps > 1.5 * (found.estimate.reuse.alone or 0)
 
 
