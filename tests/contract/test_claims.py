@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -51,7 +52,7 @@ class Case:
     monotone: bool
     quantile: float
 
-    @property
+    @cached_property
     def subject(self) -> Problem:
         rng = np.random.default_rng(self.seed)
         profile = random_profile(rng, monotone=self.monotone, degrees=(1, 2))

@@ -6,7 +6,7 @@ that the schedule depends on nothing but the order of submissions, steps, ending
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from xgpt.policies.admission import Queue, make_queue
@@ -285,6 +285,11 @@ class Pool:
     def is_under_way(self, id_: int) -> bool:
         """Whether a step that has begun touches this request."""
         return any(id_ in step.ids for step in self._under_way)
+
+    def idle(self, ids: Iterable[int]) -> list[int]:
+        """Return those of these requests that no step touches that has begun."""
+        touched = {id_ for step in self._under_way for id_ in step.ids}
+        return [id_ for id_ in ids if id_ not in touched]
 
     @property
     def num_under_way(self) -> int:

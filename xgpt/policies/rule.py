@@ -359,7 +359,7 @@ class OneLaneRule:
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Return the next part of a batch that entered whole; several parts may be under way."""
-        missing = [request for request in batch.encoding.values() if not pool.is_under_way(request.id)]
+        missing = [batch.encoding[id_] for id_ in pool.idle(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(next_chunk(request, None) for request in missing[:size])
 

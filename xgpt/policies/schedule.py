@@ -203,4 +203,4 @@ class OneLane(Schedule):
         """Return whether a static batch has further parts to encode, which do not wait for each other."""
         if not self.settings.refill_when_empty:
             return False
-        return any(not self.pool.is_under_way(id_) for id_ in batch.encoding)
+        return bool(self.pool.idle(batch.encoding))
