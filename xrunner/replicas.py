@@ -93,7 +93,7 @@ class _AnyOf:
 
 
 class Replicas:
-    """`engine.Engine` over several. Their logs follow each other as they come: each is a log of its own.
+    """`engine.Engine` over several. Their logs follow each other as they come: a record says whose it is.
 
     Args:
         build: makes the engine of a replica, in the thread that is to step it; given what to tell of its steps.
@@ -232,7 +232,7 @@ class Replicas:
     ) -> None:
         """One replica's thread."""
         try:
-            engine = build(number, self._outcomes.put)
+            engine = build(number, lambda record: self._outcomes.put(record._replace(replica=number)))
         except BaseException as error:
             built.put((number, error))
             return

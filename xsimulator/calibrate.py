@@ -54,18 +54,15 @@ class Steps:
 
 
 def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """The steps of a log whose requests are all known, from an engine of one device.
+    """The steps of a log whose requests are all known, from engines of one device each.
 
     Raises:
-        InputError: the log is of several devices or replicas.
+        InputError: the engine has several devices.
     """
+    if plan.devices_per_replica > 1:
+        raise InputError("plan", f"{plan.devices_per_replica} devices a replica", "calibrate with a plan of one device")
     cost = LaneCost(plan.model, profile, whole(plan.model))
     parts, seconds, first = [], [], []
-    if plan.replicas > 1:
-        raise InputError("plan.replicas", plan.replicas, "calibration covers plans of one replica: plan one device")
-    for record in log:
-        if record.lane != "both" or record.microbatch:
-            raise InputError("step log", record.lane, "calibration covers plans of one device so far")
     for record, counts, step_s in executed(plan, log):
         parts.append(cost.parts(counts)[0])
         seconds.append(step_s)

@@ -55,7 +55,14 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log with what their cost depends on, as far as it replays; transfers are left out."""
+    """Return the steps of a log with what their cost depends on, as far as it replays; transfers are left out.
+
+    A log of several replicas is replayed as that of each, one after the other.
+    """
+    return [step for number in range(plan.replicas) for step in _of_replica(plan, [r for r in log if r.replica == number])]
+
+
+def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
     schedule = policies.build(plan)
     last_end_ns: dict[str, int] = {}
     busy: dict[int, float] = {}
@@ -78,16 +85,16 @@ def paces(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], within: Sequence[StepRecord] | None = None
 ) -> Paces | None:
     """Compare the steps of a log with their predictions; None where a lane has several stages, whose steps also wait
-    for each other, where several replicas wrote the log, each with numbers of its own, or nothing was executed.
+    for each other, or nothing was executed.
 
     Args:
         within: the steps of the log that count; None: all.
     """
     lanes = lanes_of(plan, profile)
-    if plan.replicas > 1 or any(lane.num_stages > 1 for lane in lanes.values()):
+    if any(lane.num_stages > 1 for lane in lanes.values()):
         return None
-    numbers = {record.number for record in (log if within is None else within)}
-    steps = [step for step in executed(plan, log) if step.record.number in numbers]
+    numbers = {(record.replica, record.number) for record in (log if within is None else within)}
+    steps = [step for step in executed(plan, log) if (step.record.replica, step.record.number) in numbers]
     if not steps:
         return None
     measured = [step.seconds for step in steps]

@@ -81,6 +81,7 @@ class StepRecord(NamedTuple):
         failed: requests that ended here in an error; what their blocks hold is not shared any more.
         cancelled_after: of each in `cancelled`, how many steps had been settled when it was taken out. Of a log
             without it: as many as when this step was scheduled.
+        replica: which one executed it; each numbers its own steps.
     """
 
     start_ns: int
@@ -99,3 +100,4 @@ class StepRecord(NamedTuple):
     outputs: tuple[tuple[int, Chain], ...] = ()
     failed: tuple[int, ...] = ()
     cancelled_after: tuple[int, ...] = ()
+    replica: int = 0

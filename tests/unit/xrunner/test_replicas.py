@@ -48,6 +48,10 @@ def test_requests_spread_and_all_tokens_come() -> None:
     assert tokens_of(replicas, 10) == {id_: [id_ + i for i in range(6)] for id_ in range(10)}
     assert replicas.pool.is_idle and replicas.pool.num_running == 0 and replicas._router.load == [0, 0]
     assert sum(len(record.finished) for record in logs) == 10
+    for number in range(2):
+        of_one = [record for record in logs if record.replica == number]
+        assert sorted(record.number for record in of_one) == list(range(len(of_one)))
+        assert sum(len(record.finished) for record in of_one) == 5
     assert len({id(engine) for engine in engines}) == 2
     replicas.close()
     assert threading.active_count() == before

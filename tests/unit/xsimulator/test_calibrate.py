@@ -54,16 +54,25 @@ def test_steps_that_tell_of_the_machine_are_left_out() -> None:
     assert all(factor == pytest.approx(1, abs=0.02) for factor in found.factors.values())
 
 
-def test_a_log_of_several_replicas_has_no_pace_and_calibrates_nothing() -> None:
+def test_a_log_of_several_replicas_is_that_of_each() -> None:
     """Each replica numbers its own steps: their log, in the order of time, has every number twice."""
-    plan = Scheduler(problem("opt-13b", "h200x8", "summarization", 6.0)).best(("rra",))
-    assert plan.replicas > 1
-    profile = problem("opt-13b", "h200x8", "summarization", 6.0).profile
-    _, log = simulate(plan, profile, plan.workload, 400, np.random.default_rng(0))
-    both = [record for pair in zip(log, log, strict=True) for record in pair]
-    assert paces(plan, profile, both) is None
-    with pytest.raises(InputError, match="one replica"):
-        calibrate(plan, profile, both)
+    one = Scheduler(PROBLEM).best(("rra",))
+    plan = one.model_copy(update={"replicas": 2})
+    _, log = simulate(one, PROBLEM.profile, one.workload, 400, np.random.default_rng(0))
+    slower = [r._replace(start_ns=2 * r.start_ns, end_ns=2 * r.end_ns, replica=1) for r in log]
+    both = sorted(log + slower, key=lambda record: record.end_ns)
+    first, second, together = (paces(plan, PROBLEM.profile, of) for of in (log, slower, both))
+    assert first is not None and second is not None and together is not None
+    assert first.ratio == pytest.approx(1) and second.ratio == pytest.approx(2)
+    assert len(together.tokens) == 2 * len(log) and together.ratio == pytest.approx(1.5)
+    assert len(steps_of(plan, PROBLEM.profile, both).seconds) == 2 * len(log)
+
+
+def test_several_devices_calibrate_nothing() -> None:
+    of = problem("opt-13b", "h200x8", "summarization", 6.0)
+    plan = next(p for p in (Scheduler(of).best((kind,)) for kind in ("waa", "rra")) if p.devices_per_replica > 1)
+    with pytest.raises(InputError, match="one device"):
+        calibrate(plan, of.profile, [])
 
 
 def test_a_short_log_is_refused() -> None:
