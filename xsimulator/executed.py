@@ -59,7 +59,8 @@ def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
 
     A log of several replicas is replayed as that of each, one after the other.
     """
-    return [step for number in range(plan.replicas) for step in _of_replica(plan, [r for r in log if r.replica == number])]
+    logs = [[record for record in log if record.replica == number] for number in range(plan.replicas)]
+    return [step for of_one in logs for step in _of_replica(plan, of_one)]
 
 
 def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:

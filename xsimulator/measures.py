@@ -19,6 +19,9 @@ from xgpt.schema.step_log import StepRecord
 
 Array = npt.NDArray[np.float64]
 
+Batch = tuple[str, int, int]
+"""Requests that decode together: lane, micro-batch and replica."""
+
 VIRTUAL_SHARE = 0.8
 """Share of the admissions that must show the latency of a request of the quantile's length."""
 
@@ -241,14 +244,14 @@ class _Steps:
         self.last_token: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
         self._first_decode: dict[int, int] = {}
-        self._batch_of: dict[int, tuple[str, int]] = {}
-        """Lane and micro-batch in which a request decodes."""
-        decode_steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        empty_steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        decoding: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        self._batch_of: dict[int, Batch] = {}
+        """Where a request decodes."""
+        decode_steps: defaultdict[Batch, list[int]] = defaultdict(list)
+        empty_steps: defaultdict[Batch, list[int]] = defaultdict(list)
+        decoding: defaultdict[Batch, set[int]] = defaultdict(set)
         done: set[int] = set()
         for i, record in enumerate(log):
-            batch = (record.lane, record.microbatch)
+            batch = (record.lane, record.microbatch, record.replica)
             inside = decoding[batch]
             for id_ in (*record.cancelled, *record.preempted):
                 decoding[self._batch_of.get(id_, batch)].discard(id_)

@@ -23,7 +23,7 @@ from xgpt.app.simulating import (
     outstanding_requests,
     read_log,
     requests_to_send,
-    run_requests,
+    run_replica,
     times_of,
     warm_up_requests,
 )
@@ -163,6 +163,7 @@ def bench_plan(
     load = replace(load, workload=load.workload or plan.workload)
     drawn = draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
+    around = warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2  # of each replica, before and behind
     rates = [gflops()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
@@ -172,8 +173,8 @@ def bench_plan(
                 replay(
                     url,
                     requests,
-                    concurrency=outstanding_requests(plan) if load.arrivals is None else None,
-                    enough=load.num_requests + warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2,
+                    concurrency=plan.replicas * outstanding_requests(plan) if load.arrivals is None else None,
+                    enough=load.num_requests + plan.replicas * around,
                     stream=load.stream,
                 )
             )
@@ -206,7 +207,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
 
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
-    total = requests_to_send(plan, load.num_requests, saturated=arrivals is None)
+    total = requests_to_send(plan, load.num_requests, saturated=arrivals is None, num_replicas=plan.replicas)
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
     return Drawn(inputs, outputs, times, workload.output.lengths[-1])
@@ -245,7 +246,7 @@ def _report(
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
     # Steps before and after the window do not count: the machine's pace may have been another one then.
     if arrivals is None:
-        within = window_of(log, warm_up_requests(plan), load.num_requests)
+        within = window_of(log, plan.replicas * warm_up_requests(plan), load.num_requests)
     else:
         within = steps_of_first(log, load.num_requests)
     steps = None if profile is None else paces(plan, profile, log, within)
@@ -295,14 +296,15 @@ def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
         return {"throughput_rps": e.throughput_rps / pace} | {
             name: pace * getattr(e, name) for name in FIGURES if name != "throughput_rps"
         }
+    from xgpt.policies.routing import share_of_replica
     from xgpt.workload import TraceLengths
 
     assert profile is not None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
-    requests = TraceLengths(drawn.inputs, drawn.outputs, drawn.arrivals_s)
-    log = run_requests(plan.model_copy(update={"profile": slower}), profile, requests, drawn.max_output)
-    measured = read_log(plan, workload, log, load.num_requests, saturated=closed)
-    return _figures(measured, None if closed else times_of(plan, log, load.num_requests))
+    own = share_of_replica(TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan)
+    count = max(1, load.num_requests // plan.replicas)
+    measured, log = run_replica(plan.model_copy(update={"profile": slower}), profile, workload, own, count)
+    return _figures(measured, None if closed else times_of(plan, log, count))
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:

@@ -36,7 +36,7 @@ FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 
 
 def warm_up_requests(plan: Plan) -> int:
-    """Return the number of requests that must end before the batch is in its steady state.
+    """Return the number of requests that must end before a replica's batch is in its steady state.
 
     An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
     as many long ones in decode as there will be.
@@ -61,19 +61,20 @@ def _ended_until_full(workload: Workload) -> float:
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return the number of requests that keep a closed loop saturated: as many as may run, and some more that wait."""
+    """Return the number of requests that keep a replica saturated: as many as may run, and some more that wait."""
     from xsimulator.forecast import FORECASTS
 
     most = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return ceil(max(1.5 * plan.estimate.decode_batch, most) + 3 * plan.estimate.encode_batch) + 8
 
 
-def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
+def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool, num_replicas: int = 1) -> int:
     """Return the number of requests to replay so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests.
+    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests,
+    in each replica that runs.
     """
-    return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
+    return num_requests + num_replicas * (outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def run_simulation(
         own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
         if own is not None and own.prefixes is not None:
             requests = _first_of(own, plan, num_requests, rng, arrivals)
-            measured, steps = _simulated(plan, profile, lengths, requests, num_requests, spans.append)
+            measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
         else:
             measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
     times = None
@@ -194,7 +195,7 @@ def simulate(
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    return _simulated(plan, profile, workload, TraceLengths(inputs, outputs, times), num_requests, on_span)
+    return run_replica(plan, profile, workload, TraceLengths(inputs, outputs, times), num_requests, on_span)
 
 
 def _first_of(
@@ -216,15 +217,15 @@ def _first_of(
     return TraceLengths(own.input[:total], own.output[:total], times, own.prefixes)
 
 
-def _simulated(
+def run_replica(
     plan: Plan,
     profile: Profile,
     workload: Workload,
     requests: TraceLengths,
     num_requests: int,
-    on_span: OnSpan | None,
+    on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Run one replica's requests; all at once where they have no times."""
+    """Run one replica's requests, all at once where they have no times; the throughput is that of all replicas."""
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
@@ -325,14 +326,11 @@ def replay_trace(
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
-    trace = share_of_replica(trace, plan) if shares_prompts(plan) else trace
+    trace = share_of_replica(trace if shares_prompts(plan) else trace._replace(prefixes=None), plan)
     total = requests_to_send(plan, num_requests, saturated=False)
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
-    first = trace.take(np.arange(total))
-    first = first if shares_prompts(plan) else first._replace(prefixes=None)
-    log = run_requests(plan, profile, first, workload.output.lengths[-1], on_span)
-    return read_log(plan, workload, log, num_requests, saturated=False), log
+    return run_replica(plan, profile, workload, trace.take(np.arange(total)), num_requests, on_span)
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
@@ -456,15 +454,16 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
-    """Return the figures of a log of this plan, without the warm-up of a saturated run."""
+    """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up."""
     from xgpt.workload import quantile
     from xsimulator.measures import measure
 
+    num_replicas = len({record.replica for record in log})
     return measure(
         log,
         quantile=plan.constraint.quantile,
         quantile_output=quantile(workload.output, plan.constraint.quantile),
-        skip_requests=warm_up_requests(plan) if saturated else 0,
+        skip_requests=num_replicas * warm_up_requests(plan) if saturated else 0,
         num_requests=num_requests,
         encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,

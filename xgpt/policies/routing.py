@@ -63,10 +63,13 @@ def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
     """Return the requests of a trace that come to the first of a plan's replicas.
 
     The number of requests under way is that of the plan's running requests: the oldest one ends when another arrives.
+    Where the trace does not say what prompts have in common, replicas take turns.
     """
     prefixes = trace.prefixes
-    if plan.replicas == 1 or prefixes is None:
+    if plan.replicas == 1:
         return trace
+    if prefixes is None:
+        return trace.take(range(0, len(trace.input), plan.replicas))
     router, mine = Router.of(plan), []
     inside: deque[int] = deque()
     for number, length in enumerate(trace.input.tolist()):

@@ -12,12 +12,12 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.app.bench import Load, bench_plan, draw
-from xgpt.app.simulating import run_requests
+from xgpt.app.simulating import outstanding_requests, run_requests
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.io import StepLogWriter
-from xgpt.schema import BenchReport, Constraint
+from xgpt.schema import BenchReport, Constraint, StepRecord
 from xgpt.workload import TraceLengths
 from xscheduler.schedule import Scheduler
 
@@ -26,7 +26,13 @@ PACE = 1.4
 
 
 def benched(
-    kind: str, load: Load, monkeypatch: pytest.MonkeyPatch, headroom: float = 0.0, *, slow_after: bool = False
+    kind: str,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    headroom: float = 0.0,
+    *,
+    slow_after: bool = False,
+    replicas: int = 1,
 ) -> BenchReport:
     """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
     modelled.
@@ -35,14 +41,19 @@ def benched(
         slow_after: once the measured requests have ended, steps take ten times as long.
     """
     constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
-    plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0]
+    plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0].model_copy(update={"replicas": replicas})
 
     @contextmanager
     def server(plan: Any, directory: Path, step_log: Path) -> Iterator[str]:
         drawn = draw(plan, load, np.random.default_rng(0))
         slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": PACE})})
         with closing(StepLogWriter(step_log)) as write:
-            log = run_requests(slow, OF.profile, TraceLengths(*drawn[:3]), drawn.max_output)
+            of_each = (every(number, replicas, TraceLengths(*drawn[:3])) for number in range(replicas))
+            logs = [run_requests(slow, OF.profile, requests, drawn.max_output) for requests in of_each]
+            log = sorted(
+                (renumbered(record, number, replicas) for number, of_one in enumerate(logs) for record in of_one),
+                key=lambda record: record.end_ns,
+            )
             measured = set(range(load.num_requests))
             last_ns = max(record.end_ns for record in log if measured & set(record.finished))
             for record in log:
@@ -52,11 +63,33 @@ def benched(
                 write(record)
         yield "http://127.0.0.1:1"
 
-    async def replay(url: str, requests: list[Any], **_: Any) -> list[ClientResult]:
+    async def replay(url: str, requests: list[Any], *, concurrency: int | None, **_: Any) -> list[ClientResult]:
+        assert concurrency == (None if load.arrivals else replicas * outstanding_requests(plan))
         return [ClientResult(0.0, 1.0) for _ in requests]
 
     monkeypatch.setattr("xgpt.client.replay", replay)
     return bench_plan(plan, load, np.random.default_rng(0), profile=OF.profile, server=server)[0]
+
+
+def every(number: int, replicas: int, requests: TraceLengths) -> TraceLengths:
+    """The requests of a replica, where they take turns."""
+    return requests.take(range(number, len(requests.input), replicas))
+
+
+def renumbered(record: StepRecord, number: int, replicas: int) -> StepRecord:
+    """A record with requests numbered as all replicas' are, of a replica that numbered its own."""
+
+    def of(id_: int) -> int:
+        return id_ * replicas + number
+
+    return record._replace(
+        encode=tuple((of(id_), start, length) for id_, start, length in record.encode),
+        decode=tuple(map(of, record.decode)),
+        finished=tuple(map(of, record.finished)),
+        arrivals=tuple(arrival._replace(id=of(arrival.id)) for arrival in record.arrivals),
+        preempted=tuple(map(of, record.preempted)),
+        replica=number,
+    )
 
 
 @pytest.mark.parametrize("kind", ["chunked", "orca", "rra", "static"])
@@ -86,3 +119,19 @@ def test_saturated_the_estimate_is_taken_at_the_pace(monkeypatch: pytest.MonkeyP
     assert throughput.error == pytest.approx(PACE - 1, abs=0.06)
     assert throughput.error_at_pace == pytest.approx(0.0, abs=0.04)
     assert report.bound_kept is None  # it is one on requests that arrive
+
+
+@pytest.mark.parametrize("kind", ["orca", "rra"])
+def test_two_replicas_are_measured_as_one_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Twice the throughput, and the latencies of one: their steps, mixed in one log, are not those of one engine."""
+    one = benched(kind, Load(800), monkeypatch)
+    two = benched(kind, Load(1600), monkeypatch, replicas=2)
+    assert two.pace == pytest.approx(PACE, rel=1e-3)
+    for metric, times in (("throughput_rps", 2), ("latency_s", 1), ("ttft_s", 1), ("itl_p99_s", 1)):
+        assert two.figure(metric).measured == pytest.approx(times * one.figure(metric).measured, rel=0.15), metric
+
+
+def test_arrivals_at_two_replicas_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benched("chunked", Load(600, arrivals=ArrivalProcess.at(20.0)), monkeypatch, replicas=2)
+    for metric in ("throughput_rps", "whole_mean_s", "ttft_mean_s"):
+        assert report.figure(metric).error_at_pace == pytest.approx(0.0, abs=0.05), metric
