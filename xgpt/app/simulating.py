@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError
 from xgpt.schema import Plan, Profile, Workload
+from xgpt.workload import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,23 +42,22 @@ def warm_up_requests(plan: Plan) -> int:
     An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
     as many long ones in decode as there will be.
     """
-    batch = plan.estimate.decode_batch
-    return ceil(1.5 * batch * max(1.0, _ended_until_full(plan.workload)) + plan.estimate.encode_batch)
+    of, decodes = plan.estimate, mean(plan.workload.output) - 1
+    # Of the batch of a policy that refills it when it is empty, most may have ended with their prompts.
+    each_iteration = min(of.decode_batch / decodes, of.encode_batch) if decodes else 0.0
+    ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)
+    return ceil(1.5 * max(of.decode_batch, ended) + of.encode_batch)
 
 
-def _ended_until_full(workload: Workload) -> float:
-    """Return the number of requests that end until `FULL` of a steady decode batch is there, per request of it."""
+def _iterations_until_full(workload: Workload) -> float:
+    """Return the number of decode iterations after which `FULL` of a steady batch is there."""
     import numpy as np
 
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
-    mean = float(decodes @ probabilities)
-    if not mean:
-        return 0.0
     # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
     after = np.concatenate([[0.0], decodes])
     there = np.minimum(decodes, after[:, None]) @ probabilities
-    iterations = float(np.interp(FULL * mean, there, after))
-    return (iterations - FULL * mean) / mean
+    return float(np.interp(FULL * there[-1], there, after))
 
 
 def outstanding_requests(plan: Plan) -> int:
