@@ -34,7 +34,7 @@ from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import write_atomic
 from xgpt.resolve import load_cluster, load_model, load_trace
-from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, Workload
+from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, WaaSettings, Workload
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import TraceLengths, histogram_of
 from xprofiler import analytic
@@ -142,7 +142,7 @@ def _runs(order: Ints) -> Iterator[Ints]:
 
 
 def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
-    if not hasattr(plan.policy, "buffer_iterations"):
+    if not isinstance(plan.policy, WaaSettings):
         return [Arm(), Arm("shuffled")]
     log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     passed = iterations_until_joined(log) / plan.policy.decode_microbatches

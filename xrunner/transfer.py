@@ -8,6 +8,7 @@ rank sends which layers and heads to which, so that nothing but the contents tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,7 +45,10 @@ class Cargo(Protocol):
         """Copy what is sent out, to host memory."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
-        """Take what has been received."""
+        """Take what has been received, while the worker executes steps."""
+
+    def take_in(self, count: int) -> None:
+        """Between two steps, hand the worker what the first `count` transfers have brought."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """Host memory for what `write` takes."""
@@ -80,12 +84,18 @@ def reading_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list
 
 
 class Readings:
-    """What a worker's encoder has read, or its decoder shall recall, by request. # each [prompt tokens, hidden]"""
+    """What a worker's encoder has read, or its decoder shall recall, by request. # each [prompt tokens, hidden]
+
+    What has been received is set aside until the worker has forgotten the request under its earlier stay, if it was
+    preempted, and knows it anew: both come with the order to transfer, behind steps that are yet to be executed.
+    """
 
     def __init__(self, readings: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
         self._readings = readings
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._received: SimpleQueue[dict[int, Tensor]] = SimpleQueue()
+        self._num_taken_in = 0
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """# [tokens of all prompts, hidden]"""
@@ -93,7 +103,12 @@ class Readings:
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         of_each = received.split([request.num_tokens for request in requests])
-        self._readings |= {request.id: own for request, own in zip(requests, of_each, strict=True)}
+        self._received.put({request.id: own for request, own in zip(requests, of_each, strict=True)})
+
+    def take_in(self, count: int) -> None:
+        while self._num_taken_in < count and not self._received.empty():  # each transfer brings one piece
+            self._readings |= self._received.get()
+            self._num_taken_in += 1
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         return torch.empty(sum(request.num_tokens for request in requests), self._hidden_size, dtype=self._dtype)
@@ -118,6 +133,9 @@ class CachePart:
         index = self._index(requests)
         for layer, contents in zip(self._layers(piece), received, strict=True):
             layer[:, index, heads] = contents.to(layer.device)
+
+    def take_in(self, count: int) -> None:
+        """It is in its blocks, which no step reads before the transfer has ended."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         num_blocks = sum(len(request.blocks) for request in requests)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,13 @@ class Paces(NamedTuple):
     Attributes:
         measured_s, predicted_s: what each took, and was to take.
         tokens: in each.
+        lanes: which lane executed it, and of which replica where there are several.
     """
 
     measured_s: Array
     predicted_s: Array
     tokens: Array
+    lanes: npt.NDArray[np.str_]
 
     @property
     def ratio(self) -> float:
@@ -51,7 +54,12 @@ class Paces(NamedTuple):
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Paces:
         """Return some of the steps."""
-        return Paces(self.measured_s[mask], self.predicted_s[mask], self.tokens[mask])
+        return Paces(self.measured_s[mask], self.predicted_s[mask], self.tokens[mask], self.lanes[mask])
+
+    @property
+    def by_lane(self) -> dict[str, float]:
+        """The pace of each lane."""
+        return {str(name): self.where(self.lanes == name).ratio for name in np.unique(self.lanes)}
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
@@ -86,7 +94,7 @@ def paces(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], within: Sequence[StepRecord] | None = None
 ) -> Paces | None:
     """Compare the steps of a log with their predictions; None where a lane has several stages, whose steps also wait
-    for each other, or nothing was executed.
+    for each other (`paces_of_workers` compares those), or nothing was executed.
 
     Args:
         within: the steps of the log that count; None: all.
@@ -100,4 +108,39 @@ def paces(
         return None
     measured = [step.seconds for step in steps]
     predicted = [lanes[step.record.lane].step(step.counts)[0] for step in steps]  # type: ignore[index]
-    return Paces(np.asarray(measured), np.asarray(predicted), np.asarray([float(s.counts.num_tokens) for s in steps]))
+    return Paces(
+        np.asarray(measured),
+        np.asarray(predicted),
+        np.asarray([float(step.counts.num_tokens) for step in steps]),
+        np.asarray([_lane_name(plan, step.record) for step in steps]),
+    )
+
+
+def paces_of_workers(
+    plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
+) -> Paces | None:
+    """Compare what the workers of each stage have computed with the predictions of all steps of the log; None where a
+    worker has not told. A step of several tensor-parallel workers is that of the first, which waits for the others.
+
+    Args:
+        busy_s: seconds by worker, as the server's metrics name them.
+    """
+    lanes = lanes_of(plan, profile)
+    predicted: defaultdict[str, float] = defaultdict(float)
+    for record, counts, _ in executed(plan, log):
+        stages = [stage for stage in plan.stages if stage.lane == record.lane]
+        for stage, seconds in zip(stages, lanes[record.lane].step(counts), strict=True):  # type: ignore[index]
+            replica = f"replica {record.replica}, " if plan.replicas > 1 else ""
+            predicted[f"{replica}worker {stage.devices[0]}"] += seconds
+    if not predicted or not predicted.keys() <= busy_s.keys():
+        return None
+    names = sorted(predicted)
+    measured = np.asarray([busy_s[name] for name in names])
+    return Paces(measured, np.asarray([predicted[name] for name in names]), np.zeros(len(names)), np.asarray(names))
+
+
+def _lane_name(plan: Plan, record: StepRecord) -> str:
+    words = [f"replica {record.replica}"] if plan.replicas > 1 else []
+    if record.lane != "both" or not words:
+        words.append(record.lane)
+    return ", ".join(words)

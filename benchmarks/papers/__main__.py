@@ -34,21 +34,23 @@ class Part(NamedTuple):
         make: makes them.
         kind: "forms": closed forms and simulations of seconds; "search": searches for schedules; "measure": runs on
             this machine.
+        keeps: what makes and keeps, under results/, that the part reads, and how long that takes the first time.
     """
 
     make: Callable[[], Iterable[Found]]
     kind: str
+    keeps: str = ""
 
 
 PARTS = {
     "exegpt-tables-6-7": Part(exegpt.tables_6_and_7, "forms"),
-    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search"),
+    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search", "benchmarks.scheduler: 2 minutes"),
     "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
     "exegpt-figure-9": Part(exegpt.figure_9, "search"),
     "exegpt-figure-10": Part(exegpt.figure_10, "search"),
     "exegpt-figure-11": Part(drift.figure_11, "search"),
     "exegpt-rra-drift": Part(drift.drift_of_rra, "search"),
-    "exegpt-table-4": Part(measured.table_4, "measure"),
+    "exegpt-table-4": Part(measured.table_4, "measure", "benchmarks.loading: 25 minutes"),
     "exegpt-table-5": Part(measured.table_5, "search"),
     "exegpt-formulas": Part(derivations.corrections, "forms"),
     "orca-figure-9": Part(orca.figure_9, "forms"),
@@ -75,6 +77,16 @@ To find what stands behind a row, look its part up in the table of [parts](#part
 `python -m benchmarks.papers PART` makes its rows again, by the function named there; both stand below each other table,
 too.
 
+"""
+
+
+PARTS_HEAD = """## Parts
+
+Parts of the same run were made by the same commit. Seconds are of two shared cores. Where a part reads what another
+command keeps under `results/`, it makes that first where it is not there.
+
+| part | command | code | kind | s | reads what is kept by | run |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -131,11 +143,10 @@ def page(parts: dict[str, Made]) -> str:
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     commits = list(dict.fromkeys(made.commit for made in parts.values()))
     text = f"{PAGE}{date.today()}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
-    text += f"{claims_table(claims)}\n## Parts\n\nParts of the same run were made by the same commit.\n\n"
-    text += "| part | command | code | kind | s | run |\n|---|---|---|---|---|---|\n"
+    text += f"{claims_table(claims)}\n{PARTS_HEAD}"
     for name, made in parts.items():
         text += f"| {name} | {_command(name)} | {_code(name)} | {PARTS[name].kind} "
-        text += f"| {made.seconds:.0f} | {commits.index(made.commit) + 1} |\n"
+        text += f"| {made.seconds:.0f} | {PARTS[name].keeps or '-'} | {commits.index(made.commit) + 1} |\n"
     for name, made in parts.items():
         for one in made.found:
             if isinstance(one, Table):

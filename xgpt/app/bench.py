@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from xgpt.app.busy import busy_of_workers
 from xgpt.app.plan.profiles import profile_of
 from xgpt.app.simulating import (
     check_fits,
@@ -178,11 +179,13 @@ def bench_plan(
                     stream=load.stream,
                 )
             )
+            pipelined = engine == "native" and len(plan.stages) > len({stage.lane for stage in plan.stages})
+            busy_s = busy_of_workers(url) if pipelined else {}
         log = read_step_log(step_log)
     rates.append(gflops())
     if all(result.error is not None for result in results):
         raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
-    report = _report(plan, profile, load, drawn, log, results)
+    report = _report(plan, profile, load, drawn, log, results, busy_s)
     return report.model_copy(update={"calibration_gflops": tuple(rates)}), log
 
 
@@ -235,10 +238,11 @@ def _report(
     drawn: Drawn,
     log: list[StepRecord],
     results: Sequence[ClientResult],
+    busy_s: Mapping[str, float],
 ) -> BenchReport:
     """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
     from xgpt.io import sha256
-    from xsimulator.executed import paces
+    from xsimulator.executed import paces, paces_of_workers
     from xsimulator.measures import steps_of_first, window_of
 
     workload, arrivals = load.workload or plan.workload, load.arrivals
@@ -249,7 +253,10 @@ def _report(
         within = window_of(log, plan.replicas * warm_up_requests(plan), load.num_requests)
     else:
         within = steps_of_first(log, load.num_requests)
-    steps = None if profile is None else paces(plan, profile, log, within)
+    steps = None
+    if profile is not None:
+        # Steps of a pipeline wait for each other, so its workers tell what they took, of the whole run.
+        steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _predicted(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _predicted(plan, profile, load, drawn, pace)
@@ -277,6 +284,7 @@ def _report(
             if name in predicted
         ),
         pace=pace,
+        paces={} if steps is None else steps.by_lane,
         latency_bound_s=bound,
         bound_kept=kept,
         share_within_bound=share,

@@ -224,6 +224,8 @@ def bench_notes(report: BenchReport) -> list[str]:
             f"pace: steps took {slower} than the profile says; the model's error is what is left of the prediction "
             "for a machine at that pace"
         )
+    if len(report.paces) > 1:
+        notes.append("pace of each: " + ", ".join(f"{name} {pace:.3f}" for name, pace in report.paces.items()))
     rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:.4g} requests/s"
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"

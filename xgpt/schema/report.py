@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from xgpt.schema.base import Frozen
 
 
@@ -71,6 +73,8 @@ class BenchReport(Frozen):
     figures: tuple[Comparison, ...]
     pace: float | None = None
     """How many times as long as predicted all steps together took; None: not known."""
+    paces: dict[str, float] = Field(default_factory=dict)
+    """The same of each lane, of each replica where there are several, and of each worker of a pipeline."""
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None

@@ -26,7 +26,7 @@ from xrunner.cluster.movers import Move, Mover
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
-from xrunner.transfer import Moving
+from xrunner.transfer import Cargo, Moving
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 
@@ -61,9 +61,10 @@ def main(settings: ProcessSettings, parent: int) -> None:
     worker = settings.worker
     traffic = Traffic()
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
-    ControlPlane(settings, orders, traffic).start()
+    executing = Executing(settings, orders, traffic)
+    ControlPlane(settings, orders, traffic, executing.move).start()
     try:
-        Executing(settings, orders, traffic).run()
+        executing.run()
     except Exception as error:
         # The launcher reports that we died; why, only we know.
         print(f"worker {worker} has failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -89,10 +90,21 @@ def _backend(workers_here: int) -> str:
 
 
 class ControlPlane(threading.Thread):
-    """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive."""
+    """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive.
 
-    def __init__(self, settings: ProcessSettings, orders: SimpleQueue[m.ToWorker], traffic: Traffic) -> None:
+    Args:
+        move: begins a transfer, which need not wait for the steps before it.
+    """
+
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        orders: SimpleQueue[m.ToWorker],
+        traffic: Traffic,
+        move: Callable[[m.Transfer], None],
+    ) -> None:
         super().__init__(name="control", daemon=True)
+        self._move = move
         self._settings = settings
         self._orders = orders
         self._traffic = traffic
@@ -116,11 +128,14 @@ class ControlPlane(threading.Thread):
                 next_alive = now + ALIVE_S
             ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
             if inbox in ready:
-                order = inbox.recv()
+                content = inbox.recv()
                 for peer in peers:
-                    peer.send(order)
-                self._traffic.control_bytes += len(order) * len(peers)
-                self._orders.put(m.decode_to_worker(order))
+                    peer.send(content)
+                self._traffic.control_bytes += len(content) * len(peers)
+                order = m.decode_to_worker(content)
+                if isinstance(order, m.Transfer):
+                    self._move(order)
+                self._orders.put(order)
             if engine in ready:
                 message = m.decode_to_worker(engine.recv())
                 if isinstance(message, m.Deploy):
@@ -147,6 +162,9 @@ class Executing:
         self._is_answering = False
         self._lane = "both"
         self._mover: Mover | None = None
+        self._cargo: Cargo | None = None
+        self._num_transfers = 0
+        """Of this deployment, whose requests the worker knows."""
 
     def run(self) -> None:
         while True:
@@ -215,8 +233,9 @@ class Executing:
         self._lane = deployment.stages[seat.number].lane
         if transfers is not None:
             moved = self._tell_moved(answers_to) if self._lane == "decode" else lambda number: None
-            cargo = self._worker.cargo(seat.part)
-            self._mover = Mover(cargo, deployment, self._number, transfers, self._traffic, moved)
+            self._cargo = self._worker.cargo(seat.part)
+            self._num_transfers = 0
+            self._mover = Mover(self._cargo, deployment, self._number, transfers, self._traffic, moved)
             self._mover.start()
         warm_up(self._worker, encode=self._lane != "decode", decode=self._lane != "encode")
         self._traffic.busy_s = 0.0  # only waits have been counted so far
@@ -228,7 +247,7 @@ class Executing:
             self._mover.join()
         if self._answers is not None:
             self._answers.close()
-        self._mover = self._answers = self._worker = None
+        self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
         """Return a socket of the transfer thread's own."""
@@ -246,6 +265,8 @@ class Executing:
 
     def _execute(self, work: m.Work) -> None:
         worker = self._worker_of(work.release, work.begin)
+        if self._cargo is not None:
+            self._cargo.take_in(self._num_transfers)
         worker.tell(work.decode, work.tokens)
         step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode), grown=tuple(work.grown))
         started = time.perf_counter()
@@ -264,15 +285,25 @@ class Executing:
             worker.start(beginning.generation(), BlockTable(beginning.blocks))
         return worker
 
+    def move(self, transfer: m.Transfer) -> None:
+        """Begin a transfer, in another thread than executes steps.
+
+        Nothing that it reads or writes is touched by the steps before it: what was encoded has been settled, and so has
+        the last step of the requests that had the blocks before.
+        """
+        assert self._mover is not None
+        requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
+        self._mover.move(Move(transfer.number, requests))
+
     def _transfer(self, transfer: m.Transfer) -> None:
-        worker, mover = self._worker, self._mover
-        assert worker is not None and mover is not None
+        """Know the requests of a transfer, which goes on meanwhile."""
+        worker = self._worker
+        assert worker is not None
         worker.release(transfer.release)
         if self._lane == "decode":
             for beginning in transfer.begin:
                 worker.adopt(beginning.generation(), BlockTable(beginning.blocks), beginning.cached)
-        requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
-        mover.move(Move(transfer.number, requests))
+        self._num_transfers += 1
 
     def _answer(self, answer: bytes) -> None:
         assert self._answers is not None

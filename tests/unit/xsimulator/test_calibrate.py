@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.planned import placements_of, planned
 from xgpt.app.replanning import BackgroundPlanner
 from xgpt.app.simulating import simulate
 from xgpt.errors import InputError
@@ -11,9 +12,10 @@ from xgpt.schema import Calibration
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
+from xsimulator.clock import Span
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
-from xsimulator.executed import paces
+from xsimulator.executed import paces, paces_of_workers
 from xsimulator.stages import whole
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
@@ -65,7 +67,35 @@ def test_a_log_of_several_replicas_is_that_of_each() -> None:
     assert first is not None and second is not None and together is not None
     assert first.ratio == pytest.approx(1) and second.ratio == pytest.approx(2)
     assert len(together.tokens) == 2 * len(log) and together.ratio == pytest.approx(1.5)
+    assert together.by_lane == pytest.approx({"replica 0": 1.0, "replica 1": 2.0})
     assert len(steps_of(plan, PROBLEM.profile, both).seconds) == 2 * len(log)
+
+
+def test_each_lane_of_waa_has_a_pace() -> None:
+    of = problem("t5-11b", "a40x4", "translation")
+    places = placements_of(of, "waa")
+    plan = planned(of, "waa", next(at for at in places if len(at.encode_lane) == len(at.decode_lane) == 1))
+    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0))
+    found = paces(plan, of.profile, log)
+    assert found is not None and found.by_lane == pytest.approx({"encode": 1.0, "decode": 1.0}, rel=1e-6)
+
+
+def test_each_worker_of_a_pipeline_has_a_pace() -> None:
+    """Its steps wait for each other, so that the log alone tells none."""
+    of = problem("opt-13b", "a40x4", "summarization")
+    plan = planned(of, "rra", next(at for at in placements_of(of, "rra") if len(at.decode_lane) > 1))
+    assert len(plan.stages) > 1 and plan.replicas == 1
+    spans: list[Span] = []
+    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0), None, spans.append)
+    assert paces(plan, of.profile, log) is None
+    busy = {f"worker {stage.devices[0]}": 0.0 for stage in plan.stages}
+    for span in spans:
+        busy[f"worker {plan.stages[span.stage].devices[0]}"] += (1 + span.stage) * (span.end_ns - span.start_ns) / 1e9
+    found = paces_of_workers(plan, of.profile, log, {"engine": 0.0, **busy})
+    assert found is not None
+    expected = {f"worker {stage.devices[0]}": 1.0 + number for number, stage in enumerate(plan.stages)}
+    assert found.by_lane == pytest.approx(expected, rel=1e-6)
+    assert paces_of_workers(plan, of.profile, log, {"engine": 0.0}) is None
 
 
 def test_several_devices_calibrate_nothing() -> None:
