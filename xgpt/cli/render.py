@@ -98,7 +98,7 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
                 kind,
                 settings_text(plan),
                 f"{rate_of(plan):.3f}" if e.capacity or not plan.constraint.bounds_latency else "-",
-                "-" if e.capacity is None else f"{e.capacity.whole_s:.2f}",
+                f"{e.capacity.whole_s:.2f}" if e.capacity and e.capacity.rate_per_s else "-",
                 f"{e.throughput_rps:.3f}",
                 f"{e.latency_s:.2f}",
                 f"{e.output_tokens_per_s:.1f}",

@@ -117,6 +117,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     e, c = plan.estimate, plan.constraint
     # Bounds on requests that arrive are none on what happens while requests always wait.
     bounds = Constraint() if c.maximises_arrivals else c
+    latency_s = measured.request_latency_s if c.sla == "request" else measured.latency_s
 
     def row(name: str, predicted: float, simulated: float | None, bound: float | None = None) -> dict[str, str]:
         def text(value: float | None) -> str:
@@ -127,7 +128,7 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     rows = [
         row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
         row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
-        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, measured.latency_s, bounds.latency_bound_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s),
         row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
         row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
         row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
@@ -136,13 +137,9 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     if found is not None:
         closed = found.rate_per_s if found.closed_form_per_s is None else found.closed_form_per_s
         rows.insert(0, row("highest arrival rate, requests/s", closed, found.rate_per_s, c.arrival_rate_per_s))
-        whole = row(
-            f"from arrival to the last token, {_ordinal(c.quantile)}, s",
-            found.whole_s,
-            found.whole_s,
-            c.latency_bound_s,
-        )
-        rows.insert(1, whole | {"predicted": "-"})
+        whole_s = found.whole_s if found.rate_per_s else None
+        name = f"from arrival to the last token, {_ordinal(c.quantile)}, s"
+        rows.insert(1, row(name, found.whole_s, whole_s, c.latency_bound_s) | {"predicted": "-"})
     return rows
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.report.reporting import report
+from xgpt.app.report.reporting import NUM_REQUESTS, report
+from xgpt.app.simulating import simulate
+from xgpt.cli.render import plans_table
 from xgpt.pages import render
-from xgpt.schema import Plan
+from xgpt.schema import Capacity, Plan
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 
@@ -50,6 +52,24 @@ def test_the_report_says_what_the_plan_says(kind: str) -> None:
         assert said in page
     assert page.count("data:image/svg+xml;base64,") == 5
     assert page == page_of(plan), "same plan, same page"
+
+
+def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() -> None:
+    plan = a_plan("rra")
+    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"sla": "request"})})
+    profile = problem("llama-3.1-8b", "h200x1", "orca").profile
+    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0))
+    shown = re.search(r"latency at p99, s</td><td>[\d.]+</td><td>([\d.]+)</td>", page_of(plan))
+    assert shown is not None and shown[1] == f"{measured.request_latency_s:.3f}" != f"{measured.latency_s:.3f}"
+
+
+def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
+    plan = a_plan("static")
+    none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": none})})
+    assert "from arrival to the last token, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
+    columns = {str(column.header): list(column.cells) for column in plans_table({"static": plan}).columns}
+    assert (columns["arrivals/s"], columns.get("whole s", ["-"])) == (["0.000"], ["-"])
 
 
 def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
