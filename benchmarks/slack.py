@@ -1,14 +1,16 @@
 """Capacity of budgets from slack and of phases with thresholds, next to that of the best fixed budget, in simulation.
 
-    python -m benchmarks.slack [--quick] [--loads azure-code,azure-conv] [--json FILE]
+    python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead
     python -m benchmarks.slack --crossover
     python -m benchmarks.slack --classes
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
 token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
-the order of arrival), the same with requests in time, slack, and phases. Each rate is found on one draw of lengths and
-arrivals; the columns "other draws" put slack's plan and the fixed budget's to two draws that no search has seen.
+the order of arrival), the same with requests in time, slack, and phases. Plans are found and tuned on one draw of 2,000
+requests; what slack gains is then read off 50,000 others, which no search has seen, over the fixed budget that serves
+most of these: of the planner's own and those under a tighter TPOT, each also halved, doubled, and in between. With
+--json, a run that was broken off goes on where it was.
 
 --overhead times the rule's decision with 256 requests running. --crossover looks for the cost of mixed steps at which
 exclusive ones (rra) serve as much, while requests always wait: in closed form, and simulated. --classes sends half a
@@ -19,11 +21,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import numpy as np
@@ -33,13 +36,14 @@ from xgpt import policies
 from xgpt.app.plan.arrivals import rate_of, with_capacity
 from xgpt.app.plan.planning import TIGHTER, plan_each
 from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.profiles import profile_of
 from xgpt.app.plan.request import PolicyChoice, plan_request
-from xgpt.app.plan.tuning import DRAWS
 from xgpt.app.report.plan_text import settings_text
 from xgpt.app.simulating import accounts_of, clock_of
 from xgpt.errors import InfeasibleError
+from xgpt.io import dump_json
 from xgpt.resolve import load_engine
-from xgpt.schema import AdmissionOrder, Plan, Profile, RequestClass, SlackBudget
+from xgpt.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
 from xgpt.workload import poisson_arrivals, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
@@ -63,12 +67,17 @@ BOUNDS = {
 """Bounds on TTFT and TPOT, s."""
 LONGER = {"agent": 8.0}
 """By what factor first tokens may take longer, as prompts do: up to 32,000 tokens, and not up to 7,400."""
-PRECISION = 0.005
+PRECISION = 0.01
+UNSEEN_SEED, NUM_UNSEEN = 3, 50_000
+"""The draw of lengths and arrivals by which gains are stated: none that a search sees, and so long that chance moves
+them little."""
+SWEEP = (1.0, 0.5, 0.7, 1.4, 2.0)
+"""Factors of the planner's own fixed budgets."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Rates are requests a second; None: no plan keeps the bounds."""
+    """One case. Rates are requests a second; None: no plan keeps the bounds, or not simulated yet."""
 
     model: str
     load: str
@@ -79,25 +88,34 @@ class Row:
     slack: float | None
     phases: float | None
     settings: str
-    ceiling: float | None
-    """What no rule of steps exceeds on these plans' placements."""
-    other_draws: tuple[float, ...]
-    """Of slack's rate over the fixed budget's, on further draws of lengths and arrivals."""
     seconds: float
     """That tuning slack took, the fixed budget's search included."""
+    plans: dict[str, list[Any]]
+    """Those with fixed budgets, and slack's."""
+    unseen: dict[str, float] = field(default_factory=dict)
+    """The best of these plans' rates on the draw that no search has seen, and of the ceiling, which no rule of steps
+    exceeds on their placements."""
+
+    @property
+    def case(self) -> tuple[str, str, float, float]:
+        return self.model, self.load, self.ttft_s, self.tpot_s
 
     @property
     def gain(self) -> float | None:
-        return None if not self.fixed or not self.slack else self.slack / self.fixed - 1
+        return self._over_fixed("slack")
 
     @property
     def most_gain(self) -> float | None:
         """What any rule of steps could gain at most."""
-        return None if not self.fixed or not self.ceiling else self.ceiling / self.fixed - 1
+        return self._over_fixed("ceiling")
+
+    def _over_fixed(self, name: str) -> float | None:
+        return self.unseen[name] / self.unseen["fixed"] - 1 if {name, "fixed"} <= self.unseen.keys() else None
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
 @click.option("--quick", is_flag=True, help="One pair of bounds a load instead of three.")
+@click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--loads", default=",".join(LOADS), show_default=True)
 @click.option("--trace", "traces", multiple=True, type=click.Path(exists=True), help="A trace as a further load.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
@@ -106,6 +124,7 @@ class Row:
 @click.option("--classes", is_flag=True)
 def main(
     quick: bool,
+    models: str,
     loads: str,
     traces: tuple[str, ...],
     path: Path | None,
@@ -121,18 +140,20 @@ def main(
         return
     chosen = {name: LOADS[name] for name in loads.split(",") if name}
     chosen |= {Path(trace).stem: (trace, 1.0) for trace in traces}
-    rows = []
+    rows: list[Row] = []
     click.echo(
-        "| model | load | TTFT, TPOT | fixed budget | in time | slack | phases | slack's gain | any rule's, at most | "
-        "other draws | s |"
+        "| model | load | TTFT, TPOT | fixed budget | slack | gain | any rule's, at most | search's draw: fixed | "
+        "in time | slack | phases | s |"
     )
-    click.echo("|---|---|---|---|---|---|---|---|---|---|---|")
+    click.echo("|---|---|---|---|---|---|---|---|---|---|---|---|")
     known = [Row(**row) for row in json.loads(path.read_text())] if path is not None and path.exists() else []
-    for row in cases(chosen, known, quick=quick):
-        rows.append(row)
-        click.echo(line(row))
-        if path is not None:
-            path.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    for states in cases(models.split(","), chosen, known, quick=quick):
+        for row in states:
+            rows = [one for one in rows if one.case != row.case] + [row]
+            if path is not None:
+                later = [one for one in known if one.case not in {row.case for row in rows}]
+                path.write_text(json.dumps([asdict(one) for one in (*rows, *later)], indent=1) + "\n")
+        click.echo(line(rows[-1]))
     gains = [row.gain for row in rows if row.gain is not None]
     click.echo(f"gain of slack: median {median(gains):+.1%}, least {min(gains):+.1%}, most {max(gains):+.1%}")
     most = [row.most_gain for row in rows if row.most_gain is not None]
@@ -142,14 +163,55 @@ def main(
     )
 
 
-def cases(loads: dict[str, tuple[str, float]], known: list[Row], *, quick: bool) -> Iterator[Row]:
-    """All rows, those that are known as they are."""
-    of = {(row.model, row.load, row.ttft_s, row.tpot_s): row for row in known}
-    for model, devices in MODELS.items():
+def cases(
+    models: list[str], loads: dict[str, tuple[str, float]], known: list[Row], *, quick: bool
+) -> Iterator[Iterator[Row]]:
+    """Yield the states of each row, the last of them whole."""
+    of = {row.case: row for row in known}
+    for model in models:
         for load in loads:
             for ttft_s, tpot_s in BOUNDS[model][: 1 if quick else None]:
                 bounds = LONGER.get(load, 1.0) * ttft_s, tpot_s
-                yield of.get((model, load, *bounds)) or measure(model, devices, load, loads[load], *bounds)
+                yield _states(of.get((model, load, *bounds)), (model, MODELS[model], load, loads[load], *bounds))
+
+
+def _states(known: Row | None, of: tuple[str, int, str, tuple[str, float], float, float]) -> Iterator[Row]:
+    row = known or measure(*of)
+    yield row
+    plans = {name: [Plan.model_validate(each) for each in documents] for name, documents in row.plans.items()}
+    if not all(plans.values()):
+        return
+    of_each: dict[str, Callable[[Profile], float]] = {
+        "fixed": lambda profile: unseen_rate(
+            [_with_budget(plan, by) for plan in plans["fixed"] for by in SWEEP], profile
+        ),
+        "slack": lambda profile: unseen_rate(plans["slack"], profile),
+        "ceiling": lambda profile: max(
+            ceiling(plan, profile, UNSEEN_SEED, NUM_UNSEEN) for each in plans.values() for plan in each
+        ),
+    }
+    for name, rate in of_each.items():
+        if name not in row.unseen:
+            row = replace(row, unseen=row.unseen | {name: rate(profile_of(plans["slack"][0]))})
+            yield row
+
+
+def _with_budget(plan: Plan, factor: float) -> Plan:
+    assert isinstance(plan.policy, ChunkedSettings)
+    budget = max(plan.policy.microbatches, round(factor * plan.policy.token_budget))
+    return plan.model_copy(update={"policy": plan.policy.model_copy(update={"token_budget": budget})})
+
+
+def unseen_rate(plans: list[Plan], profile: Profile) -> float:
+    """Return the highest rate that one of the plans keeps on the draw that no search has seen."""
+    best = 0.0
+    for plan in plans:
+        most, first = 1.3 * plan.estimate.throughput_rps, best or 0.9 * rate_of(plan)
+        search = CapacitySearch(plan, profile, first, seed=UNSEEN_SEED, most=most, least_requests=NUM_UNSEEN)
+        search.precision = PRECISION
+        if not best or search.keeps((1 + PRECISION) * best):
+            best = max(best, search.rate)
+    return best
 
 
 def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: float, tpot_s: float) -> Row:
@@ -165,20 +227,30 @@ def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: 
         headroom=0.0,
     )
     subject = resolve(asked)
-    fixed = best_fixed(subject)
+    budgets = fixed_budgets(subject)
+    fixed = max(budgets, key=rate_of, default=None)
     in_time = best_of(subject, "chunked", "in-time")
     started = time.perf_counter()
     slack = best_of(subject, "slack")
     seconds = time.perf_counter() - started
     phases = best_of(subject, "phases")
-    plans = [plan for plan in (fixed, in_time, slack, phases) if plan is not None]
-    most = max((ceiling(plan, subject.profile) for plan in plans), default=None)
     rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack, phases)]
-    text, draws = "-", ()
-    if slack is not None and fixed is not None:
-        text = settings_text(slack)
-        draws = tuple(gain_on(slack, fixed, subject.profile, seed) for seed in DRAWS)
-    return Row(model, load, ttft_s, tpot_s, *rates, text, most, draws, round(seconds, 1))
+    text = "-" if slack is None else settings_text(slack)
+    found = {"fixed": budgets, "slack": [] if slack is None else [slack]}
+    plans = {name: [json.loads(dump_json(plan)) for plan in each] for name, each in found.items()}
+    return Row(
+        model,
+        load,
+        ttft_s,
+        tpot_s,
+        fixed=rates[0],
+        fixed_in_time=rates[1],
+        slack=rates[2],
+        phases=rates[3],
+        settings=text,
+        seconds=round(seconds, 1),
+        plans=plans,
+    )
 
 
 def best_of(subject: Problem, policy: PolicyChoice, order: AdmissionOrder | None = None) -> Plan | None:
@@ -189,7 +261,11 @@ def best_of(subject: Problem, policy: PolicyChoice, order: AdmissionOrder | None
 
 
 def best_fixed(subject: Problem) -> Plan | None:
-    """Return the best fixed budget, of the planner's own and of those that it takes under a tighter TPOT."""
+    return max(fixed_budgets(subject), key=rate_of, default=None)
+
+
+def fixed_budgets(subject: Problem) -> list[Plan]:
+    """Return the planner's own plan with a fixed budget, and those that it makes under a tighter TPOT."""
     constraint = subject.constraint
     assert constraint.tpot_s is not None
     found = []
@@ -199,27 +275,18 @@ def best_fixed(subject: Problem) -> Plan | None:
         if plan is not None:
             plan = plan.model_copy(update={"constraint": constraint})
             found.append(plan if share == 1 else with_capacity(plan, subject.profile, rate_of(plan), edges=False))
-    return max(found, key=rate_of, default=None)
-
-
-def gain_on(slack: Plan, fixed: Plan, profile: Profile, seed: int) -> float:
-    """Return what slack gains over the fixed budget on other lengths and arrivals."""
-    rates = []
-    for plan in (slack, fixed):
-        search = CapacitySearch(plan, profile, rate_of(plan), seed=seed, most=2 * plan.estimate.throughput_rps)
-        search.precision = PRECISION
-        rates.append(search.rate)
-    return rates[0] / max(rates[1], 1e-9) - 1
+    return found
 
 
 def line(row: Row) -> str:
-    rates = ["-" if rate is None else f"{rate:.2f}" for rate in (row.fixed, row.fixed_in_time, row.slack, row.phases)]
-    gain, most = (f"{of:+.1%}" if of is not None else "-" for of in (row.gain, row.most_gain))
-    draws = " ".join(f"{draw:+.0%}" for draw in row.other_draws)
+    def texts(*rates: float | None) -> str:
+        return " | ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
+
+    unseen = texts(row.unseen.get("fixed"), row.unseen.get("slack"))
+    seen = texts(row.fixed, row.fixed_in_time, row.slack, row.phases)
+    gains = " | ".join(f"{of:+.1%}" if of is not None else "-" for of in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
-    return (
-        f"| {row.model} | {row.load} | {bounds} | {' | '.join(rates)} | {gain} | {most} | {draws} | {row.seconds:g} |"
-    )
+    return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} | {row.seconds:g} |"
 
 
 def decisions(running: int = 256, steps: int = 200) -> Iterator[str]:

@@ -48,12 +48,21 @@ class Trial:
     Args:
         by_request: simulate each request, as is done where counts do not tell: other orders than that of arrival, and
             K/V memory that is not set aside.
+        least_requests: requests that count, at least.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, seed: int = SEED, *, by_request: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        seed: int = SEED,
+        *,
+        by_request: bool = False,
+        least_requests: int = LEAST_REQUESTS,
+    ) -> None:
         self.plan, self.constraint = plan, plan.constraint
         self._by_request = by_request
         self.lanes = lanes_of(plan, profile)
@@ -65,7 +74,7 @@ class Trial:
         """The bound is so loose that the rate is the saturated one."""
         # In powers of two, so that plans of about the same throughput meet the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
-        self.num_requests = max(LEAST_REQUESTS, LIFETIMES * self.num_warm_up)
+        self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
         total = self.num_requests + 2 * self.num_warm_up  # the last ones find as many others as those before
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
@@ -130,6 +139,7 @@ class CapacitySearch:
     Args:
         predicted: the closed form's rate, where the search begins.
         most: a rate that it does not keep; None: the plan's throughput at saturation.
+        least_requests: as of `Trial`.
 
     Attributes:
         predicted: the closed form's rate.
@@ -144,11 +154,12 @@ class CapacitySearch:
         *,
         seed: int = SEED,
         most: float | None = None,
+        least_requests: int = LEAST_REQUESTS,
     ) -> None:
         self.plan = plan
         self.precision = PRECISION
         self.predicted, self._seed = predicted, seed
-        self._trial, self._slack = Trial(plan, profile, seed), _slack(plan)
+        self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
         self._most = plan.estimate.throughput_rps if most is None else most
         if self._trial.is_far:  # a queue that grows for ever breaks such a bound only after a longer run than any
             self._most = min(self._most, self._trial.saturated())

@@ -29,10 +29,14 @@ NUM_BATCHES, NUM_PIECES, NUM_EXEMPT = 48, 28, 5
 LARGEST_STEP = 16384
 
 
-def ceiling(plan: Plan, profile: Profile) -> float:
-    """Return the arrival rate, requests a second, that no rule of steps exceeds on this plan's placement."""
+def ceiling(plan: Plan, profile: Profile, seed: int, num_requests: int) -> float:
+    """Return the arrival rate, requests a second, that no rule of steps exceeds on this plan's placement.
+
+    Args:
+        seed, num_requests: of the draw of lengths and arrivals.
+    """
     plan = with_step_times(plan, profile)
-    return min(fluid(plan), prompts_in_time(plan, Trial(plan, profile)))
+    return min(fluid(plan), prompts_in_time(plan, Trial(plan, profile, seed, least_requests=num_requests)))
 
 
 def fluid(plan: Plan) -> float:
