@@ -89,6 +89,8 @@ class XgptScheduler(LoggedScheduler):
         self._num_begun = 0
         self._open: _Execution | None = None
         """The execution of which something is missing."""
+        self._until: dict[str, int] = {}
+        """Of each request that vLLM sees, by its name there, the tokens that it will have computed after this step."""
         self._pieces: deque[_Execution | None] = deque()
         """Which execution each step of vLLM's under way belongs to; None: to none."""
 
@@ -140,7 +142,8 @@ class XgptScheduler(LoggedScheduler):
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
         """Show vLLM, which schedules all that it sees, these requests alone, and tokens for no more."""
-        wanted = {self._name[number] for number in missing}
+        self._until = {self._name[number]: until for number, until in missing.items()}
+        wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)
         seen = [request for request in running if request.request_id in wanted]
         self.running = list(seen)
@@ -160,6 +163,14 @@ class XgptScheduler(LoggedScheduler):
             has_entered = set(entered)
             left = [request for request in self.waiting if request not in waiting]  # preempted by vLLM itself
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return how many tokens of a request a step takes: no more than the rule does, which may cut any prompt.
+
+        By itself, vLLM cuts the last one.
+        """
+        length: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return min(length, self._until.get(request.request_id, num_computed_tokens) - num_computed_tokens)
 
     def _table_of(self, request: Request) -> BlockTable:
         """The blocks that the rule has given to a request inside."""

@@ -68,10 +68,11 @@ def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, floa
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))
     steps = []
+    shares = np.asarray(inputs.probabilities) / sum(inputs.probabilities)  # a file's are rounded
     for _ in range(NUM_STEPS):
         decodes = int(rng.integers(1, most + 1))
-        mean = rng.choice(inputs.lengths, p=inputs.probabilities) + outputs.lengths[-1] * rng.random() / 2
-        length = int(rng.choice(inputs.lengths, p=inputs.probabilities))
+        mean = rng.choice(inputs.lengths, p=shares) + outputs.lengths[-1] * rng.random() / 2
+        length = int(rng.choice(inputs.lengths, p=shares))
         start = int(rng.integers(0, length))
         end = int(rng.integers(start + 1, length + 1))
         done = int(end == length)

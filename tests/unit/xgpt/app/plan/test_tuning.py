@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,13 @@ def test_slack_is_refused_without_what_it_goes_by(changes: dict[str, object], fi
     with pytest.raises(InputError) as error:
         planned(latency_bound_s=60.0, policy="slack", **changes)
     assert error.value.field == field
+
+
+def test_shares_of_lengths_that_a_file_rounds_are_planned(tmp_path: Path) -> None:
+    lengths = "{kind: histogram, lengths: [64, 512, 2048], probabilities: [0.3333333, 0.3333333, 0.3333333]}"
+    (tmp_path / "thirds.yaml").write_text(f"name: thirds\nsource: made up\ninput: {lengths}\noutput: {lengths}\n")
+    plan = planned(policy="chunked", order="in-time", workload=str(tmp_path / "thirds.yaml")).best
+    assert plan.estimate.step_times is not None
 
 
 def test_a_plan_with_slack_needs_its_bound_and_times() -> None:
