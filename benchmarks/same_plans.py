@@ -51,7 +51,7 @@ ASKED: dict[str, dict[str, object]] = {
     "arrivals": ON_ONE,
     "arrivals, several devices": ON_FOUR,
     "arrivals, time to first token": {**ON_ONE, "latency_bound_s": None, "ttft_s": 0.5, "tpot_s": 0.05},
-    "arrivals, slack": {**ON_ONE, "ttft_s": 0.5, "policy": "slack"},
+    "arrivals, slack": {**ON_ONE, "ttft_s": 0.5, "tpot_s": 0.05, "policy": "slack"},
     "arrivals, few devices": {**ON_FOUR, "arrival_rate_per_s": 2.0, "devices": "auto"},
     "saturated": {**ON_ONE, "objective": "saturated"},
     "saturated, quantile": {**ON_ONE, "objective": "saturated", "kv": "quantile"},
@@ -181,7 +181,8 @@ def main(against: str, only: str | None, go_on: bool, to: Path | None) -> None:
     plans = sum(text.count('"schema_version"') for _, text in texts)
     for name in others:
         click.echo(f"differs: diff '{there / name}' '{here / name}'")
-    click.echo(f"{len(names)} cases, {plans} plans: {len(names) - len(others)} as in {there.name}, {len(others)} differ")
+    same = len(names) - len(others)
+    click.echo(f"{len(names)} cases, {plans} plans: {same} cases as in {there.name}, {len(others)} differ")
     sys.exit(bool(others))
 
 

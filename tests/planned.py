@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from xgpt.checkpoint import read_spec
-from xgpt.schema import ClusterSpec, Constraint, DeviceKind, Efficiency, Histogram, Link, Plan, Workload
+from xgpt.schema import ClusterSpec, Constraint, DeviceKind, Efficiency, Histogram, Link, ModelShape, Plan, Workload
 from xprofiler import analytic
 from xscheduler.placement import Placement, Placements
 from xscheduler.problem import Problem
@@ -65,3 +65,12 @@ def scored(problem: Problem, kind: str, degrees: Sequence[Sequence[int]], microb
         and placement.microbatches == microbatches
     )
     return Scheduler(problem).score(POLICIES[kind](**placement.fixed, **values), placement)
+
+
+def num_params(spec: ModelShape, *, active: bool = False) -> int:
+    """Number of weights in matrices, or of those that a token passes; biases, norms and positions are under 1%."""
+    idle = 0
+    if active and spec.experts is not None:
+        idle = spec.num_expert_layers() * (spec.experts.number - spec.experts.active) * spec.expert_params
+    encoder = spec.num_encoder_layers * spec.encoder_layer_params
+    return spec.embedding_params + encoder + spec.decoder_params() - idle

@@ -41,11 +41,10 @@ class AheadWorker(Worker):
     Steps that draw at random, penalise or report probabilities wait for their tokens as ever.
 
     Attributes:
-        num_ahead: steps launched before they were asked for.
-        num_hits: those of them that then were.
+        num_hits: steps launched before they were asked for, and then asked for.
     """
 
-    num_ahead = num_hits = 0
+    num_hits = 0
     _ahead: _Launched | None = None
     _decoded = False
     """Whether the last step only decoded, and took the highest logits."""
@@ -92,7 +91,6 @@ class AheadWorker(Worker):
             index={id_: index for index, id_ in enumerate(step.decode)},
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),
         )
-        self.num_ahead += 1
 
     def _take(self, ids: tuple[int, ...]) -> Tensor | None:
         """Return the tokens of these requests' next step, where it runs already. # int64 [requests]"""

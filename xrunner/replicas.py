@@ -6,7 +6,7 @@ A request goes to the replica that holds the beginning of its prompt, or to the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 from xgpt import policies
@@ -25,6 +25,10 @@ IDLE_S = 0.1
 ReplicaEvent = list[Token] | StepRecord | Exception
 
 
+def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
+    return property(lambda pools: combine(getattr(engine.pool, name) for engine in pools._engines))
+
+
 class Pools:
     """What all replicas' pools hold together; `kv_blocks` are those that one request can have.
 
@@ -34,17 +38,15 @@ class Pools:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 
+    kv_blocks, prompt_blocks = (_of_all(min, name) for name in ("kv_blocks", "prompt_blocks"))
+    num_running, num_waiting, num_preemptions, reserved_blocks, kept_blocks = (
+        _of_all(sum, name)
+        for name in ("num_running", "num_waiting", "num_preemptions", "reserved_blocks", "kept_blocks")
+    )
+
     @property
     def _pools(self) -> list[Pool]:
         return [engine.pool for engine in self._engines]
-
-    @property
-    def kv_blocks(self) -> int:
-        return min(pool.kv_blocks for pool in self._pools)
-
-    @property
-    def prompt_blocks(self) -> int:
-        return min(pool.prompt_blocks for pool in self._pools)
 
     @property
     def block_size(self) -> int:
@@ -53,26 +55,6 @@ class Pools:
     @property
     def running(self) -> Container[int]:
         return _AnyOf([pool.running for pool in self._pools])
-
-    @property
-    def num_running(self) -> int:
-        return sum(pool.num_running for pool in self._pools)
-
-    @property
-    def reserved_blocks(self) -> int:
-        return sum(pool.reserved_blocks for pool in self._pools)
-
-    @property
-    def kept_blocks(self) -> int:
-        return sum(pool.kept_blocks for pool in self._pools)
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(pool.num_preemptions for pool in self._pools)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(pool.num_waiting for pool in self._pools)
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xgpt.checkpoint import STORED_DTYPES, read_spec, weight_files
+from xgpt.checkpoint import STORED_DTYPES, weight_files
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec, Precision
 from xrunner.kernels.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
@@ -235,16 +235,6 @@ def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Mod
         InputError: this version does not run the family.
     """
     return load_model(spec, dtype, SeededWeights(seed), device)
-
-
-def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "cpu") -> Model:
-    """Return the model of a directory in Hugging Face layout; `dtype` None: as its config.json says.
-
-    Raises:
-        InputError: the directory, its config or its weights are not what this version runs.
-    """
-    spec = read_spec(directory)
-    return load_model(spec, dtype or spec.default_dtype, Checkpoint(directory), device)
 
 
 def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:

@@ -1,9 +1,15 @@
 """Small random checkpoints as `transformers` saves them."""
 
 import copy
+from pathlib import Path
 
 import torch
 import transformers
+
+from xgpt.checkpoint import read_spec
+from xgpt.schema import DType
+from xrunner.models import Model
+from xrunner.weights import Checkpoint, load_model
 
 VOCABULARY = 211
 CONTEXT = 128
@@ -307,3 +313,9 @@ def save(directory, family, shape, dtype=torch.float32):
             weight.copy_(weight.to(dtype))
     copy.deepcopy(model).to(dtype).save_pretrained(directory)
     return directory, model
+
+
+def load_checkpoint(directory: Path, dtype: DType | None = None, device: str = "cpu") -> Model:
+    """Return the model of a directory in Hugging Face layout; `dtype` None: as its config.json says."""
+    spec = read_spec(directory)
+    return load_model(spec, dtype or spec.default_dtype, Checkpoint(directory), device)

@@ -337,5 +337,5 @@ def test_a_worker_that_dies_or_hangs_loses_no_token(fleet, checkpoint, alone, fa
         if step == 25:
             os.kill(fleet.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
 
-    fleet.forgive()
+    fleet._restarts.clear()
     assert check(fleet, plan, alone(family), after_step=strike) == 2

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.numerics.checkpoints import load_checkpoint
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xrunner.parallel import Part
-from xrunner.weights import Checkpoint, load_checkpoint, load_model
+from xrunner.weights import Checkpoint, load_model
 
 BLOCK = 128
 INT8 = {

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 import xrunner.attention.reference as reference
-from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, save
+from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, load_checkpoint, save
 from tests.numerics.steps import start
 from xgpt.checkpoint import read_spec
 from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
@@ -17,7 +17,6 @@ from xrunner.generation import Generation
 from xrunner.kernels.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import Rotary
-from xrunner.weights import load_checkpoint
 from xrunner.worker import Worker
 
 TOLERANCE = 1e-4

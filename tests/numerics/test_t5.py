@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import xrunner.models.encoder_decoder as encoder_decoder
 import xrunner.worker as worker_module
 from tests.contract.scenarios import problem
-from tests.numerics.checkpoints import T5_START, VOCABULARY
+from tests.numerics.checkpoints import T5_START, VOCABULARY, load_checkpoint
 from tests.numerics.test_families import compare, make_worker, must_differ
 from tests.numerics.test_weights import copy_with
 from xgpt import policies
@@ -24,7 +24,6 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.models import EncoderDecoderModel
 from xrunner.models.layers import RelativeBias
-from xrunner.weights import load_checkpoint
 from xscheduler.schedule import Scheduler
 from xsimulator.events import replay
 

@@ -8,13 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.numerics.checkpoints import load_checkpoint
 from xgpt.checkpoint import read_spec, sampling_defaults
 from xgpt.errors import InputError
 from xprofiler import measure
 from xrunner import weights
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.models.layers import Linear
-from xrunner.weights import load_checkpoint, seeded
+from xrunner.weights import seeded
 
 
 def weights_of(directory):

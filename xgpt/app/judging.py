@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import best_by_arrivals, rate_of
+from xgpt.app.plan.reusing import promising
 from xgpt.app.plan.verifying import request_latency, request_law, with_law
 from xgpt.app.simulating import check_fits
 from xgpt.errors import InfeasibleError, InputError
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 MOST_ROUNDS = 4
 """Searches under ever tighter bounds, when a running plan is judged."""
-MOST_DIVISIONS = 2
-"""Divisions of memory for which arrivals are simulated."""
 UNUSED = 0.02
 """Share of a bound: after a plan breaks the bound, the next search's bound is tighter by a quarter of it."""
 
@@ -165,7 +164,13 @@ class ArrivalsJudge(Judge):
         )
 
     def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
-        problems = self._promising(self.situation.problems(in_place=in_place), kinds)
+
+        def saturated(problem: Problem) -> float:
+            with suppress(InfeasibleError):
+                return Scheduler(problem).best(kinds).estimate.throughput_rps
+            return 0.0
+
+        problems = promising(self.situation.problems(in_place=in_place), saturated)
         any_rate = self.plan.constraint.model_copy(update={"arrival_rate_per_s": None})
 
         def admitting(found: Plan) -> Plan:
@@ -183,20 +188,6 @@ class ArrivalsJudge(Judge):
         if error is not None and not found:
             raise error
         return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
-
-    @staticmethod
-    def _promising(problems: list[Problem], kinds: Sequence[str]) -> list[Problem]:
-        """Return the divisions of memory to simulate: those with the highest saturated throughput."""
-        if len(problems) == 1:
-            return problems
-
-        def saturated(problem: Problem) -> float:
-            constraint = problem.constraint.model_copy(update={"objective": "saturated"})
-            with suppress(InfeasibleError):
-                return Scheduler(problem.under(constraint)).best(kinds).estimate.throughput_rps
-            return 0.0
-
-        return sorted(problems, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
     def _simulated(self, plan: Plan) -> Plan:
         found = capacity(plan, self.situation.profile, edges=False)

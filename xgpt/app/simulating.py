@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from xgpt.schema.step_log import Account, StepRecord
     from xgpt.workload import Ints, TraceLengths
     from xsimulator.clock import OnSpan, Span
+    from xsimulator.counts.arrivals import Run
     from xsimulator.events import StepClock
     from xsimulator.measures import Measured, RequestTimes
-    from xsimulator.request_law import RequestLaw
+    from xsimulator.request_law import RequestLaw, SeenSteps
 
 
 FULL = 0.95
@@ -259,13 +260,10 @@ def request_latencies(
     """
     import numpy as np
 
-    from xgpt.workload import TraceLengths, sample
-    from xsimulator.costs.step_cost import lanes_of
-    from xsimulator.counts.arrivals import Stream
-    from xsimulator.counts.counted_run import counted_run
+    from xgpt.workload import sample
     from xsimulator.forecast import FORECASTS
     from xsimulator.lengths import Lengths
-    from xsimulator.request_law import SeenSteps, drawn_law, logged_law, request_law
+    from xsimulator.request_law import drawn_law, logged_law, request_law
 
     check_fits(plan, workload)
     lengths = Lengths(workload)
@@ -280,20 +278,42 @@ def request_latencies(
         generated, left = lengths.in_the_middle(first, rng)
         inputs[:first] += generated
         outputs[:first], longest[:first] = left, longest[:first] - generated
-    run = None
-    if plan.estimate.reuse is None:
-        stream = Stream(inputs, outputs, longest, np.zeros(total, int))
-        run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=not is_drawn(plan))
-    if run is not None and is_drawn(plan):
+    if is_drawn(plan) and (run := _counted_at_once(plan, profile, inputs, outputs, longest)) is not None:
         return drawn_law(run, skipped, num_requests)
-    if run is not None:
-        run.run()
-        seen = SeenSteps.of_run(run)
-    else:
-        seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    seen = seen_at_once(plan, profile, inputs, outputs, longest)
     if is_drawn(plan):
         return logged_law(seen, skipped, num_requests)
     return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
+
+
+def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints) -> SeenSteps:
+    """Simulate one replica's requests that are all there from the beginning: by counts where these tell.
+
+    Args:
+        longest: the longest output that each request may have.
+    """
+    from xgpt.workload import TraceLengths
+    from xsimulator.request_law import SeenSteps
+
+    if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
+        return SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    run.run()
+    return SeenSteps.of_run(run)
+
+
+def _counted_at_once(
+    plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
+) -> Run | None:
+    import numpy as np
+
+    from xsimulator.costs.step_cost import lanes_of
+    from xsimulator.counts.arrivals import Stream
+    from xsimulator.counts.counted_run import counted_run
+
+    if plan.estimate.reuse is not None:
+        return None
+    stream = Stream(inputs, outputs, longest, np.zeros(len(inputs), int))
+    return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
 
 
 def is_drawn(plan: Plan) -> bool:

@@ -97,10 +97,7 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
     from xgpt.cli.fleet_tables import summary
     from xgpt.io import dump_json, write_atomic
 
-    chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
-    if among is not None and not chosen:
-        del asked["cluster"]
-    clusters = None if among is None else priced(among)
+    clusters = priced(among, asked)
     with render.progress_bar() as progress:
         found = api.fleet(**asked, among=clusters, devices=_counts(devices), progress=progress)
     text = dump_json(found)

@@ -308,11 +308,15 @@ policy_option = click.option(
 )
 
 
-def priced(among: str) -> dict[str, float]:
-    """Return the names and prices in text like a40x4=0.5,h100x8=2.9."""
+def priced(among: str | None, asked: dict[str, Any]) -> dict[str, float] | None:
+    """Return the names and prices in text like a40x4=0.5,h100x8=2.9, which take the place of --cluster's default."""
     from xgpt.errors import InputError
     from xgpt.numbers import decimal
 
+    if among is None:
+        return None
+    if click.get_current_context().get_parameter_source("cluster") is not click.core.ParameterSource.COMMANDLINE:
+        del asked["cluster"]
     found: dict[str, float] = {}
     for part in among.split(","):
         name, _, price = part.strip().rpartition("=")

@@ -90,11 +90,8 @@ def command(
     from xgpt.cli import render
     from xgpt.io import check_writable, dump_json, write_atomic
 
-    chosen = click.get_current_context().get_parameter_source("cluster") is click.core.ParameterSource.COMMANDLINE
-    if among is not None and not chosen:
-        del asked["cluster"]
     check_writable(Path(output))
-    clusters = None if among is None else priced(among)
+    clusters = priced(among, asked)
     with render.progress_bar() as progress:
         planned = api.solve(**asked, devices=_count(devices), among=clusters, fix=_held(fix), progress=progress)
     text = dump_json(planned.best)

@@ -280,39 +280,20 @@ class ModelSpec(ModelShape):
         """One decoder layer, the mean where they differ; an encoder-decoder's has cross-attention too."""
         return self.decoder_params() // self.num_layers
 
-    def decoder_params(self, first: int = 0, last: int | None = None, *, active: bool = False) -> int:
-        """Return the number of weights of decoder layers [first, last), by default of all.
-
-        Args:
-            active: count only weights that a token passes.
-        """
+    def decoder_params(self, first: int = 0, last: int | None = None) -> int:
+        """Return the number of weights of decoder layers [first, last), by default of all."""
         last = self.num_layers if last is None else last
         with_experts = self.num_expert_layers(first, last)
         blocks = 2 if self.is_encoder_decoder else 1
         total = (last - first) * blocks * self.attention_params + (last - first - with_experts) * self.ffn_params
         if self.experts is not None:
-            number = self.experts.active if active else self.experts.number
-            total += with_experts * (number * self.expert_params + self.shared_expert_params)
+            total += with_experts * (self.experts.number * self.expert_params + self.shared_expert_params)
         return total
 
     @property
     def embedding_params(self) -> int:
         """Token embedding and output head (one matrix when tied)."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-
-    @property
-    def num_params(self) -> int:
-        """Number of weights in matrices; biases, norms and position tables are under 1%."""
-        return self.embedding_params + self.num_encoder_layers * self.encoder_layer_params + self.decoder_params()
-
-    @property
-    def active_params(self) -> int:
-        """Number of weights in matrices that a token passes."""
-        return (
-            self.embedding_params
-            + self.num_encoder_layers * self.encoder_layer_params
-            + self.decoder_params(active=True)
-        )
 
     @property
     def kv_elements_per_layer(self) -> int:

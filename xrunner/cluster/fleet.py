@@ -206,10 +206,6 @@ class Fleet:
             self._shared.members.clear()
             self._shared.lost = None
 
-    def forgive(self) -> None:
-        """Count restarts anew."""
-        self._restarts.clear()
-
     def close(self) -> None:
         """End all workers of this machine, and their launcher; tell other machines to end."""
         if self._closing:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.planned import num_params
 from xgpt.app.judging import judged
 from xgpt.app.plan.verifying import request_latency
 from xgpt.app.replanning import propose
@@ -212,7 +213,7 @@ def test_other_stages_on_the_same_two_devices() -> None:
 def test_the_pause_is_what_the_devices_take_to_load() -> None:
     """Half of the weights each, at the profile's rate or, where it says none, at a CPU's or GPU's usual one."""
     plan = plan_on_two("static", "PP 2")
-    weights = 2 * plan.model.num_params / 2
+    weights = 2 * num_params(plan.model) / 2
     usual, slow = (loading_s(plan, TWO.profile.model_copy(update={"load_bytes_per_s": r})) for r in (None, 1e9))
     assert slow == pytest.approx(weights / 1e9, rel=0.1) and usual == pytest.approx(slow / 4)
     assert loading_s(plan_of("static", None), PROFILE) == 0  # the weights stay where they are

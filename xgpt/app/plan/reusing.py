@@ -36,7 +36,7 @@ SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
 BOUND = "the best of any division of memory between running requests and what later ones find"
 ROUNDS = 1
 """Number of further searches, each with as many running requests as the plan before it."""
-MOST_STEPS = 2
+MOST_DIVISIONS = 2
 """Divisions of memory for which arrivals are simulated."""
 
 
@@ -55,7 +55,8 @@ def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plan
     divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        planned = [_planned(of, request) for of in _promising([of.problem() for of in divisions], request)]
+        chosen = promising([of.problem() for of in divisions], partial(_rps, request))
+        planned = [_planned(of, request) for of in chosen]
     else:
         reached = [_planned(of.bound(), request) for of in divisions]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
@@ -121,15 +122,19 @@ def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[s
     return planned
 
 
-def _promising(of_steps: list[Problem], request: PlanRequest) -> list[Problem]:
+def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) -> list[Problem]:
     """Return the divisions of memory to simulate for arrivals: those with the highest saturated throughput."""
+    if len(divisions) == 1:
+        return divisions
 
-    def saturated(problem: Problem) -> float:
-        constraint = problem.constraint.model_copy(update={"objective": "saturated"})
-        planned = _planned(problem.under(constraint), request)
-        return max((plan.estimate.throughput_rps for plan in planned.values()), default=0.0)
+    def saturated(division: Problem) -> float:
+        return best_rps(division.under(division.constraint.model_copy(update={"objective": "saturated"})))
 
-    return sorted(of_steps, key=saturated, reverse=True)[:MOST_STEPS]
+    return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
+
+
+def _rps(request: PlanRequest, problem: Problem) -> float:
+    return max((plan.estimate.throughput_rps for plan in _planned(problem, request).values()), default=0.0)
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:

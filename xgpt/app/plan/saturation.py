@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xgpt.app.plan.arrivals import BOUNDS, rate_of, simulating
 from xgpt.app.plan.verifying import request_law, with_law
-from xgpt.app.simulating import check_fits, encode_emits, outstanding_requests, run_requests, warm_up_requests
+from xgpt.app.simulating import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import quantile, sample
@@ -101,12 +101,6 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     """
     import numpy as np
 
-    from xgpt.workload import TraceLengths
-    from xsimulator.costs.step_cost import lanes_of
-    from xsimulator.counts.arrivals import Stream
-    from xsimulator.counts.counted_run import counted_run
-    from xsimulator.request_law import SeenSteps
-
     check_fits(plan, plan.workload)
     plan = plan.model_copy(
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
@@ -118,14 +112,8 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     count = ceil(max(LEAST_REQUESTS, LIFETIMES * plan.estimate.decode_batch, for_alike))
     total = skipped + count + outstanding_requests(plan)
     inputs, outputs = sample(plan.workload, total, np.random.default_rng(SEED))
-    longest = plan.workload.output.lengths[-1]
-    stream = Stream(inputs, outputs, longest, np.zeros(total, int))
-    run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
-    if run is not None:
-        run.run()
-        seen = SeenSteps.of_run(run)
-    else:
-        seen = SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+    longest = np.full(total, plan.workload.output.lengths[-1])
+    seen = seen_at_once(plan, profile, inputs, outputs, longest)
     ends = np.sort(seen.end_s[seen.last_token[seen.last_token >= 0]])
     first, last = ends[skipped], ends[min(skipped + count, len(ends) - 1)]
     ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step

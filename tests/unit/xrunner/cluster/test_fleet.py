@@ -76,7 +76,7 @@ def alone() -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Fleet, how: signal.Signals) -> None:
-    alone.forgive()
+    alone._restarts.clear()
     before = pids(alone)
     (launcher,) = {parent(pid) for pid in before}
     os.kill(launcher, how)
@@ -85,7 +85,7 @@ def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Fleet, how: sig
 
 
 def test_a_worker_that_dies_is_noticed_at_once(alone: Fleet) -> None:
-    alone.forgive()
+    alone._restarts.clear()
     before = pids(alone)
     started_s = time.monotonic()
     os.kill(before[1], signal.SIGKILL)
@@ -96,7 +96,7 @@ def test_a_worker_that_dies_is_noticed_at_once(alone: Fleet) -> None:
 
 def test_nothing_is_killed_but_children_of_the_launcher(alone: Fleet) -> None:
     """A worker that claimed the number of another process had it killed, as did one of a machine of the same name."""
-    alone.forgive()
+    alone._restarts.clear()
     before = pids(alone)
     bystander = subprocess.Popen(["sleep", "60"])
     try:
@@ -145,7 +145,7 @@ def test_machines_of_one_name_are_told_apart() -> None:
             comes_back(fleet, *old)
         os.kill(parent(pids(fleet)[1]), signal.SIGKILL)  # the other machine's launcher
         comes_back(fleet)
-        fleet.forgive()
+        fleet._restarts.clear()
         old = pids(fleet)
         other.end()  # the machine goes, and another comes in its place
         assert not is_running(old[1])
