@@ -1,0 +1,79 @@
+"""Measure the product's code: files, lines, long functions, functions of many parameters.
+
+    python -m tools.measures [COMMIT]
+
+With a commit, the same of it, and how this tree's lines divide into those of files that stood then (also elsewhere, as
+git follows renames) and of new ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+PACKAGES = ("xgpt", "xprofiler", "xrunner", "xscheduler", "xsimulator")
+PARAMETERS = 7
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
+
+
+def functions(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("command" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def measures(commit: str) -> dict[str, int]:
+    names = git("ls-tree", "-r", "--name-only", commit, *PACKAGES).split()
+    texts = {name: git("show", f"{commit}:{name}") for name in names if name.endswith(".py")}
+    lines = {name: text.count("\n") for name, text in texts.items()}
+    found = [function for text in texts.values() for function in functions(text)]
+
+    def longer(than: int) -> int:
+        return sum((function.end_lineno or 0) - function.lineno + 1 > than for function in found)
+
+    return {
+        "files": len(texts),
+        "lines": sum(lines.values()),
+        "files over 400 lines": sum(number > 400 for number in lines.values()),
+        "functions over 50 lines": longer(50),
+        "functions over 80 lines": longer(80),
+        f"functions over {PARAMETERS} parameters, click's commands apart": sum(
+            num_parameters(function) > PARAMETERS and not is_command(function) for function in found
+        ),
+    }
+
+
+def divided(then: str) -> dict[str, int]:
+    """Return this tree's files and lines in those that stood then, and in new ones."""
+    changes = [line.split("\t") for line in git("diff", "--name-status", "-M40%", then, "HEAD", *PACKAGES).splitlines()]
+    new = {names[-1] for status, *names in changes if status[0] in "AC"}
+    names = [name for name in git("ls-tree", "-r", "--name-only", "HEAD", *PACKAGES).split() if name.endswith(".py")]
+    lines = {name: git("show", f"HEAD:{name}").count("\n") for name in names}
+    of_new = [number for name, number in lines.items() if name in new]
+    return {
+        "files that stood then": len(lines) - len(of_new),
+        "their lines": sum(lines.values()) - sum(of_new),
+        "new files": len(of_new),
+        "new files' lines": sum(of_new),
+    }
+
+
+if __name__ == "__main__":
+    columns = [measures(commit) for commit in (*sys.argv[1:2], "HEAD")]
+    for name in columns[0]:
+        print(f"{name:60} {'  '.join(f'{column[name]:>8,}' for column in columns)}")
+    if sys.argv[1:]:
+        for name, number in divided(sys.argv[1]).items():
+            print(f"{name:60} {number:>18,}")
