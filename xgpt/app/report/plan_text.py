@@ -238,6 +238,10 @@ def _shape(plan: Plan) -> str:
     return replicas + " > ".join(lanes)
 
 
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}" if number == 1 else f"{number} {of}s"
+
+
 def schedule_in_words(plan: Plan) -> str:
     """Return a sentence on what the engine does under the plan."""
     policy = plan.policy
@@ -250,34 +254,36 @@ def schedule_in_words(plan: Plan) -> str:
             )
         case "rra":
             return (
-                f"encode about {policy.encode_batch} requests, then run {policy.decode_iterations} decode iterations, "
-                "and again"
+                f"encode about {_count(policy.encode_batch, 'request')}, then run "
+                f"{_count(policy.decode_iterations, 'decode iteration')}, and again"
             )
         case "orca" | "chunked" if plan.engine is not None and not plan.engine.mixes:
             budget = policy.token_budget if policy.kind == "chunked" else plan.engine.token_budget
             size = "" if budget is None else f"of up to {budget} tokens "
             return (
-                f"prompts first, in steps {size}that decode nothing, then a decode, at most {policy.max_batch} requests"
+                f"prompts first, in steps {size}that decode nothing, then a decode, at most "
+                f"{_count(policy.max_batch, 'request')}"
             )
         case "orca":
             return (
-                f"every step decodes running requests and encodes into free slots, at most {policy.max_batch} requests"
+                "every step decodes running requests and encodes into free slots, at most "
+                f"{_count(policy.max_batch, 'request')}"
             )
         case "chunked" if policy.slack is not None:
             return (
                 f"every step decodes running requests and encodes as much as they have time for, "
-                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most {policy.max_batch} "
-                "requests"
+                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most "
+                f"{_count(policy.max_batch, 'request')}"
             )
         case "chunked":
             return (
                 f"every step decodes running requests and fills up to {policy.token_budget} tokens with prompts, "
-                f"at most {policy.max_batch} requests"
+                f"at most {_count(policy.max_batch, 'request')}"
             )
         case "static":
-            return f"encode {policy.batch} requests, decode until the last of them ends, and again"
+            return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and again"
     return (
-        f"some devices encode {policy.encode_batch} requests at once, the others decode up to "
+        f"some devices encode {_count(policy.encode_batch, 'request')} at once, the others decode up to "
         f"{policy.max_decode_batch}, neither waiting for the other"
     )
 
@@ -290,7 +296,7 @@ def proof_in_words(plan: Plan) -> str:
         if search.gap is None
         else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
     )
-    simulated = f", {search.simulations} plans simulated," if search.simulations else ""
+    simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
     if plan.estimate.simulated:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
         proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
