@@ -1,8 +1,10 @@
 """Measurements of models with experts: served ones of AIConfigurator's wheel, and TensorRT-LLM's own offline.
 
-What the sources leave open is assumed once: requests as those of dense models are, K/V in half precision, experts that
-are all equally busy. Rows whose degrees of experts do not make up their devices are counted and not predicted, as are
-those with attention by data parallelism, which is not planned for.
+Rows of InferenceX are predicted as its scripts started the engine (`inferencex`). What the sources leave open is
+assumed once: K/V in half precision, routing to experts as the tables' makers take it to be. DeepSeek's rows are counted
+apart: some speculate, several tokens a step, and the wheel does not say which. Rows whose degrees of experts do not
+make up their devices are counted and not predicted, as are those with attention by data parallelism, which is not
+planned for.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         backend, clients = raw["backend"], count_of(raw["batch_size"])
         tp, slices, ep = (count_of(raw[column]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
-        row = Row("silicon, experts", f"{name} {raw['system']} {backend}", False, measured, note=raw["id"])
+        source = "silicon, DeepSeek" if name.startswith("deepseek") else "silicon, experts"
+        row = Row(source, f"{name} {raw['system']} {backend}", False, measured, note=raw["id"])
         if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
             yield replace(row, why_not=why_not)
             continue
