@@ -44,13 +44,13 @@ class Part(NamedTuple):
 
 PARTS = {
     "exegpt-tables-6-7": Part(exegpt.tables_6_and_7, "forms"),
-    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search", "benchmarks.scheduler: 2 minutes"),
+    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search", "benchmarks.scheduler, in these seconds"),
     "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
     "exegpt-figure-9": Part(exegpt.figure_9, "search"),
     "exegpt-figure-10": Part(exegpt.figure_10, "search"),
     "exegpt-figure-11": Part(drift.figure_11, "search"),
     "exegpt-rra-drift": Part(drift.drift_of_rra, "search"),
-    "exegpt-table-4": Part(measured.table_4, "measure", "benchmarks.loading: 25 minutes"),
+    "exegpt-table-4": Part(measured.table_4, "measure", "benchmarks.loading, 25 minutes more"),
     "exegpt-table-5": Part(measured.table_5, "search"),
     "exegpt-formulas": Part(derivations.corrections, "forms"),
     "orca-figure-9": Part(orca.figure_9, "forms"),
@@ -82,8 +82,8 @@ too.
 
 PARTS_HEAD = """## Parts
 
-Parts of the same run were made by the same commit. Seconds are of two shared cores. Where a part reads what another
-command keeps under `results/`, it makes that first where it is not there.
+Parts of the same run were made by the same commit. Seconds are of two shared cores, at loads of up to 10. Where a part
+reads what another command keeps under `results/`, it makes that first where it is not there.
 
 | part | command | code | kind | s | reads what is kept by | run |
 |---|---|---|---|---|---|---|
