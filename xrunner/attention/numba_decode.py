@@ -48,7 +48,7 @@ class Scored(NamedTuple):
 
 
 @njit(inline="always")
-def _exp(x):
+def exp(x):
     """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)
@@ -68,7 +68,7 @@ def _exp(x):
 def limit(scores, count, cap):
     """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
     for i in range(count):
-        small = _exp(np.float32(-2.0) * abs(scores[i]) / cap)
+        small = exp(np.float32(-2.0) * abs(scores[i]) / cap)
         limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
         scores[i] = limited if scores[i] > 0 else -limited
 

@@ -6,14 +6,14 @@ a third of the products. Shares torch's OpenMP threads, as attention does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
+
+from xrunner.kernels.threads import compiled, run
 
 LARGEST = np.float32(127.0)
 TINIEST = np.float32(np.finfo(np.float32).tiny)
@@ -21,9 +21,6 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 """Bits of a float32 without its sign: as whole numbers they are in the order of the magnitudes, NaN above all."""
 INFINITE = np.int32(0x7F800000)
 """Those of infinity."""
-
-LEAST_SHARED = 2**15
-"""Elements from which on sharing rows out between threads costs less than it saves."""
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,14 +32,14 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     rounded = torch.empty(x.shape, dtype=torch.int8)
     scale = torch.empty(len(x))
-    _run(_QUANTISE, x.numel(), x.numpy(), x.view(torch.int32).numpy(), rounded.numpy(), scale.numpy())
+    run(_QUANTISE, x.numel(), x.numpy(), x.view(torch.int32).numpy(), rounded.numpy(), scale.numpy())
     return rounded, scale
 
 
 def rescale(y: Tensor, scale: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
     """y = y * scale + bias in place, without what is negative on demand. # float32 [rows, n], [rows], [n] -> like y"""
     added = _NOTHING if bias is None else bias.numpy()
-    _run(_RESCALE, y.numel(), y.numpy(), scale.numpy(), added, relu)
+    run(_RESCALE, y.numel(), y.numpy(), scale.numpy(), added, relu)
     return y
 
 
@@ -99,21 +96,4 @@ def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
                 y[i, d] = np.float32(0.0) if y[i, d] < np.float32(0.0) else y[i, d]
 
 
-Kernel = tuple[Callable[..., None], Callable[..., None]]
-"""For one thread, and for several."""
-
-
-def _compiled(kernel: Callable[..., None]) -> Kernel:
-    return njit(cache=True, **OPTIONS)(kernel), njit(cache=True, parallel=True, **OPTIONS)(kernel)
-
-
-_QUANTISE, _RESCALE = _compiled(_quantise), _compiled(_rescale)
-
-
-def _run(kernel: Kernel, size: int, *arguments: Any) -> None:
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if size < LEAST_SHARED or num_threads == 1:
-        kernel[0](*arguments)
-        return
-    numba.set_num_threads(num_threads)
-    kernel[1](*arguments)
+_QUANTISE, _RESCALE = compiled(_quantise, fastmath={"contract"}), compiled(_rescale, fastmath={"contract"})

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from xgpt.errors import InputError
 from xgpt.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
-from xrunner.kernels import fused
+from xrunner.kernels import fused, small
 from xrunner.kernels.packed import ACTIVATIONS, PackedLinear, pack
 
 Empty = Callable[..., Tensor]
@@ -97,14 +97,18 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class OffsetRmsNorm(RmsNorm):
     """x / rms(x) * (1 + weight): weights are kept less one (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
+        return _rms_norm(x, 1.0 + self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return small.rms_norm(x, weight, eps) if small.runs_on(x) else F.rms_norm(x, weight.shape, weight, eps)
 
 
 class Embedding(nn.Module):
@@ -146,8 +150,11 @@ class Rotary(nn.Module):
         turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
         if turns_whole and fused.runs_on(positions.device.type):
             return [fused.rotate(x, positions, self.frequencies) for x in heads]
-        angles = positions[:, None, None] * self.frequencies
+        angles = positions[:, None] * self.frequencies
         cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
+        if turns_whole and small.runs_on(heads[0]):
+            return [small.rotate(x, cos, sin) for x in heads]
+        cos, sin = cos[:, None], sin[:, None]
         turned = []
         for x in heads:
             a, b, rest = x.float().tensor_split((dim // 2, dim), dim=-1)
@@ -338,7 +345,10 @@ class GatedMlp(nn.Module):
         self._is_silu = spec.activation == "silu"
 
     def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
+        both = self.gate_up(hidden)
         if self._is_silu and fused.runs_on(hidden.device.type):
-            return self.down(fused.gate(self.gate_up(hidden)))
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+            return self.down(fused.gate(both))
+        if self._is_silu and small.runs_on(both):
+            return self.down(small.gate(both))
+        gate, up = both.chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))

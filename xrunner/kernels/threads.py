@@ -1,0 +1,34 @@
+"""Kernels compiled by numba that share their rows out between torch's threads where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+from numba import njit
+
+LEAST_SHARED = 2**15
+"""Elements from which on sharing rows out between threads costs less than it saves."""
+
+Kernel = tuple[Callable[..., None], Callable[..., None]]
+"""For one thread, and for several."""
+
+
+def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
+    """Compile a function whose rows are a `prange`."""
+    return (
+        njit(cache=True, nogil=True, error_model="numpy", **options)(kernel),
+        njit(cache=True, nogil=True, error_model="numpy", parallel=True, **options)(kernel),
+    )
+
+
+def run(kernel: Kernel, size: int, *arguments: Any) -> None:
+    """Run a kernel; `size`: its elements."""
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if size < LEAST_SHARED or num_threads == 1:
+        kernel[0](*arguments)
+        return
+    numba.set_num_threads(num_threads)
+    kernel[1](*arguments)
