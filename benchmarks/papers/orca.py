@@ -210,16 +210,19 @@ def figure_9() -> Iterator[Found]:
         "messages between GPUs (NCCL) in every iteration, with a synchronisation of CPU and GPU in each process.",
     )
     iteration_ms = 1e3 * engine_times(of, lane_cost(of), 8, 1, 32)[0] / NUM_TOKENS
+    paper, tolerance = 1.47, 0.1
+    edges = [paper * (1 - tolerance) - 1, paper * (1 + tolerance) - 1]
+    here, there = (" to ".join(f"{edge * ms:.0f}" for edge in edges) for ms in (iteration_ms, PAPER_TOKEN_MS))
     yield within(
         "ORCA Fig. 9c",
         "engines alone, 175B: FT's time over ORCA's, at most",
-        1.47,
+        paper,
         float(rows[0][3]),
-        0.1,
+        tolerance,
         "x",
-        "what FT's control messages cost an iteration, here nothing: it holds at "
-        f"{0.47 * iteration_ms:.0f} ms where an iteration takes {iteration_ms:.0f} ms as here, and at "
-        f"{0.47 * PAPER_TOKEN_MS:.0f} ms at the paper's {PAPER_TOKEN_MS:.0f} ms",
+        "what FT's control messages cost an iteration, which nothing is predicted of: 1 is without any. It holds at "
+        f"{here} ms where an iteration takes {iteration_ms:.0f} ms as here, and at {there} ms at the paper's "
+        f"{PAPER_TOKEN_MS:.0f} ms",
     )
 
 
