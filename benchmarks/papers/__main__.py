@@ -74,8 +74,9 @@ closed forms and the simulated engine of `xsimulator`, and, where a schedule is 
 column after it names the one assumption that decides, and the value of it at which the row would hold.
 
 SLA (a) bounds the quantile of all requests, (b) a request whose output has the quantile's length (ExeGPT 7.6). TNB pads
-requests to the longest of a batch, TTB batches them by length as TurboTransformer does, TCB concatenates them; das is TCB's order,
-fcfs that of arrival; variance is that of the lengths; where nothing else is said, four times what TNB serves arrives.
+requests to the longest of a batch, TTB batches them by length as TurboTransformer does, TCB concatenates them; das is
+TCB's order, fcfs that of arrival; variance is that of the lengths; where nothing else is said, four times what TNB
+serves arrives.
 
 To find what stands behind a row, look its part up in the table of [parts](#parts): the command
 `python -m benchmarks.papers PART` makes its rows again, by the function named there; both stand below each other table,
