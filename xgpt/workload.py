@@ -126,13 +126,9 @@ def histogram_of(values: ArrayLike) -> Histogram:
     return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((counts / counts.sum()).tolist()))
 
 
-def mean(histogram: Histogram) -> float:
-    return float(np.dot(histogram.lengths, histogram.probabilities))
-
-
 def standard_deviation(histogram: Histogram) -> float:
     """Standard deviation of a distribution."""
-    middle = mean(histogram)
+    middle = histogram.mean
     squares = sum(p * (x - middle) ** 2 for x, p in zip(histogram.lengths, histogram.probabilities, strict=True))
     return math.sqrt(squares)
 

@@ -246,12 +246,12 @@ class Sampler:
 
 def highest(logits: Tensor) -> Tensor:
     """Each row's token of the highest logit; NO_TOKEN where that is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy's is ten times as fast as torch's
+    # A NaN is the highest, to both.
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy is two to four times as fast
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         best = logits.gather(-1, tokens[:, None])[:, 0]
     else:
         best, tokens = logits.max(dim=-1)
-    # a NaN is the highest
     return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
 
 

@@ -14,7 +14,6 @@ from xgpt.cli import COMMANDS
 from xgpt.io import config_names, dump_json, load_json
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Histogram, Plan
-from xgpt.workload import mean
 from xprofiler import analytic
 from xrunner.server import Watch
 
@@ -181,7 +180,7 @@ def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:
 def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
     first = json.loads(xgpt("plan", "--latency-bound", "4", *PROBLEM, "--json").out)
     das = json.loads(xgpt("plan", "--latency-bound", "4", *PROBLEM, "--order", "das", "--json", "-o", "das.json").out)
-    mean_input = mean(Histogram.model_validate(das["workload"]["input"]))
+    mean_input = Histogram.model_validate(das["workload"]["input"]).mean
     row_tokens = round(das["estimate"]["decode_batch"] * mean_input)
     assert das["admission"] == first["admission"] | {"order": "das", "row_tokens": row_tokens}
     ran = xgpt("simulate", "das.json", "--requests", "200", "--json")

@@ -15,7 +15,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.io import config_names
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xgpt.schema import ModelSpec
-from xgpt.workload import mean, quantile
+from xgpt.workload import quantile
 
 # The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
 UNNAMED = {"tcb-seq2seq": 0.9e9, "qwen3-14b": 14.8e9}
@@ -102,8 +102,8 @@ def test_clusters_are_complete(name: str) -> None:
 )
 def test_exegpt_table_3(name: str, input_mean: float, output_mean: float, p99: int) -> None:
     workload = load_workload(name)
-    assert mean(workload.input) == pytest.approx(input_mean, rel=0.05)
-    assert mean(workload.output) == pytest.approx(output_mean, rel=0.05)
+    assert workload.input.mean == pytest.approx(input_mean, rel=0.05)
+    assert workload.output.mean == pytest.approx(output_mean, rel=0.05)
     assert quantile(workload.output, 0.99) == pytest.approx(p99, rel=0.04)
 
 
@@ -120,7 +120,7 @@ def test_exegpt_table_3(name: str, input_mean: float, output_mean: float, p99: i
 def test_azure_traces(name: str, side: str, mean_: float, p50: int, p99: int, longest: int) -> None:
     histogram = getattr(load_workload(name), side)
     assert len(histogram.lengths) <= 64
-    assert mean(histogram) == pytest.approx(mean_, rel=0.001)
+    assert histogram.mean == pytest.approx(mean_, rel=0.001)
     assert quantile(histogram, 0.5) == pytest.approx(p50, rel=0.02)
     assert quantile(histogram, 0.99) == pytest.approx(p99, rel=0.03)
     assert histogram.lengths[-1] == longest
@@ -148,7 +148,7 @@ def test_encoder_decoder_holds_input_and_output_apart() -> None:
 def test_workload_from_files(tmp_path: Path) -> None:
     trace = tmp_path / "mine.csv"
     trace.write_text("input,output\n4,2\n4,6\n")
-    assert mean(load_workload(str(trace)).output) == 4
+    assert load_workload(str(trace)).output.mean == 4
     assert load_workload(str(trace)).name == "mine"
     text = tmp_path / "mine.txt"
     text.touch()

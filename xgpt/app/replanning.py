@@ -56,7 +56,6 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     from xgpt.app.judging import judged
     from xgpt.io import sha256
     from xgpt.observer import slowdown_to_plan_with
-    from xgpt.workload import mean
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
@@ -67,8 +66,8 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",
         reason=verdict.reason,
         num_requests=observation.num_requests,
-        input_mean=mean(observation.workload.input),
-        output_mean=mean(observation.workload.output),
+        input_mean=observation.workload.input.mean,
+        output_mean=observation.workload.output.mean,
         running=verdict.running,
         best=verdict.best,
         slowdown=slowdown,

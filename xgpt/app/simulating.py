@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from xgpt.errors import InputError
 from xgpt.schema import Plan, Profile, Workload
-from xgpt.workload import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +42,7 @@ def warm_up_requests(plan: Plan) -> int:
     An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
     as many long ones in decode as there will be.
     """
-    of, decodes = plan.estimate, mean(plan.workload.output) - 1
+    of, decodes = plan.estimate, plan.workload.output.mean - 1
     # Of the batch of a policy that refills it when it is empty, most may have ended with their prompts.
     each_iteration = min(of.decode_batch / decodes, of.encode_batch) if decodes else 0.0
     ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)

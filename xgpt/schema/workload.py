@@ -45,6 +45,7 @@ class Histogram(Frozen):
 
     @property
     def mean(self) -> float:
+        """Mean length, tokens."""
         return sum(n * share for n, share in zip(self.lengths, self.probabilities, strict=True))
 
     @model_validator(mode="after")

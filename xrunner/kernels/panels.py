@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from xrunner.attention.simd import address, inlined, pointers
 from xrunner.kernels import huge_pages
+from xrunner.kernels.threads import num_threads
 
 WIDTH = 32
 """Outputs of a panel: two registers."""
@@ -87,12 +88,12 @@ def _block_depth(depth: int) -> int:
 
 
 def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if num_threads == 1:
+    count = num_threads()
+    if count == 1:
         _multiply_all(x, panels, bias, y, block, relu)
         return
-    numba.set_num_threads(num_threads)
-    _multiply_shared(x, panels, bias, y, block, relu, num_threads)
+    numba.set_num_threads(count)
+    _multiply_shared(x, panels, bias, y, block, relu, count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

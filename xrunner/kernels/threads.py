@@ -24,11 +24,16 @@ def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
     )
 
 
+def num_threads() -> int:
+    """Return how many of torch's threads numba may use."""
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+
 def run(kernel: Kernel, size: int, *arguments: Any) -> None:
     """Run a kernel; `size`: its elements."""
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if size < LEAST_SHARED or num_threads == 1:
+    count = num_threads()
+    if size < LEAST_SHARED or count == 1:
         kernel[0](*arguments)
         return
-    numba.set_num_threads(num_threads)
+    numba.set_num_threads(count)
     kernel[1](*arguments)

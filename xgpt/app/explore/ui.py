@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from xgpt.errors import InputError, MachineError
 from xgpt.io import config_names
 from xgpt.resolve import load_workload
-from xgpt.workload import mean
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -154,7 +153,7 @@ def build_app() -> Starlette:
             except InputError as error:
                 return JSONResponse({"error": str(error).replace(f"{directory}/", "")}, 400)
         workload = workload.model_copy(update={"name": Path(name).stem[:MOST_NAME] or "trace"})
-        means = {"input": mean(workload.input), "output": mean(workload.output)}
+        means = {"input": workload.input.mean, "output": workload.output.mean}
         return JSONResponse({"workload": workload.model_dump(mode="json"), "mean": means})
 
     return Starlette(

@@ -20,7 +20,7 @@ from xgpt.app.fleet.day import ALIKE
 from xgpt.app.fleet.forecast import Forecast
 from xgpt.errors import InfeasibleError
 from xgpt.schema.fleet import FleetPlan
-from xgpt.workload import mean, standard_deviation
+from xgpt.workload import standard_deviation
 from xscheduler.fleet import DeviceLimit, FleetProblem, solve_fleet
 
 Ints = npt.NDArray[np.int64]
@@ -107,7 +107,7 @@ class Controller:
         self._lead_s = max(kind.start_s for kind in fleet.kinds) + look_s
         self.forecast = Forecast(fleet, self._lead_s)
         self._step_s = min(fleet.interval_s, STEP_S)
-        both = [[(mean(of), standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
+        both = [[(of.mean, standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
         self._logs = np.asarray([[log(of_mean) for of_mean, _ in one] for one in both])
         """Of the mean lengths. # [lengths, 2]"""
         self._spreads = np.asarray([[deviation / of_mean for of_mean, deviation in one] for one in both])

@@ -14,7 +14,6 @@ from xgpt.app.plan.tuning import tune
 from xgpt.app.plan.verifying import best_of_each
 from xgpt.errors import InfeasibleError, InputError, nearest
 from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
-from xgpt.workload import mean
 from xscheduler.placement import PLACED, Placement
 from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
@@ -225,7 +224,7 @@ def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
             raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
         plan = with_step_times(plan, profile)
-    at_once = max(1, round(plan.estimate.decode_batch * mean(plan.workload.input)))
+    at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
     row_tokens = at_once if order in ROW_ORDERS else None
     changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
     return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from xgpt.app.plan.arrivals import simulating
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan, Profile, Workload
-from xgpt.workload import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,9 +71,9 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     from xsimulator.counts.counted_run import is_counted
 
     of, quantile = workload or plan.workload, plan.constraint.quantile
-    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / mean(of.output))
+    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / of.output.mean)
     if is_drawn(plan):
-        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / mean(of.output))
+        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / of.output.mean)
         is_fast = is_counted(plan) and plan.estimate.reuse is None
         num_requests = min(NUM_DRAWN, max(MOST_REQUESTS, in_steps)) if is_fast else MOST_REQUESTS
         most = 4 * num_requests

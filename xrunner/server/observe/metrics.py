@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from xgpt.schema import Account, Decision
-from xgpt.workload import mean
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine
 
@@ -165,7 +164,7 @@ class Metrics:
         observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)
         if observation is not None:
             workload = observation.workload
-            values = (mean(workload.input), mean(workload.output))
+            values = (workload.input.mean, workload.output.mean)
             for gauge, value in zip(
                 self._lengths, (*values, observation.input_distance, observation.output_distance), strict=True
             ):
