@@ -42,13 +42,13 @@ def test_normal_is_the_density_integrated_over_each_length(mean: float, sd: floa
     np.testing.assert_allclose(histogram.probabilities, cut.cdf(k + 0.5) - cut.cdf(k - 0.5), atol=1e-14)
     assert min(histogram.probabilities) > 0, "the far tail keeps its digits"
     assert workload.quantile(histogram, 0.99) == math.ceil(cut.ppf(0.99) - 0.5)
-    assert workload.mean(histogram) == pytest.approx(cut.mean(), abs=0.01)
+    assert histogram.mean == pytest.approx(cut.mean(), abs=0.01)
 
 
 def test_uniform_constant_and_histogram() -> None:
     uniform = workload.histogram(Uniform(min=32, max=512))
     assert (uniform.lengths[0], uniform.lengths[-1], len(uniform.lengths)) == (32, 512, 481)
-    assert workload.mean(uniform) == pytest.approx(272)
+    assert uniform.mean == pytest.approx(272)
     assert workload.histogram(Constant(value=9)) == Histogram(lengths=(9,), probabilities=(1.0,))
     assert workload.histogram(TWO_POINTS) is TWO_POINTS
 
@@ -265,7 +265,7 @@ def test_compact_keeps_mean_and_maximum(values: list[int]) -> None:
     small = compact(full)
     assert len(small.lengths) <= len(LEVELS) + 1 <= 64
     assert small.lengths[-1] == full.lengths[-1]
-    assert workload.mean(small) == pytest.approx(workload.mean(full), abs=0.5)
+    assert small.mean == pytest.approx(full.mean, abs=0.5)
 
 
 def test_rendered_workload_reads_back(tmp_path: Path) -> None:
