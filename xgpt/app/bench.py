@@ -258,8 +258,8 @@ def _report(
         # Steps of a pipeline wait for each other, so its workers tell what they took, of the whole run.
         steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
-    predicted = _predicted(plan, profile, load, drawn, 1.0)
-    at_pace = {} if pace is None else _predicted(plan, profile, load, drawn, pace)
+    predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
+    at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
     seen = _figures(measured, times)
     constraint, bound = plan.constraint, plan.constraint.latency_bound_s
     kept: bool | None = None
@@ -295,23 +295,25 @@ def _report(
     )
 
 
-def _predicted(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """Return the predicted figures of a load, with every step `pace` times as long as the plan says."""
-    workload = load.workload or plan.workload
-    closed = load.arrivals is None
-    if closed and workload == plan.workload:
-        e = plan.estimate
-        return {"throughput_rps": e.throughput_rps / pace} | {
-            name: pace * getattr(e, name) for name in FIGURES if name != "throughput_rps"
-        }
+def _claimed(plan: Plan, load: Load) -> dict[str, float]:
+    """Return what the plan states of its own workload at saturation, in the long run; empty for any other load."""
+    if load.arrivals is not None or load.workload != plan.workload:
+        return {}
+    return {name: getattr(plan.estimate, name) for name in FIGURES}
+
+
+def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
+    """Return the figures of the very requests that were sent, on the simulated engine, each step `pace` times as long
+    as the plan says."""
     from xgpt.policies.routing import share_of_replica
     from xgpt.workload import TraceLengths
 
-    assert profile is not None
+    assert profile is not None and load.workload is not None
+    closed = load.arrivals is None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
     own = share_of_replica(TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan)
     count = max(1, load.num_requests // plan.replicas)
-    measured, log = run_replica(plan.model_copy(update={"profile": slower}), profile, workload, own, count)
+    measured, log = run_replica(plan.model_copy(update={"profile": slower}), profile, load.workload, own, count)
     return _figures(measured, None if closed else times_of(plan, log, count))
 
 

@@ -224,6 +224,13 @@ def bench_notes(report: BenchReport) -> list[str]:
             f"pace: steps took {slower} than the profile says; the model's error is what is left of the prediction "
             "for a machine at that pace"
         )
+        throughput = report.figure("throughput_rps")
+        if throughput.at_pace is not None and report.arrival_rate_per_s is None:
+            drawn = report.pace * throughput.at_pace / throughput.predicted - 1
+            notes.append(
+                f"requests: those drawn here move throughput by {100 * drawn:+.1f}% from the plan's long run, which "
+                "the model's error leaves out"
+            )
     if len(report.paces) > 1:
         notes.append("pace of each: " + ", ".join(f"{name} {pace:.3f}" for name, pace in report.paces.items()))
     rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:.4g} requests/s"

@@ -11,7 +11,9 @@ class Comparison(Frozen):
     """One figure, predicted and measured.
 
     Attributes:
-        at_pace: predicted for a machine at the pace of the measured steps; None: not known.
+        predicted: what the plan states of a long run; for other loads than its own, simulated of the requests.
+        at_pace: simulated of the very requests that were sent, for a machine at the pace of the measured steps; None:
+            not known.
     """
 
     metric: str
@@ -26,7 +28,8 @@ class Comparison(Frozen):
 
     @property
     def error_at_pace(self) -> float | None:
-        """What is left of the error at the machine's pace: that of the model. None: the pace is not known."""
+        """What is left of the error for these requests at the machine's pace: that of the model. None: the pace is not
+        known."""
         if self.at_pace is None:
             return None
         return self.at_pace / self.measured - 1 if self.measured else 0.0
