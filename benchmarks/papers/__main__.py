@@ -4,7 +4,7 @@
 
 A part stands behind some rows of the table, and names the function that makes them; without parts, all are made, with
 --quick those that neither search nor measure. What stands in the JSON lines is not made again, so a whole run can be
-made in pieces, and broken off; --again makes the named parts anew. The page says which parts are of one commit.
+made in pieces, and broken off; --again makes the named parts anew. The page names the commit of each part.
 """
 
 from __future__ import annotations
@@ -78,19 +78,18 @@ requests to the longest of a batch, TTB batches them by length as TurboTransform
 TCB's order, fcfs that of arrival; variance is that of the lengths; where nothing else is said, four times what TNB
 serves arrives.
 
-To find what stands behind a row, look its part up in the table of [parts](#parts): the command
-`python -m benchmarks.papers PART` makes its rows again, by the function named there; both stand below each other table,
-too.
+What stands behind a row: its last column leads to its line in the table of [parts](#parts), with the command that makes
+the part again, `python -m benchmarks.papers PART`, and the function; both stand below each other table, too.
 
 """
 
 
 PARTS_HEAD = """## Parts
 
-Parts of the same run were made by the same commit. Seconds are of two shared cores, at loads of up to 10. Where a part
-reads what another command keeps under `results/`, it makes that first where it is not there.
+The commit is the one whose code made a part. Seconds are of two shared cores, at loads of up to 10. Where a part reads
+what another command keeps under `results/`, it makes that first where it is not there.
 
-| part | command | code | kind | s | reads what is kept by | run |
+| part | command | code | kind | s | reads what is kept by | commit |
 |---|---|---|---|---|---|---|
 """
 
@@ -146,12 +145,12 @@ def page(parts: dict[str, Made]) -> str:
     claims = [(name, one) for name, made in parts.items() for one in made.found if isinstance(one, Claim)]
     num_held = sum(claim.holds for _, claim in claims)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    commits = list(dict.fromkeys(made.commit for made in parts.values()))
-    text = f"{PAGE}{date.today()}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
+    commits = ", ".join(dict.fromkeys(made.commit for made in parts.values()))
+    text = f"{PAGE}{date.today()}, commit {commits}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
     text += f"{claims_table(claims)}\n{PARTS_HEAD}"
     for name, made in parts.items():
-        text += f"| {name} | {_command(name)} | {_code(name)} | {PARTS[name].kind} "
-        text += f"| {made.seconds:.0f} | {PARTS[name].keeps or '-'} | {commits.index(made.commit) + 1} |\n"
+        text += f'| <a id="{name}"></a>{name} | {_command(name)} | {_code(name)} | {PARTS[name].kind} '
+        text += f"| {made.seconds:.0f} | {PARTS[name].keeps or '-'} | {made.commit} |\n"
     for name, made in parts.items():
         for one in made.found:
             if isinstance(one, Table):

@@ -79,8 +79,17 @@ def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
     for part, c in claims:
         ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
         cells = [c.source, c.what, c.paper, c.ours, ratio, c.held_if, "yes" if c.holds else "**no**", c.why]
-        rows.append(f"| {' | '.join(cells)} | [{part}](#parts) |")
+        rows.append(f"| {' | '.join(cells)} | [{part}](#{part}) |")
     return "\n".join(rows) + "\n"
+
+
+def where_it_holds(tried: Sequence[float], held: Sequence[float]) -> str:
+    """Return at which of the values tried a row holds, in words; `held` are some that lie together."""
+    if not held:
+        return "it holds at none of these"
+    if len(held) == len(tried):
+        return "it holds at all of these"
+    return f"it holds at {held[0]:g}" if len(held) == 1 else f"it holds from {held[0]:g} to {held[-1]:g}"
 
 
 def as_markdown(table: Table) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.papers.claims import Claim, judged
+from benchmarks.papers.claims import Claim, judged, where_it_holds
 from benchmarks.papers.exegpt import simulated
 from benchmarks.papers.settings import BOUND_QUANTILES, best, faster_transformer, problem, workload_of
 from xgpt.schema import Plan, TruncatedNormal, WaaSettings, Workload
@@ -16,6 +16,9 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.lengths import Lengths
 
+MODEL, CLUSTER, WORKLOAD = "opt-13b", "a40x4", "translation"
+TASK = f"{MODEL} on {CLUSTER}, {WORKLOAD}"
+"""In words; its output lengths are what changes."""
 WITHIN = 5
 """Points by which a margin of ours may be off the paper's."""
 GROWTHS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3)
@@ -24,7 +27,7 @@ GROWTHS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3)
 
 def shifted(mean_factor: float, sd_factor: float) -> Workload:
     """Task T with another output distribution. Source: ExeGPT Table 3."""
-    base = workload_of("translation", "opt-13b")
+    base = workload_of(WORKLOAD, MODEL)
     longest = base.output.lengths[-1]
     normal = TruncatedNormal(kind="normal", mean=128 * mean_factor, sd=68 * sd_factor, min=1, max=longest)
     return base.model_copy(update={"output": histogram(normal)})
@@ -33,8 +36,8 @@ def shifted(mean_factor: float, sd_factor: float) -> Workload:
 def before_the_drift() -> tuple[Problem, float | None]:
     """Task T on OPT-13B under FT's 30% bound, and that bound in seconds."""
     before = shifted(1.0, 1.0)
-    bound_s = faster_transformer(problem("opt-13b", "a40x4", before)).bounds()[1]
-    return problem("opt-13b", "a40x4", before, bound_s), bound_s
+    bound_s = faster_transformer(problem(MODEL, CLUSTER, before)).bounds()[1]
+    return problem(MODEL, CLUSTER, before, bound_s), bound_s
 
 
 def figure_11() -> Iterator[Claim]:
@@ -54,14 +57,14 @@ def figure_11() -> Iterator[Claim]:
             shown = ", ".join(f"{growth:g}: {other:.0f}%" for growth, other in margins.items())
             yield judged(
                 "ExeGPT Fig. 11",
-                f"tighter bound that {name} needs, WAA, SLA ({sla})",
+                f"tighter bound that {name} needs, {TASK}, WAA, SLA ({sla})",
                 f"{paper}%",
                 f"{margin:.0f}%",
                 f"within {WITHIN} points",
                 abs(margin - paper) <= WITHIN,
                 "by how much more requests decode where outputs are longer (the paper's B_D = B_E S_D: as much as the "
                 "mean); here a plan caps them, and longer outputs cost throughput, not time a token. By the cap's "
-                f"growth: {shown}; it holds " + (f"from {held[0]:g} to {held[-1]:g}" if held else "at none of these"),
+                f"growth: {shown}; {where_it_holds(GROWTHS, held)}",
             )
 
 
@@ -73,7 +76,7 @@ def _margins(
     latencies = []
     for factors, cap in (((1.0, 1.0), 1.0), ((mean, sd), growth)):
         policy = plan.policy.model_copy(update={"max_decode_batch": round(cap * plan.policy.max_decode_batch)})
-        scheduler = Scheduler(problem("opt-13b", "a40x4", shifted(*factors), bound_s))
+        scheduler = Scheduler(problem(MODEL, CLUSTER, shifted(*factors), bound_s))
         found = scheduler.score(policy, Placement.of(plan)).estimate
         latencies.append((found.latency_s, found.ttft_s + decodes * found.tpot_s))
     (before_a, before_b), (after_a, after_b) = latencies
@@ -99,7 +102,7 @@ def drift_of_rra() -> Iterator[Claim]:
         )
         yield judged(
             "ExeGPT 7.6",
-            f"RRA, {name}: schedule kept against adjusted, throughput and latency, at most",
+            f"RRA, {TASK}, {name}: schedule kept against adjusted, throughput and latency, at most",
             f"under {most_throughput:g}%, {most_latency:g}%",
             f"{throughput:.0f}%, {latency:.0f}%",
             "within 5 points of both",
@@ -111,11 +114,11 @@ def drift_of_rra() -> Iterator[Claim]:
 
 def _off(factors: tuple[tuple[float, float], ...], bound_s: float | None) -> tuple[float, float]:
     """Percent by which throughput and latency of the kept schedule are off the best one's, at most."""
-    plan = best(problem("opt-13b", "a40x4", shifted(1.0, 1.0), bound_s), ["rra"])
+    plan = best(problem(MODEL, CLUSTER, shifted(1.0, 1.0), bound_s), ["rra"])
     assert plan is not None, "RRA keeps FT's bounds on task T"
     off = []
     for mean, sd in factors:
-        after = problem("opt-13b", "a40x4", shifted(mean, sd), bound_s)
+        after = problem(MODEL, CLUSTER, shifted(mean, sd), bound_s)
         adjusted = best(after, ["rra"])
         if adjusted is not None:
             kept, other = (simulated(each, after) for each in (plan, adjusted))

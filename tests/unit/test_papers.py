@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.__main__ import PARTS, Made, page
-from benchmarks.papers.claims import Claim, Table, at_least, within
+from benchmarks.papers.claims import Claim, Table, at_least, where_it_holds, within
 from benchmarks.papers.tcb import where
 from benchmarks.tcb import competitive
 
@@ -18,10 +18,9 @@ PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
 
 def test_every_row_of_the_page_has_a_part_and_every_part_its_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:ExeGPT|ORCA|TCB|PeriFlow).*\[([\w-]+)\]\(#parts\) \|$", text, re.MULTILINE)
-    commands = dict(
-        re.findall(r"^\| ([\w-]+) \| `python -m benchmarks.papers [\w-]+` \| `([\w.]+)`", text, re.MULTILINE)
-    )
+    rows = re.findall(r"^\| (?:ExeGPT|ORCA|TCB|PeriFlow).*\[([\w-]+)\]\(#\1\) \|$", text, re.MULTILINE)
+    line = r'^\| <a id="([\w-]+)"></a>\1 \| `python -m benchmarks.papers \1` \| `([\w.]+)`.* \| [0-9a-f]{7,}\+? \|$'
+    commands = dict(re.findall(line, text, re.MULTILINE))
     assert len(rows) > 60 and set(rows) == set(commands) == set(PARTS)
     assert commands == {name: f"{part.make.__module__}.{part.make.__name__}" for name, part in PARTS.items()}
 
@@ -38,6 +37,14 @@ def test_a_part_is_made_and_printed(name: str) -> None:
     text = page({name: Made(made, 0.1, "0123abc")})
     assert all(claim.what in text for claim in made if isinstance(claim, Claim))
     assert all(table.title in text for table in made if isinstance(table, Table))
+
+
+def test_values_at_which_a_row_holds() -> None:
+    tried = (1.0, 1.1, 1.2)
+    assert where_it_holds(tried, (1.0,)) == "it holds at 1"
+    assert where_it_holds(tried, (1.0, 1.1)) == "it holds from 1 to 1.1"
+    assert where_it_holds(tried, ()) == "it holds at none of these"
+    assert where_it_holds(tried, tried) == "it holds at all of these"
 
 
 def test_verdicts() -> None:
