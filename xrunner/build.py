@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usabl
 from xrunner.generation import Generation
 from xrunner.grammar import Grammars, grammars_of
 from xrunner.graphs import GraphedModel
+from xrunner.kernels import huge_pages
 from xrunner.kernels.packed import layouts_of
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
@@ -27,9 +27,6 @@ from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
 from xrunner.weights import Checkpoint, SeededWeights, kv_dtype, load_prepacked, state_dtype
 from xrunner.worker import Worker
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of glibc's mallopt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +137,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
     if place.type == "cpu":
-        keep_freed_memory()
+        huge_pages.keep_freed_memory()
         if settings.dtype != "float16" and not layouts_of(settings.dtype):
             raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
     if settings.threads is not None:
@@ -176,18 +173,6 @@ def whole_worker(
     most = min(model.spec.max_context, num_blocks * block_size)
     run = GraphedModel(model, cache, backend, most_tokens=most)
     return AheadWorker(model, cache, backend, run=run, sampler=Sampler(spec.vocab_size, device, grammars))
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep freed memory and share it between threads, where it is glibc.
-
-    It would hand every large tensor back to the system, and taking it again costs a page fault for each 4 KiB: 5 to
-    13% of a step of 500 tokens or more.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-            mallopt(parameter, value)
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,19 +18,21 @@ class Request(TypedDict):
     num_output: int
 
 
-def answer(load: Callable[[str, str, int], Callable[[list[Request]], int]]) -> None:
-    """Load the model, run two requests to warm up, then all of them for each line on standard input.
+def answer(load: Callable[[str, str, int], Callable[[list[Request]], int]], package: str) -> None:
+    """Load the model, run two requests to warm up, then those of each file that standard input names.
 
     Args:
         load: from a checkpoint's directory, a precision ("float32", "bfloat16", "int8") and the most tokens of a step
             to what runs requests and returns how many tokens came out.
+        package: whose version is said.
     """
-    checkpoint, workload, precision, budget = sys.argv[1:]
-    requests: list[Request] = json.loads(Path(workload).read_text())
+    checkpoint, precision, budget = sys.argv[1:]
+    print("NOTE", package, version(package), flush=True)
     run = load(checkpoint, precision, int(budget))
-    run([{"prompt": request["prompt"][:32], "num_output": 4} for request in requests[:2]])
+    run([{"prompt": list(range(10, 42)), "num_output": 4}] * 2)
     print("READY", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        requests: list[Request] = json.loads(Path(line.strip()).read_text())
         start = time.perf_counter()
         num_tokens = run(requests)
         seconds = time.perf_counter() - start

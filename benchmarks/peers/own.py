@@ -48,4 +48,4 @@ def load(checkpoint: str, precision: DType, budget: int) -> Callable[[list[Reque
     return run
 
 
-answer(load)
+answer(load, "torch")

@@ -33,4 +33,4 @@ def load(checkpoint: str, precision: str, budget: int) -> Callable[[list[Request
     return run
 
 
-answer(load)
+answer(load, "transformers")

@@ -60,6 +60,8 @@ ROWS = (1, 8, 32, 128, 512)
 MOST_PRODUCT = 2**33
 """Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
 REPEATS = 5
+TIE = 1.05
+"""How many times the least mean is no slower: two measurements of one product differ by so much."""
 EVICTING = 2**24
 """Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
 
@@ -181,7 +183,8 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     """The fastest layout for each shape of weight, measured here with the threads at hand; {} where there is one alone.
 
     A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
-    relative to the fastest at each.
+    relative to the fastest at each; of those that tie, the first of LAYOUTS, so that a choice does not change from one
+    measurement to the next.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -193,7 +196,7 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
         rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
         seconds = torch.tensor([_timed(products, torch.randn(n, shape[1]), others) for n in rows])  # [rows, layouts]
         mean = (seconds / seconds.amin(dim=1, keepdim=True)).mean(dim=0)
-        chosen[shape_name(shape)] = names[int(mean.argmin())]
+        chosen[shape_name(shape)] = names[int((mean <= TIE * mean.min()).nonzero()[0])]
     return chosen
 
 

@@ -44,6 +44,11 @@ CHUNK = 132
 """Rows for which the weight is read once: half a MiB of a block's inputs."""
 STEPS = 4
 """Inputs that a turn of the inner loop takes."""
+FEW = 4
+"""Rows that pass a slice as one group; more take two, of which the second finds the slice in the first-level cache and
+goes on while memory answers: of 8 rows' weights 14 GB/s are read instead of 12."""
+SPREAD = (8, 4, 2)
+"""Numbers of lines that are asked for between a turn's multiplications, not before them."""
 LINES = STEPS * WIDTH // 16
 """Cache lines of weights that a turn reads, and asks for at most."""
 
@@ -131,7 +136,7 @@ def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, rel
     row, count = rows
     start, end = inputs
     depth, width = x.shape[1], y.shape[1]
-    num_groups = (count + GROUP - 1) // GROUP
+    num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
     turns, rest = (end - start) // STEPS, (end - start) % STEPS
     lines = max(LINES // num_groups, 1)
     soon = address(panels) + 4 * (place + (end - start) * WIDTH)
@@ -188,17 +193,25 @@ def _assembly(num_rows: int) -> str:
     def argument(number: int) -> str:
         return f"{8 * number}(%rdi)"
 
-    def multiply(count: int) -> list[str]:
-        """Take some inputs, and go on behind them."""
+    def multiply(count: int, lines: int = 0) -> list[str]:
+        """Take some inputs, and go on behind them; ask for some lines between."""
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]
+            code += [
+                f"prefetcht1 {64 * line}(%r11)" for line in range(lines * step // count, lines * (step + 1) // count)
+            ]
             for row, (left, right) in enumerate(sums):
                 place = starts[row // 3] + ("", ",%rax", ",%rax,2")[row % 3]
                 value = f"%zmm{2 + row % 6}"
                 code += [f"vbroadcastss {4 * step}({place}), {value}"]
                 code += [f"vfmadd231ps {value}, %zmm0, {left}", f"vfmadd231ps {value}, %zmm1, {right}"]
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
+
+    def spread(lines: int) -> list[str]:
+        """All turns, where each asks for just so many lines."""
+        turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
+        return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 
     def each_sum(place: int, stride: int) -> list[str]:
         """Move sums row by row, from or to %r11."""
@@ -221,6 +234,7 @@ def _assembly(num_rows: int) -> str:
         f"mov {argument(SOON)}, %r11",
         f"mov {argument(SOON_LINES)}, %r12",
         *(f"mov {argument(TURNS)}, %r13", "test %r13, %r13", "jz 5f"),
+        *[line for lines in SPREAD for line in spread(lines)],
         *("2:", "mov %r12, %rcx", "test %rcx, %rcx", "jz 4f"),
         *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %rcx", "jnz 3b", "4:"),
         *(*multiply(STEPS), "dec %r13", "jnz 2b"),

@@ -1,0 +1,53 @@
+"""The least seconds that a workload takes on this machine, requests all at hand at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import roofline
+from xgpt.schema import BYTES_PER_ELEMENT, ModelSpec, Precision, RunDType
+
+SECONDS = 4.0
+"""For which rates are measured, of each dtype."""
+
+
+class Rates(NamedTuple):
+    """What the machine reads, and multiplies in one large product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def measured_rates(dtypes: Iterable[RunDType], seconds: float = SECONDS) -> dict[RunDType, Rates]:
+    """Return this machine's, with the threads at hand."""
+    found = {}
+    with torch.inference_mode():
+        for dtype in dtypes:
+            points = roofline.machine("cpu", dtype)
+            roofline.in_rounds(points, seconds)
+            found[dtype] = Rates(*roofline.rates(points).values())
+    return found
+
+
+def floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], dtype: RunDType, rates: Rates) -> float:
+    """Return the seconds of all prompts' products, and of the steps that the longest output then takes.
+
+    A step takes the longer of two times: to read the weights, and to multiply; keys and values are read besides.
+
+    Args:
+        lengths: input and output of each request.
+    """
+    per_row = 2 * roofline.layer_params(spec)
+    head = 2 * roofline.head_params(spec)
+    flops = sum(n * (per_row + roofline.attention_flops(spec, (n + 1) / 2)) + head for n, _ in lengths)
+    seconds = flops / rates.flops_per_s
+    kept = spec.num_layers * spec.kv_elements_per_layer * BYTES_PER_ELEMENT[Precision.of(dtype, "cpu").kv]
+    reading_s = roofline.matrix_bytes(spec, dtype) / rates.bytes_per_s
+    for step in range(1, max(num_output for _, num_output in lengths)):
+        contexts = [num_input + step for num_input, num_output in lengths if num_output > step]
+        multiplying_s = len(contexts) * (per_row + head) / rates.flops_per_s
+        seconds += max(reading_s, multiplying_s) + sum(contexts) * kept / rates.bytes_per_s
+    return seconds

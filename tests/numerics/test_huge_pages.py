@@ -1,0 +1,45 @@
+"""Weights, keys and values lie in memory that the system may give in huge pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from xrunner.kernels import huge_pages
+
+TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not TRANSPARENT.exists(), reason="of Linux, where it is built with them"
+)
+
+
+def mapping(address: int) -> tuple[str, list[str]]:
+    """What may be done with the memory at an address, and its flags."""
+    permissions = ""
+    for line in Path("/proc/self/smaps").read_text().split("\n"):
+        words = line.split()
+        if line and "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(edge, 16) for edge in words[0].split("-"))
+            permissions = words[1] if begin <= address < end else ""
+        elif permissions and line.startswith("VmFlags:"):
+            return permissions, words[1:]
+    raise AssertionError(f"no memory at {address:x}")
+
+
+def test_large_zeros_are_private_and_ask_for_huge_pages() -> None:
+    zeros = huge_pages.zeros((2 * huge_pages.HUGE_PAGE,), torch.float32)
+    assert not zeros.any()
+    permissions, flags = mapping(zeros.data_ptr())
+    assert permissions == "rw-p", "systems give none for memory that processes could share"
+    assert "hg" in flags
+
+
+def test_so_does_what_the_heap_has_grown_by() -> None:
+    huge_pages.keep_freed_memory()
+    huge_pages.ask_for_heap()
+    begin = huge_pages._heap_begin()
+    assert begin is not None
+    assert "hg" in mapping(begin)[1]
