@@ -61,7 +61,7 @@ MOST_PRODUCT = 2**33
 """Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
 REPEATS = 5
 TIE = 1.05
-"""How many times the least mean is no slower: two measurements of one product differ by so much."""
+"""Times the least mean that count as equal: two measurements of one product may differ by 5%."""
 EVICTING = 2**24
 """Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
 
