@@ -536,9 +536,9 @@ def serve(
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
     from xgpt.app.serve import serving
-    from xgpt.io import parse
+    from xgpt.io import parse_arguments
 
-    request = parse(asked, serving.ServeRequest, "request")
+    request = parse_arguments(asked, serving.ServeRequest)
     serving.serve(_plan(plan), request, on_note, dry_run=dry_run)
 
 

@@ -76,7 +76,7 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
-        raise InputError(str(path), None, f"it must set {error.args[0]}") from None
+        raise InputError(f"{path}: {error.args[0]}", None, "a model of this family needs it") from None
     headers = [] if directory is None else list(_headers(directory))
     if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from xgpt.connection import Connection, Failure
-from xgpt.errors import InputError, MachineError
+from xgpt.errors import InputError, MachineError, reason_of
 
 OK = 200
 
@@ -150,16 +150,16 @@ async def replay(
                 if num_ended == enough:
                     stop.set()
 
-        everyone = asyncio.gather(*(work() for _ in range(concurrency)))
+        workers = asyncio.gather(*(work() for _ in range(concurrency)))
         stopped = asyncio.create_task(stop.wait())
-        both: set[asyncio.Future[Any]] = {everyone, stopped}
+        both: set[asyncio.Future[Any]] = {workers, stopped}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if everyone.done():
-            everyone.result()
+        if workers.done():
+            workers.result()
         else:
-            everyone.cancel()
-            await asyncio.gather(everyone, return_exceptions=True)
+            workers.cancel()
+            await asyncio.gather(workers, return_exceptions=True)
         return [result for result in results if result is not None]
 
 
@@ -171,8 +171,8 @@ async def _served_model(connection: Connection, url: str) -> _Model:
             return msgspec.json.decode(body, type=_Models).data[0]
         error: object = _message(status, body)
     except (*Failure, msgspec.MsgspecError, IndexError) as failure:
-        error = failure
-    raise MachineError(f"{url}/v1/models does not answer as a completions endpoint: {error}")
+        error = reason_of(failure) if isinstance(failure, OSError) else failure
+    raise MachineError(f"{url.rstrip('/')}/v1/models does not answer as a completions endpoint: {error}")
 
 
 class _Connections:

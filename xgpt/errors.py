@@ -35,12 +35,18 @@ class InfeasibleError(XgptError):
 
 
 class InputError(XgptError):
-    """A value that a user gave is not accepted. The message names the field, the value and the way out."""
+    """A value that a user gave is not accepted, or missing (None). The message names field, value and way out."""
 
     exit_code = 2
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
-        super().__init__(f"{field}: {value!r} is not accepted; {accepted}")
+        if value is None:
+            wrong = f"{field} is missing"
+        elif isinstance(value, dict | list):
+            wrong = f"{field} is not accepted"
+        else:
+            wrong = f"{field}: {value!r} is not accepted"
+        super().__init__(f"{wrong}; {accepted}")
         self.field = field
         self.value = value
         self.accepted = accepted
@@ -58,3 +64,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     found = get_close_matches(name, list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
+
+
+def reason_of(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file could not be read or written, without its name."""
+    return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))

@@ -15,7 +15,8 @@ import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from xgpt.errors import InputError, MachineError, XgptError, nearest
+from xgpt.errors import InputError, MachineError, XgptError, nearest, reason_of
+from xgpt.refusals import refusal
 from xgpt.schema.step_log import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,11 @@ FILES = (".yaml", ".yml", ".csv", ".json", ".jsonl")
 """How names end that can be files alone."""
 
 
-def find_config(kind: ConfigKind, name: str) -> Path:
+def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     """Return the file behind a name on the command line: a shipped config, or a path.
+
+    Args:
+        field: where the name was given; None: in the argument that is called like the kind.
 
     Raises:
         InputError: neither exists; the message lists what does.
@@ -57,10 +61,11 @@ def find_config(kind: ConfigKind, name: str) -> Path:
     path = Path(name)
     if path.exists():
         return path
+    field = field or kind.removesuffix("s")
     if path.suffix in FILES or path.name != name:
-        raise InputError(kind.removesuffix("s"), name, "there is no such file or directory")
+        raise InputError(field, name, "there is no such file or directory")
     names = config_names(kind)
-    raise InputError(kind.removesuffix("s"), name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
+    raise InputError(field, name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
@@ -72,7 +77,7 @@ def parse(data: Any, type_: type[T], field: str) -> T:
     try:
         return type_.model_validate(data)
     except ValidationError as error:
-        raise _one_line(error, field) from None
+        raise refusal(error, type_, data, field) from None
 
 
 def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
@@ -84,15 +89,7 @@ def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
     try:
         return type_.model_validate(given)
     except ValidationError as error:
-        raise _one_line(error, str(error.errors()[0]["loc"][0]), 1) from None
-
-
-def _one_line(error: ValidationError, field: str, depth: int = 0) -> InputError:
-    first = error.errors()[0]
-    where = ".".join([field, *map(str, first["loc"][depth:])])
-    value = first["input"]
-    shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
-    return InputError(where, shown, first["msg"].removeprefix("Value error, "))
+        raise refusal(error, type_, given) from None
 
 
 def load_cluster_yaml(path: Path) -> Any:
@@ -113,15 +110,18 @@ def _read_text(path: Path, field: str) -> str:
     except FileNotFoundError:
         raise InputError(field, str(path), "there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(field, str(path), f"it cannot be read: {error}") from None
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
 
 
 def load_yaml(path: Path, field: str) -> Any:
     try:
-        return yaml.safe_load(_read_text(path, field))
+        document = yaml.safe_load(_read_text(path, field))
     except yaml.YAMLError as error:
         summary = " ".join(str(error).split())
         raise InputError(field, str(path), f"it is not YAML: {summary}") from None
+    if document is None:
+        raise InputError(field, str(path), "it is empty")
+    return document
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
@@ -141,7 +141,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         raise InputError(
             f"{field}.schema_version",
             data.get("schema_version"),
-            f"this version reads schema_version {expected}; make the file again with it",
+            f"a {field} of this version has {expected}; give one, or make it again",
         )
     return parse(data, type_, field)
 
@@ -156,7 +156,8 @@ def dump_json(value: BaseModel) -> str:
     try:
         type(value).model_validate_json(text)
     except ValidationError as error:
-        raise XgptError(f"not written: {_one_line(error, type(value).__name__.lower())}") from None
+        field = type(value).__name__.lower()
+        raise XgptError(f"not written: {refusal(error, type(value), json.loads(text), field)}") from None
     return text
 
 
@@ -183,7 +184,7 @@ def write_atomic(path: Path, text: str) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+        raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
 
 
 def check_writable(path: Path) -> None:
@@ -215,9 +216,10 @@ class StepLogWriter:
 
     def __init__(self, path: Path) -> None:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")
         except OSError as error:
-            raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+            raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
         self._path = path
         self._encode = msgspec.json.Encoder().encode
         self.num_lost = 0
@@ -246,7 +248,7 @@ class StepLogWriter:
 
     def _end(self, error: OSError) -> None:
         self.num_lost = 1
-        logger.warning("the step log %s ends: %s", self._path, error.strerror or error)
+        logger.warning("the step log %s ends: %s", self._path, reason_of(error))
 
 
 def read_step_log(path: Path) -> list[StepRecord]:

@@ -41,7 +41,7 @@ def _name(num_devices: int | None) -> str:
 def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
     cores, count = num_cores(root), num_devices or 1
     if count > cores:
-        raise MachineError(f"{count} CPU devices need a core each; this machine has {cores}")
+        raise MachineError(f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores}")
     device = DeviceKind(
         # Step times depend on the cores, so devices of one and of two cores are different kinds.
         name=f"{slug(_cpu_model(root))}-{cores // count}c",
@@ -66,7 +66,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
     if answer.returncode or not gpus:  # the tool without a driver or a device
         return None
     if num_devices is not None and num_devices > len(gpus):
-        raise MachineError(f"{num_devices} devices are asked for; nvidia-smi lists {len(gpus)}")
+        raise MachineError(f"cluster: {_name(num_devices)} needs {num_devices} devices; nvidia-smi lists {len(gpus)}")
     if len(set(gpus)) > 1:
         raise MachineError(f"devices must be equal; nvidia-smi lists {'; '.join(sorted(set(gpus)))}")
     name, _, mebibytes = gpus[0].rpartition(", ")

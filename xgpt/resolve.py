@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -82,6 +83,17 @@ def load_cluster(name: str) -> ClusterSpec:
     if isinstance(data, dict) and "detect" in data:
         return detect(parse(data, DetectedCluster, "cluster").num_devices)
     return parse(data, ClusterSpec, "cluster")
+
+
+def check_names(among: Iterable[str]) -> None:
+    """Refuse names of clusters of which there are none.
+
+    Raises:
+        InputError: the message names the argument `among`.
+    """
+    for name in among:
+        if not name.startswith("local:"):
+            find_config("clusters", name, "among")
 
 
 def load_engine(name: str) -> EngineSpec:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.errors import InputError
+from xgpt.errors import InputError, reason_of
 from xgpt.numbers import decimal, whole
 from xgpt.prefixes import Prefixes, block_size_of, read_ids, read_output_ids
 from xgpt.schema.workload import (
@@ -38,6 +38,8 @@ BLOCK = 100
 """Requests that a stratified sample draws together."""
 
 LARGEST_LENGTH = 2**31 - 1
+LARGEST_CV = 100
+"""Above it, nearly all gaps would be too short for a float."""
 
 _HEADERS = (
     ("input", "output", "timestamp"),
@@ -198,16 +200,17 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
         cv: coefficient of variation of the gaps.
 
     Raises:
-        InputError: the rate or the variation is not positive and finite.
+        InputError: the rate or the variation is not above 0, or is too large.
     """
-    for field, value in (("arrival_rate_per_s", rate), ("cv", cv)):
-        if not (value > 0 and math.isfinite(value)):
-            raise InputError(field, value, "it must be a positive number")
+    if not (rate > 0 and math.isfinite(rate)):
+        raise InputError("arrival_rate_per_s", rate, "it must be a positive number")
+    if not 0 < cv <= LARGEST_CV:
+        raise InputError("burstiness", cv, f"it must be above 0 and at most {LARGEST_CV}")
     return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n))
 
 
-def read_lengths(path: Path) -> TraceLengths:
-    """Read a trace.
+def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
+    """Read a trace; `field` names it in errors.
 
     Accepted: CSV with the header `input,output` (and perhaps `timestamp`) or the Azure trace's
     `TIMESTAMP,ContextTokens,GeneratedTokens`; and, in a file that ends in .jsonl, an object a line with
@@ -220,7 +223,7 @@ def read_lengths(path: Path) -> TraceLengths:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("workload", str(path), f"it cannot be read: {error}") from None
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
     rows = _json_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(path, text)
     inputs: list[int] = []
     outputs: list[int] = []
@@ -243,7 +246,7 @@ def read_lengths(path: Path) -> TraceLengths:
         if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
             raise InputError(row.where, "hash_ids", "every request or none must have them, of blocks of one size")
     if not inputs:
-        raise InputError("workload", str(path), "it holds no requests")
+        raise InputError(field, str(path), "it holds no requests")
     prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = np.array(times) / (1000 if prefixes else 1) if times else None
     return _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))

@@ -291,15 +291,17 @@ class _Steps:
 
     def window(self, skip: int, count: int) -> tuple[int, int]:
         ended = np.cumsum([len(record.finished) for record in self.log])
-        encodes = np.asarray([bool(record.encode) for record in self.log])
-        opens = np.flatnonzero(encodes & (np.concatenate([[0], ended[:-1]]) >= skip))
+        encodes = np.asarray([bool(record.encode) for record in self.log], dtype=bool)
+        ended_before = np.concatenate([[0], ended])[:-1]
+        opens = np.flatnonzero(encodes & (ended_before >= skip))
         if len(opens):
             first = int(opens[0])
             before = ended[first - 1] if first else 0
-            closes = np.flatnonzero(encodes & (np.concatenate([[0], ended[:-1]]) >= before + count))
+            closes = np.flatnonzero(encodes & (ended_before >= before + count))
             if len(closes):
                 return first, int(closes[0])
-        raise InputError("requests", int(ended[-1]), f"the log needs over {skip + count} finished requests")
+        num_ended = int(ended[-1]) if len(ended) else 0
+        raise InputError("requests", num_ended, f"the log needs over {skip + count} finished requests")
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Seconds from each admission to the token that a request of this length would have ended with.

@@ -93,3 +93,12 @@ def test_a_seeded_plan_says_so_when_it_is_served(xgpt: Xgpt, local_plan: Path) -
     local_plan.write_text(json.dumps(document | {"checkpoint": None}))
     ran = xgpt("serve", str(local_plan), "--dry-run")
     assert ran.code == 0 and SEEDED in ran.err
+
+
+def test_a_dry_run_checks_where_logs_and_traces_go(xgpt: Xgpt, local_plan: Path) -> None:
+    dry = ("serve", str(local_plan), "--dry-run")
+    assert "--otlp-endpoint: 'nope' is not accepted; give a URL" in xgpt.fails(2, *dry, "--otlp-endpoint", "nope")
+    assert "--allowed-host: '' is not accepted; it must" in xgpt.fails(2, *dry, "--allowed-host", "")
+    assert "cannot write .: it is a directory" in xgpt.fails(3, *dry, "--step-log", ".")
+    Path("empty").mkdir()
+    assert "the directory must hold a config.json" in xgpt.fails(2, *dry, "--checkpoint", "empty")

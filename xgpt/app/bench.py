@@ -406,7 +406,9 @@ def served(
             if "listening on " in line:
                 break
         else:
-            raise MachineError(f"the server did not start: {lines[-1] if lines else 'no message'}")
+            raise MachineError(
+                f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'no message'}"
+            )
         yield line.rpartition("listening on ")[2].strip()
         if process.poll() is not None:
             raise MachineError(f"the server died with exit code {process.returncode}")

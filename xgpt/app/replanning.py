@@ -99,7 +99,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         from xgpt.reuse import ReuseCurve
         from xgpt.workload import read_lengths
 
-        lengths = read_lengths(Path(source))
+        lengths = read_lengths(Path(source), "lengths")
         observation = observe_lengths(lengths.input, lengths.output, plan.workload)
         if lengths.prefixes is not None:
             curve, own = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse

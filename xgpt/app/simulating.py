@@ -156,7 +156,7 @@ def run_simulation(
     spans: list[Span] = []
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
-            raise InputError("own_times", workload, "give a trace as `workload`, and leave `arrival_rate_per_s` out")
+            raise InputError("own_times", own_times, "it takes a trace as `workload`, and no `arrival_rate_per_s`")
         trace = read_lengths(Path(workload))
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:

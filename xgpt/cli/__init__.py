@@ -151,8 +151,9 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
         name, _, value = match[1].partition("=")
         return " ".join(filter(None, (options[name], value))) if name in options else match[0]
 
-    field, colon, rest = message.partition(":")
-    return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, options.get(field, field) + colon + rest)
+    message = re.sub(r"^([a-z_]+)(\.\d+)?(?=:| is )", lambda match: options.get(match[1], match[0]), message)
+    message = message.replace(": True is", " is", 1)  # a switch has no value to show
+    return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, message)
 
 
 def _fail(message: str, code: int) -> None:

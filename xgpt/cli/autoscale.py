@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, json_option
+from xgpt.cli.options import Decimal, Whole, json_option, refuse_idle
 
 
 @click.command("autoscale")
@@ -86,6 +86,7 @@ def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> 
     from xgpt.errors import InputError
 
     if trace is not None:
+        refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")
         with render.at_work("simulating"):
             figures = api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"])
         if as_json:

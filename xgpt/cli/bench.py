@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Whole, batching_option, engine_option, json_option, load_options
+from xgpt.cli.options import Whole, batching_option, engine_option, json_option, load_options, refuse_idle
 
 
 @click.command("bench")
@@ -36,9 +36,15 @@ def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> 
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.io import dump_json, write_atomic
+    from xgpt.io import check_writable, dump_json, write_atomic
     from xgpt.schema import UrlReport
 
+    if target.startswith(("http://", "https://")):
+        refuse_idle(["engine"], "it goes with a plan; a URL has its own")
+    else:
+        refuse_idle(["concurrency"], "it goes with a URL; a plan is measured with as many requests as it runs, or more")
+    if calibrate is not None:
+        check_writable(Path(calibrate))
     with render.at_work("serving requests"):
         found = api.bench(target, calibrate=calibrate is not None, **asked)
     report = found.report

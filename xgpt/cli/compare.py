@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, search_options
+from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, refuse_idle, search_options
 
 if TYPE_CHECKING:
     from xgpt.schema import Plan
@@ -46,12 +46,15 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from xgpt.app.compare.comparing import gain_in_words
     from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
-    from xgpt.errors import InputError
-    from xgpt.io import dump_json, sha256, write_atomic
+    from xgpt.io import check_writable, dump_json, sha256, write_atomic
     from xgpt.schema.outputs import CompareOutput, GainOutput
 
-    if output is not None and asked["current"] is None:
-        raise InputError("--output", output, "it goes with --current: only what runs now is written")
+    if asked["current"] is None:
+        refuse_idle(["output"], "it goes with --current: only what runs now is written")
+    if not asked["measure"]:
+        refuse_idle(["num_requests", "seed"], "it goes with --measure")
+    if output is not None:
+        check_writable(Path(output))
 
     def announce(plan: Plan) -> None:
         click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)

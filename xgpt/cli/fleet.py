@@ -95,8 +95,9 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
     from xgpt import api
     from xgpt.cli import render
     from xgpt.cli.fleet_tables import summary
-    from xgpt.io import dump_json, write_atomic
+    from xgpt.io import check_writable, dump_json, write_atomic
 
+    check_writable(Path(output))
     clusters = priced(among, asked)
     with render.progress_bar() as progress:
         found = api.fleet(**asked, among=clusters, devices=_counts(devices), progress=progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -388,6 +388,20 @@ def load_options(num_requests: int) -> Callable[[F], F]:
         )
 
     return add
+
+
+def refuse_idle(names: Collection[str], accepted: str) -> None:
+    """Refuse those of the running command's options, by parameter, that were given and would have no effect.
+
+    Raises:
+        InputError: `accepted` says what they go with.
+    """
+    from xgpt.errors import InputError
+
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise InputError(name, context.params[name], accepted)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")

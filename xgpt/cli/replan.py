@@ -50,9 +50,11 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
     from xgpt import api
     from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
-    from xgpt.io import dump_json, load_json, write_atomic
+    from xgpt.io import check_writable, dump_json, load_json, write_atomic
     from xgpt.schema import Plan
 
+    if output is not None:
+        check_writable(Path(output))
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("judging what else could run"):
         found = api.replan(given, **asked)

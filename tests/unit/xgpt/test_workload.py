@@ -235,7 +235,7 @@ def test_bad_csv_names_line_and_value(tmp_path: Path, text: str, says: str) -> N
         ('{"input_length": 1}', "output_length is missing"),
         ('{"input_length": 1, "output_length": true}', "line 1, output: True"),
         ('{"input_length": 1.0, "output_length": 2}', "line 1, input: 1.0"),
-        ('{"input_length": null, "output_length": 2}', "line 1, input: None"),
+        ('{"input_length": null, "output_length": 2}', "line 1, input is missing"),
         ('{"input_length": 1, "output_length": 2, "timestamp": true}', "line 1, timestamp: True"),
         ('{"input_length": 1, "output_length": ' + "9" * 5000 + "}", "line 1"),
         (

@@ -125,6 +125,11 @@ def test_a_log_too_short_is_refused() -> None:
         measured(skip_requests=4, num_requests=10)
 
 
+def test_a_log_without_steps_is_refused() -> None:
+    with pytest.raises(InputError, match="requests: 0 is not accepted"):
+        measure([], quantile=0.5, quantile_output=5, skip_requests=0, num_requests=1)
+
+
 def test_times_count_from_arrival() -> None:
     log = [
         StepRecord(100, 200, ((0, 0, 5),), (), (), (Arrival(0, 5, 9, 30), Arrival(1, 5, 9, 90)), ()),

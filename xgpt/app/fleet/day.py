@@ -88,7 +88,7 @@ def read_day(path: Path, seed: int = 0) -> Day:
     """
     if path.suffix in (".yaml", ".yml"):
         return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), np.random.default_rng(seed))
-    trace = read_lengths(path)
+    trace = read_lengths(path, "trace")
     if trace.timestamp_s is None:
         raise InputError("trace", str(path), "a day's requests need their times: a column or field `timestamp`")
     requests = Requests(trace.input, trace.output, trace.timestamp_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from threading import Event, current_thread, main_thread
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import AfterValidator, Field, PositiveFloat
 
 from xgpt.app.fleet.autoscaling import Autoscaler, began_at
 from xgpt.app.fleet.controller import Controller
@@ -28,7 +29,11 @@ from xgpt.schema import ClusterSpec, Frozen
 from xgpt.schema.fleet import FleetPlan
 from xscheduler.fleet import DeviceLimit
 
-TIME_OF_DAY = r"([01]?\d|2[0-3]):[0-5]\d"
+
+def _time_of_day(text: str) -> str:
+    if re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", text) is None:
+        raise ValueError("write HH:MM, as in 08:30")
+    return text
 
 
 class AutoscaleRequest(Frozen):
@@ -46,7 +51,7 @@ class AutoscaleRequest(Frozen):
     driver: Literal["local", "kubernetes"] = "local"
     dry_run: bool = False
     look_s: PositiveFloat = 15.0
-    day_begins: Annotated[str, Field(pattern=f"^{TIME_OF_DAY}$")] | None = None
+    day_begins: Annotated[str, AfterValidator(_time_of_day)] | None = None
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     state: Path = Path("fleet-state")
     name: str | None = None

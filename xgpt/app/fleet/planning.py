@@ -19,7 +19,7 @@ from xgpt.app.plan.problems import resolve
 from xgpt.app.plan.request import PlanRequest, plan_request
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import parse_arguments
-from xgpt.resolve import workload_of
+from xgpt.resolve import check_names, workload_of
 from xgpt.schema import Frozen
 from xgpt.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan
 from xscheduler.fleet import (
@@ -309,4 +309,6 @@ def fleet_request(**asked: Any) -> FleetRequest:
     Raises:
         InputError: an argument is not accepted.
     """
-    return parse_arguments({name: value for name, value in asked.items() if value is not None}, FleetRequest)
+    request = parse_arguments({name: value for name, value in asked.items() if value is not None}, FleetRequest)
+    check_names(request.among or ())
+    return request

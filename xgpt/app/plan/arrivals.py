@@ -197,10 +197,11 @@ def _with(plan: Plan, capacity: Capacity | None) -> Plan:
 
 
 def _rate_not_kept(of: Scheduler, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
+    cluster, rate = of.problem.cluster, of.problem.constraint.arrival_rate_per_s
     return InfeasibleError(
-        f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {of.num_devices} devices of "
-        f"{of.problem.cluster.name} keeps the bounds with waiting at {of.problem.constraint.arrival_rate_per_s:g} "
-        f"requests/s; the best one keeps them up to {highest:.4g}: take more devices or a lower rate",
+        f"arrival_rate_per_s: no schedule of {', '.join(kinds)} on {of.num_devices} of the {cluster.num_devices} "
+        f"devices of {cluster.name} keeps the bounds with waiting at {rate:g} requests/s; the best one keeps them up "
+        f"to {highest:.4g}: take more devices or a lower rate",
         nearest_bound_s=None,
         binding="arrival_rate_per_s",
     )

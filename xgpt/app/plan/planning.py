@@ -84,7 +84,9 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
     if not by_rate or constraint.tpot_s is None:
-        raise InputError("policy", policy, "it goes with objective=arrivals and a bound on the time per token (tpot)")
+        raise InputError(
+            "policy", policy, "it goes with `objective=arrivals` and a bound on the time per token, `tpot_s`"
+        )
     if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
         raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked or rra")
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from xgpt.errors import InputError
 from xgpt.io import parse_arguments
+from xgpt.resolve import check_names
 from xgpt.schema import (
     AdmissionOrder,
     ClusterSpec,
@@ -117,6 +118,7 @@ def _check_clusters(given: dict[str, Any]) -> None:
             if by_rate:
                 raise InputError(name, given[name], "it goes with `arrival_rate_per_s`")
     if "among" in given:
+        check_names(given["among"])
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
                 raise InputError(name, given[name], "`among` names the clusters: leave it out")

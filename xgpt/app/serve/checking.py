@@ -120,7 +120,12 @@ def check_plan(plan: Plan, num_nodes: int = 1) -> None:
         from xgpt.checkpoint import read_spec
         from xrunner.weights import Checkpoint, check_weights
 
-        found = read_spec(Path(plan.checkpoint)).model_copy(update={"name": plan.model.name})
+        try:
+            found = read_spec(Path(plan.checkpoint)).model_copy(update={"name": plan.model.name})
+        except InputError as error:
+            if error.field != "model":  # it names a file in the directory
+                raise
+            raise InputError("plan.checkpoint", error.value, error.accepted) from None
         if found != plan.model:
             differs = next(name for name, value in found if value != getattr(plan.model, name))
             accepted = f"it has {differs} {getattr(found, differs)!r}, and the plan {getattr(plan.model, differs)!r}"

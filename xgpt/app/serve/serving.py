@@ -18,6 +18,7 @@ from xgpt.app.serve.checking import check_plan, check_plan_for_vllm, check_runs,
 from xgpt.app.serve.engines import Nodes, build_engine, join_nodes
 from xgpt.app.serve.serving_vllm import build_vllm_engine, can_change_plan
 from xgpt.errors import InputError
+from xgpt.io import check_writable
 from xgpt.policies.tcb import Batching
 from xgpt.schema import EngineKind, Frozen, Plan, Profile
 
@@ -63,7 +64,7 @@ class ServeRequest(Frozen):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_key_file: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     max_waiting: PositiveInt = 4096
@@ -212,7 +213,11 @@ def serve(
         on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
     elif dry_run:
         check_plan(plan, request.nnodes)
+    if request.step_log is not None:
+        check_writable(request.step_log)
     if dry_run:
+        if (tracer := open_tracer(request.otlp_endpoint)) is not None:
+            tracer.close()
         for line in missing(plan, request.profile, replan=request.replan):
             on_note(line)
     elif nodes is not None and nodes.rank:

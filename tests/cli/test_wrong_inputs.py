@@ -1,0 +1,118 @@
+"""Wrong inputs of every kind of file and option: each error is one line with the field, the value and the way out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import PROBLEM, Xgpt
+from xgpt.io import configs_dir
+
+PLAN = shlex.join(("plan", "--latency-bound", "8", *PROBLEM))
+ON = "--model llama-3.1-8b --cluster h200x1"
+
+
+def write(name: str, text: str) -> None:
+    Path(name).write_text(text)
+
+
+def write_config(kind: str, name: str, old: str, new: str) -> None:
+    """Write a shipped config as wrong.yaml, with one text replaced."""
+    text = (configs_dir() / kind / f"{name}.yaml").read_text()
+    assert old in text
+    write("wrong.yaml", text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "says"),
+    [
+        ("plan --latency-bound 8 --model wrong.yaml", "", "--model: 'wrong.yaml' is not accepted; it is empty"),
+        ("plan --latency-bound 8 --model wrong.yaml", "- 1", "--model is not accepted; it must hold the fields"),
+        ("plan --latency-bound 8 --workload wrong.yaml", "name: x", "workload.source is missing; give a value"),
+        (f"plan --latency-bound 8 {ON} --workload .", "", "--workload: '.' is not accepted"),
+        (f"fleet --trace missing.csv --latency-bound 8 {ON}", "", "--trace: 'missing.csv' is not accepted; it cannot"),
+        (f"fleet --trace wrong.yaml --latency-bound 8 {ON}", "name: x", "trace.stages is missing; give a value"),
+        (f"fleet --trace wrong.yaml --latency-bound 8 {ON} --among h20x1=2", "", "--among: 'h20x1' is not accepted; "),
+        (f"{PLAN} --engine wrong.yaml", "name: x\nframework: vllm", "engine.version is missing; give a value"),
+        (
+            "plan --latency-bound 8 --among h20x1=2 --arrival-rate 1",
+            "",
+            "--among: 'h20x1' is not accepted; give a path",
+        ),
+        ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
+        (f"{PLAN} --policy slack", "", "it goes with --objective arrivals and a bound on the time per token, --tpot"),
+        (f"{PLAN} --burstiness 1e9", "", "--burstiness: 1000000000.0 is not accepted; it must be above 0 and at most"),
+        (f"compare {PLAN[5:]} --requests 5", "", "--requests: 5 is not accepted; it goes with --measure"),
+        ("autoscale missing.json --day-begins 25:00", "", "--day-begins: '25:00' is not accepted; write HH:MM"),
+        ("autoscale missing.json --simulate day.csv --port 1", "", "--port: 1 is not accepted; it does not go with"),
+        ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; it goes with a plan"),
+        ("bench http://127.0.0.1:1 --engine vllm", "", "--engine: 'vllm' is not accepted; it goes with a plan"),
+        ("bench missing.json --concurrency 3", "", "--concurrency: 3 is not accepted; it goes with a URL"),
+    ],
+)
+def test_options(xgpt: Xgpt, arguments: str, text: str, says: str) -> None:
+    write("wrong.yaml", text)
+    assert says in xgpt.fails(3 if "9999" in arguments else 2, *shlex.split(arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "old", "new", "says"),
+    [
+        ("model", "opt-125m", "num_layers: 12", "num_layers: -1", "model.num_layers: -1 is not accepted; it must be g"),
+        (
+            "model",
+            "opt-125m",
+            "num_layers: 12",
+            "num_layers: 1.5",
+            "model.num_layers: 1.5 is not accepted; it must be a",
+        ),
+        ("model", "opt-125m", "num_layers", "num_layer", "model.num_layers is missing; give a value"),
+        (
+            "cluster",
+            "h200x1",
+            "num_nodes: 1",
+            "num_nodes: one",
+            "cluster.num_nodes: 'one' is not accepted; it must be a",
+        ),
+        ("cluster", "h200x1", "num_nodes: 1", "num_nodes: 1\nhots: 1", "there is no such field: did you mean host?"),
+        ("workload", "orca", "input:", "inputs: 1\ninput:", "there is no such field: did you mean input?"),
+    ],
+)
+def test_configs(xgpt: Xgpt, kind: str, name: str, old: str, new: str, says: str) -> None:
+    write_config(f"{kind}s", name, old, new)
+    assert says in xgpt.fails(2, "plan", "--latency-bound", "8", f"--{kind}", "wrong.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda plan: plan.update(foo=1), "plan.foo: 1 is not accepted; there is no such field; there are admission, "),
+        (lambda plan: plan.pop("model"), "plan.model is missing; give a value"),
+        (lambda plan: plan.pop("schema_version"), "plan.schema_version is missing; a plan of this version has 1"),
+        (
+            lambda plan: plan["policy"].update(kind="rraa"),
+            "plan.policy.kind: 'rraa' is not accepted; give one of 'rra'",
+        ),
+        (lambda plan: plan["policy"].pop("kind"), "plan.policy.kind is missing; give a value"),
+        (
+            lambda plan: plan["policy"].update(microbatches="x"),
+            "plan.policy.microbatches: 'x' is not accepted; it must",
+        ),
+        (lambda plan: plan["stages"][0].update(foo=1), "plan.stages.0.foo: 1 is not accepted; there is no such field"),
+        (
+            lambda plan: plan["workload"].update(input=3),
+            "plan.workload.input: 3 is not accepted; it must hold the fiel",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "serve"])
+def test_plans(xgpt: Xgpt, plan: Path, command: str, change: Callable[[dict[str, Any]], Any], says: str) -> None:
+    written = json.loads(plan.read_text())
+    change(written)
+    write("wrong.json", json.dumps(written))
+    assert says in xgpt.fails(2, command, "wrong.json")
