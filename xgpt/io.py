@@ -22,6 +22,8 @@ from xgpt.schema.step_log import StepRecord
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
+LARGEST = 4e18
+"""Numbers in files are at most this, so that sums and products of them stay finite and fit into 64 bits."""
 ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
 
 
@@ -130,8 +132,15 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     Raises:
         InputError: missing, not JSON, of another schema version, or invalid.
     """
+
+    def number(text: str) -> float:
+        value = float(text) if set(text) & set(".eE") else int(text)
+        if abs(value) > LARGEST:
+            raise InputError(field, text, f"no number in such a file is beyond {LARGEST:.0e}")
+        return value
+
     try:
-        data = json.loads(_read_text(path, field))
+        data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
     except (ValueError, RecursionError) as error:  # numbers of many digits, deep nesting
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):

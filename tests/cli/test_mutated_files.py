@@ -132,3 +132,10 @@ def test_profiles(folder: Path, data: st.DataObject) -> None:
 def test_reports(folder: Path, kind: str, data: st.DataObject) -> None:
     text = data.draw(mutations((folder / f"{kind}.json").read_text()))
     check(text, ("report", "mutated.json", "-o", "report.html"))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "ffn_size", "vocab_size"])
+def test_a_report_of_a_plan_whose_model_has_grown(folder: Path, field: str) -> None:
+    document = json.loads((folder / "rra.json").read_text())
+    document["model"][field] *= 1000
+    check(json.dumps(document), ("report", "mutated.json", "-o", "report.html"))

@@ -137,8 +137,12 @@ def test_a_controller_killed_in_mid_change_loses_no_request_and_no_replica(tmp_p
                     time.sleep(0.05)
             with autoscaling(tmp_path, port) as keeper:
                 asking = [clients.submit(ask) for _ in range(2)]
-                until_said(keeper, "drain ")
-            assert len([one for one in world.replicas(0.0) if one.state != "draining"]) == 1
+                until_said(keeper, "drain ")  # as before, and it is killed once that can be seen
+                until_s = time.monotonic() + READY_S
+                while len(active := [one for one in world.replicas(0.0) if one.state != "draining"]) > 1:
+                    assert time.monotonic() < until_s
+                    time.sleep(0.05)
+            assert len(active) == 1
             with autoscaling(tmp_path, port) as keeper:
                 until_said(keeper, "replicas: 1 ready;")
                 ending.set()

@@ -84,7 +84,7 @@ class Constraint(Frozen):
     """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them must keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain; None: as high as possible."""
-    burstiness: PositiveFloat = 1.0
+    burstiness: float = Field(default=1.0, gt=0, le=100)
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
     """Parts of the requests with bounds of their own: those above are then the tightest of each kind."""

@@ -17,6 +17,7 @@ from xgpt.app.report.plan_text import (
 )
 from xgpt.app.simulating import run_simulation, simulate
 from xgpt.arrival_process import ArrivalProcess
+from xgpt.errors import InputError
 from xgpt.schema import Constraint, Histogram, Plan, Profile
 
 if TYPE_CHECKING:
@@ -231,6 +232,8 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))
+    if not lines:
+        raise InputError("model", plan.model.name, "no plan of it fits the plan's devices: the plan was edited")
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
     e = plan.estimate
