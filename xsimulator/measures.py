@@ -132,6 +132,17 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
     return log[first:last]
 
 
+def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the log of one lane as it would be, had no step waited for a core; arrivals stay as far before steps."""
+    found, waited_ns = [], 0
+    for record in log:
+        start_ns = record.start_ns - waited_ns
+        arrivals = tuple(each._replace(arrival_ns=each.arrival_ns - waited_ns) for each in record.arrivals)
+        waited_ns += record.core_wait_ns or 0
+        found.append(record._replace(start_ns=start_ns, end_ns=record.end_ns - waited_ns, arrivals=arrivals))
+    return found
+
+
 def steps_of_first(log: Sequence[StepRecord], num_requests: int) -> Sequence[StepRecord]:
     """Return the steps until the first requests to arrive have ended: those that `request_times` reads."""
     counted = set(_first_to_arrive(log, num_requests))

@@ -37,14 +37,18 @@ if TYPE_CHECKING:
     from xgpt.arrival_process import ArrivalProcess
     from xgpt.client import ClientRequest, ClientResult
     from xgpt.policies.tcb import Batching
+    from xgpt.schema import CoreWaits
     from xgpt.schema.step_log import StepRecord
     from xgpt.workload import Floats, Ints
+    from xsimulator.executed import Paces
     from xsimulator.measures import Measured, RequestTimes
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 """Figures that are read off a log; latencies count from admission."""
+NOTABLE_WAIT = 0.1
+"""Share of a step's time that it waited for a core, from which on the step is counted as one that waited."""
 URL_VOCABULARY = 1000
 """Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
 
@@ -285,6 +289,7 @@ def _report(
         ),
         pace=pace,
         paces={} if steps is None else steps.by_lane,
+        core_waits=None if steps is None else _core_waits(plan, profile, load, drawn, log, within, steps),
         latency_bound_s=bound,
         bound_kept=kept,
         share_within_bound=share,
@@ -293,6 +298,33 @@ def _report(
         end_to_end_p99_s=_quantile(whole_s, 0.99),
         failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
     )
+
+
+def _core_waits(
+    plan: Plan,
+    profile: Profile | None,
+    load: Load,
+    drawn: Drawn,
+    log: list[StepRecord],
+    within: Sequence[StepRecord],
+    steps: Paces,
+) -> CoreWaits | None:
+    """Return what steps lost by waiting for cores, and the gaps without that, measured and predicted at their pace."""
+    from xgpt.schema import CoreWaits
+    from xsimulator.measures import without_core_waits
+
+    if any(record.core_wait_ns is None for record in within):
+        return None
+    waited_ns = [record.core_wait_ns or 0 for record in within]
+    shares = [ns / (record.end_ns - record.start_ns) for ns, record in zip(waited_ns, within, strict=True)]
+    seconds = sum(waited_ns) / 1e9
+    pace = steps.ratio * (1 - seconds / float(steps.measured_s.sum()))
+    workload, closed = load.workload or plan.workload, load.arrivals is None
+    measured = read_log(plan, workload, without_core_waits(log), load.num_requests, saturated=closed)
+    predicted, at_pace = (_simulated(plan, profile, load, drawn, each)["itl_p99_s"] for each in (1.0, pace))
+    gaps = Comparison(metric="itl_p99_s", predicted=predicted, measured=measured.itl_p99_s, at_pace=at_pace)
+    share = sum(each >= NOTABLE_WAIT for each in shares) / len(shares)
+    return CoreWaits(seconds=seconds, share_of_steps=share, pace=pace, gaps=gaps)
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:

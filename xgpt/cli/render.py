@@ -233,6 +233,13 @@ def bench_notes(report: BenchReport) -> list[str]:
             )
     if len(report.paces) > 1:
         notes.append("pace of each: " + ", ".join(f"{name} {pace:.3f}" for name, pace in report.paces.items()))
+    if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
+        error = waits.gaps.error_at_pace
+        notes.append(
+            f"cores: in {100 * waits.share_of_steps:.1f}% of the steps other threads had one for a tenth of the time "
+            f"or more, {waits.seconds:.1f} s in all; without that the pace is {waits.pace:.3f} and the gaps' p99 "
+            f"{waits.gaps.measured:.3f} s" + ("" if error is None else f", the model's error {100 * error:+.1f}%")
+        )
     rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:.4g} requests/s"
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"

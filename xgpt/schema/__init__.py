@@ -58,7 +58,7 @@ from xgpt.schema.profile import (
     Surface,
 )
 from xgpt.schema.replan import Decision, Observation, ObservedReuse, Outcome, Planner, Proposal
-from xgpt.schema.report import BenchReport, Calibration, Comparison, UrlReport
+from xgpt.schema.report import BenchReport, Calibration, Comparison, CoreWaits, UrlReport
 from xgpt.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
 from xgpt.schema.step_times import StepTimes
 from xgpt.schema.workload import Constant, Histogram, RequestClass, TruncatedNormal, Uniform, Workload, WorkloadSpec
@@ -82,6 +82,7 @@ __all__ = [
     "Comparison",
     "Constant",
     "Constraint",
+    "CoreWaits",
     "CrossTimes",
     "Curve",
     "DType",

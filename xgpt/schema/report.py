@@ -54,6 +54,22 @@ class Calibration(Frozen):
     bias_after: float
 
 
+class CoreWaits(Frozen):
+    """What the engine's threads lost of a run's steps to other threads that had their cores, and what is left without.
+
+    Attributes:
+        seconds: of all steps, as Linux counts them: those for which a thread was ready to run and waited.
+        share_of_steps: in which that was a tenth of the step's time or more.
+        pace: of the steps, had they not waited.
+        gaps: 99th percentile of the gaps between tokens, had no step waited.
+    """
+
+    seconds: float
+    share_of_steps: float
+    pace: float
+    gaps: Comparison
+
+
 class BenchReport(Frozen):
     """A replay of a workload against a plan.
 
@@ -78,6 +94,8 @@ class BenchReport(Frozen):
     """How many times as long as predicted all steps together took; None: not known."""
     paces: dict[str, float] = Field(default_factory=dict)
     """The same of each lane, of each replica where there are several, and of each worker of a pipeline."""
+    core_waits: CoreWaits | None = None
+    """What other threads on the engine's cores took of that; None: not known, as of workers in other processes."""
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None

@@ -82,6 +82,8 @@ class StepRecord(NamedTuple):
         cancelled_after: of each in `cancelled`, how many steps had been settled when it was taken out. Of a log
             without it: as many as when this step was scheduled.
         replica: which one executed it; each numbers its own steps.
+        core_wait_ns: the longest time for which one of the threads that compute was ready to run while other threads
+            had the cores; None: not known.
     """
 
     start_ns: int
@@ -101,3 +103,4 @@ class StepRecord(NamedTuple):
     failed: tuple[int, ...] = ()
     cancelled_after: tuple[int, ...] = ()
     replica: int = 0
+    core_wait_ns: int | None = None

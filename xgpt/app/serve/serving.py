@@ -230,6 +230,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     from xgpt.checkpoint import sampling_defaults
     from xgpt.io import StepLogWriter
     from xrunner import server
+    from xrunner.core_waits import CoreWaits
     from xrunner.grammar import grammars_of
 
     keys, tls = request.keys(plan), request.tls()
@@ -260,7 +261,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
             planner.start()  # it loads while the engine does
             at_end.callback(planner.stop)
         thread = server.single_thread()
-        running = thread.submit(build, plan, log).result()
+        in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
+        running = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
         at_end.callback(lambda: thread.submit(running.close).result())
         engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
         if log is not None:

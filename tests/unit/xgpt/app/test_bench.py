@@ -33,12 +33,14 @@ def benched(
     *,
     slow_after: bool = False,
     replicas: int = 1,
+    waits: bool = False,
 ) -> BenchReport:
     """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
     modelled.
 
     Args:
         slow_after: once the measured requests have ended, steps take ten times as long.
+        waits: every 40th step waits for a core ten times as long as it computes.
     """
     constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
     plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0].model_copy(update={"replicas": replicas})
@@ -54,6 +56,7 @@ def benched(
                 (renumbered(record, number, replicas) for number, of_one in enumerate(logs) for record in of_one),
                 key=lambda record: record.end_ns,
             )
+            log = list(waiting(log)) if waits else log
             measured = set(range(load.num_requests))
             last_ns = max(record.end_ns for record in log if measured & set(record.finished))
             for record in log:
@@ -92,6 +95,17 @@ def renumbered(record: StepRecord, number: int, replicas: int) -> StepRecord:
     )
 
 
+def waiting(log: list[StepRecord]) -> Iterator[StepRecord]:
+    """The steps, of which every 40th waits for a core ten times as long as it computes."""
+    late_ns = 0
+    for i, record in enumerate(log):
+        wait_ns = 10 * (record.end_ns - record.start_ns) if i % 40 == 39 else 0
+        arrivals = tuple(arrival._replace(arrival_ns=arrival.arrival_ns + late_ns) for arrival in record.arrivals)
+        start_ns, end_ns = record.start_ns + late_ns, record.end_ns + late_ns + wait_ns
+        yield record._replace(start_ns=start_ns, end_ns=end_ns, arrivals=arrivals, core_wait_ns=wait_ns)
+        late_ns += wait_ns
+
+
 @pytest.mark.parametrize("kind", ["chunked", "orca", "rra", "static"])
 def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     load = Load(300, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
@@ -111,6 +125,25 @@ def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: p
     report = benched("rra", Load(60, arrivals=ArrivalProcess.at(5.0)), monkeypatch, slow_after=True)
     assert report.pace == pytest.approx(PACE, rel=1e-3)
     assert report.figure("whole_mean_s").error_at_pace == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("arrivals", [None, ArrivalProcess.at(5.0)])
+def test_what_others_took_of_the_cores_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, arrivals: ArrivalProcess | None
+) -> None:
+    report = benched("chunked", Load(100, arrivals=arrivals), monkeypatch, waits=True)
+    waits = report.core_waits
+    assert waits is not None
+    assert abs(report.figure("itl_p99_s").error_at_pace or 0.0) > 0.2  # no pace stands for one step in forty
+    assert waits.gaps.error_at_pace == pytest.approx(0.0, abs=1e-3)
+    assert waits.pace == pytest.approx(PACE, rel=1e-3)
+    assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.1)
+    assert report.pace == pytest.approx(PACE * (1 + 10 / 40), rel=0.1)
+    assert f"{waits.seconds:.1f} s in all; without that the pace is 1.400" in " ".join(render.bench_notes(report))
+
+
+def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert benched("chunked", Load(60), monkeypatch).core_waits is None
 
 
 @pytest.mark.parametrize("kind", ["chunked", "rra"])

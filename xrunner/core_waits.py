@@ -1,0 +1,45 @@
+"""How long steps waited for a processor core, as Linux counts it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from xgpt.schema.step_log import StepRecord
+
+TASKS = Path("/proc/self/task")
+
+
+class CoreWaits:
+    """Hands each record on with the longest time for which a thread of this process was ready to run during the step
+    while other threads had the cores. To be called in the thread that executes steps.
+
+    The main thread does not count where steps have another one: it answers requests, and no step waits for it. What
+    was waited for since the step before, to wake up, is counted with the step.
+    """
+
+    def __init__(self, on_step: Callable[[StepRecord], None]) -> None:
+        self._on_step = on_step
+        self._before = waited_ns()
+
+    def __call__(self, record: StepRecord) -> None:
+        now = waited_ns()
+        of_steps = now.keys() - ({os.getpid()} - {threading.get_native_id()})
+        longest = max((now[id_] - self._before.get(id_, 0) for id_ in of_steps), default=None)
+        self._before = now
+        if longest is not None:
+            longest = min(longest, record.end_ns - record.start_ns)
+        self._on_step(record._replace(core_wait_ns=longest))
+
+
+def waited_ns() -> dict[int, int]:
+    """Return how long each thread of this process has waited for a core so far; empty where the system does not say."""
+    found = {}
+    for task in os.listdir(TASKS) if TASKS.is_dir() else ():
+        try:
+            found[int(task)] = int((TASKS / task / "schedstat").read_bytes().split()[1])
+        except (OSError, IndexError):  # it has ended, or the kernel does not count
+            continue
+    return found
