@@ -164,7 +164,10 @@ class Worker(OneAtATime):
         self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def read(self, step: Step) -> None:
-        """Run a step's prompts through the encoder's layers, where they pass them apart from the decoder's."""
+        """Run a step's prompts through the encoder's layers, where they pass them apart from the decoder's.
+
+        In the slices in which they pass the decoder's, which what the step decodes decides, too.
+        """
         if self._stage is None or not self._stage.reads:
             return
         for part in self._parts(step):

@@ -10,10 +10,12 @@ import torch
 
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
 from tests.numerics.served import engine_on, greedy, run, served_here, served_on
-from tests.planned import placements_of, planned, problem_of
+from tests.planned import placements_of, planned, problem_of, scored
+from xgpt.app.serve.engines import build_engine
 from xgpt.app.simulating import simulate
 from xgpt.checkpoint import read_spec
 from xrunner.cluster.fleet import Fleet
+from xrunner.generation import Generation
 
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
 
@@ -42,6 +44,36 @@ def test_an_encoder_decoder_whose_requests_are_preempted(fleet, checkpoint, kind
     with engine_on(fleet, plan.model_copy(update={"stages": tuple(few)})) as engine:
         assert run(engine) == greedy(model)
         assert engine.pool.num_preemptions
+
+
+def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(fleet, checkpoint):
+    """They pass it twice, and are cut into the same slices both times: what decodes takes room of the first one."""
+    directory, _ = checkpoint("t5-gated-untied")
+
+    def tokens(engine):
+        rng = np.random.default_rng(3)
+        lengths = [*[5] * 9, *[60] * 40]
+        waiting = [Generation(i, tuple(rng.integers(0, VOCABULARY, n).tolist()), 9) for i, n in enumerate(lengths)]
+        outputs = {generation.id: [] for generation in waiting}
+        for first, last in ((0, 9), (9, None)):
+            for generation in waiting[first:last]:
+                engine.submit(generation)
+            for token in engine.step():
+                outputs[token.id].append(token.token)
+        assert sum(map(len, outputs.values())) > 9, "the second step encodes beside decodes"
+        while (ended := engine.step()) is not None:
+            for token in ended:
+                outputs[token.id].append(token.token)
+        return outputs
+
+    two = problem_of(directory, 2)
+    plan = scored(two, "orca", [[1, 1]], 1, max_batch=64)
+    with engine_on(fleet, plan) as engine:
+        found = tokens(engine)
+    alone = build_engine(scored(problem_of(directory, 1), "orca", [[1]], 1, max_batch=64))
+    assert sum(len(of) == 9 for of in found.values()) == 49
+    assert found == tokens(alone)
+    alone.close()
 
 
 def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):

@@ -184,7 +184,7 @@ class RemoteExecutor:
         work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens, list(step.grown))
         if step.encode and step.lane in self._reading_lanes:
             self._unread[self._number] = msgspec.structs.replace(work, release=[], begin=[], has_read=True)
-            self._send(step.lane, m.Read(self._number, release, begin, work.encode))
+            self._send(step.lane, m.Read(self._number, release, begin, work.encode, work.decode))
         else:
             self._send(step.lane, work)
 

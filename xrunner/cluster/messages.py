@@ -88,12 +88,16 @@ class Work(_Message):
 
 
 class Read(_Message):
-    """Release, begin, then run prompts through the encoder's layers; `Work` of the same number comes later."""
+    """Release, begin, then run prompts through the encoder's layers; `Work` of the same number comes later.
+
+    `decode` is that of the step: what a step decodes decides where its prompts are cut into slices.
+    """
 
     number: int
     release: list[int]
     begin: list[Beginning]
     encode: list[tuple[int, int, int]]
+    decode: list[int]
 
 
 class Transfer(_Message):

@@ -258,7 +258,7 @@ class Executing:
         """The first pass of a step whose prompts pass a pipeline twice."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
-        worker.read(Step(tuple(Chunk(*chunk) for chunk in read.encode), ()))
+        worker.read(Step(tuple(Chunk(*chunk) for chunk in read.encode), tuple(read.decode)))
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
             self._answer(m.encode(m.HasRead(read.number)))
