@@ -23,7 +23,7 @@ from xgpt.app.simulating import simulate
 from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Constraint, Histogram, Plan, Workload
-from xgpt.schema.plan import Objective, Sla
+from xgpt.schema.constraint import Objective, Sla
 from xscheduler.problem import Problem
 from xscheduler.space import POLICIES
 from xsimulator.capacity import PRECISION, Trial

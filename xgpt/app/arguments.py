@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         Profile,
         Workload,
     )
-    from xgpt.schema.plan import Sla
+    from xgpt.schema.constraint import Sla
     from xscheduler.search import Method
 
 PathLike = str | os.PathLike[str]

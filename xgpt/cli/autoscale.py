@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, Whole, json_option, refuse_idle
+from xgpt.cli.options import json_option, refuse_idle
+from xgpt.cli.values import Decimal, Whole
 
 
 @click.command("autoscale")

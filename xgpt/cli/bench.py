@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Whole, batching_option, engine_option, json_option, load_options, refuse_idle
+from xgpt.cli.options import batching_option, engine_option, json_option, load_options, refuse_idle
+from xgpt.cli.values import Whole
 
 
 @click.command("bench")

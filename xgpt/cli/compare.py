@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import Whole, constraint_options, json_option, problem_options, refuse_idle, search_options
+from xgpt.cli.options import constraint_options, json_option, problem_options, refuse_idle, search_options
+from xgpt.cli.values import Whole
 
 if TYPE_CHECKING:
     from xgpt.schema import Plan

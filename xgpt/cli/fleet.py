@@ -6,15 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import (
-    Decimal,
-    Whole,
-    bound_options,
-    json_option,
-    policy_option,
-    priced,
-    replica_options,
-)
+from xgpt.cli.options import bound_options, json_option, policy_option, priced, replica_options
+from xgpt.cli.values import Decimal, Whole
 
 
 @click.command("fleet")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from xgpt.cli.values import Decimal, Rates, Seconds, Whole
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -16,65 +18,6 @@ if TYPE_CHECKING:
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Whole(click.IntRange):
-    """An integer in a range; refuses 1_0 and digits of other alphabets, which Python would take."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from xgpt.numbers import whole
-
-        try:
-            return super().convert(whole(value) if isinstance(value, str) else value, param, ctx)
-        except ValueError:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
-
-
-class Decimal(click.FloatRange):
-    """A number in a range; refuses nan, inf and what `Whole` refuses."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from xgpt.numbers import decimal
-
-        try:
-            return super().convert(decimal(value) if isinstance(value, str) else value, param, ctx)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-
-
-class OfClass(click.ParamType):
-    """A number above zero for all requests, or CLASS=NUMBER for those of one class: a pair, of "" without a class."""
-
-    name = "[class=]seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        of_class, equals, number = str(value).rpartition("=")
-        if equals and not of_class:
-            self.fail(f"{value!r} names no class; give S or CLASS=S", param, ctx)
-        return of_class, Decimal(0, min_open=True).convert(number, param, ctx)
-
-
-class Seconds(click.ParamType):
-    """A time above zero; `inf` (where allowed) means no bound and becomes None."""
-
-    name = "seconds"
-
-    def __init__(self, *, allow_inf: bool = False) -> None:
-        self.allow_inf = allow_inf
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        from xgpt.numbers import decimal
-
-        accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
-        try:
-            seconds = math.inf if value == "inf" else decimal(str(value))
-        except ValueError:
-            self.fail(f"{value!r} is not a number; give {accepted}", param, ctx)
-        if self.allow_inf and seconds == math.inf:
-            return None
-        if not (math.isfinite(seconds) and seconds > 0):
-            self.fail(f"{value!r} is not accepted; give {accepted}", param, ctx)
-        return seconds
 
 
 def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -89,27 +32,6 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
         return [*found, CompletionItem(incomplete, type="file")]
 
     return complete
-
-
-class Rates(click.ParamType):
-    """Arrivals a second: R, or stages R:SECONDS,R:SECONDS,R."""
-
-    name = "rates"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from xgpt.numbers import decimal
-
-        stages = []
-        for part in str(value).split(","):
-            rate, colon, seconds = part.strip().partition(":")
-            try:
-                stage = decimal(rate), decimal(seconds) if colon else None
-            except ValueError:
-                self.fail(f"{part!r} is not accepted; write R, or stages R:SECONDS,R:SECONDS,R", param, ctx)
-            if any(number is not None and not number > 0 for number in stage):
-                self.fail(f"{part!r} is not accepted; rates and seconds are above 0", param, ctx)
-            stages.append(stage)
-        return stages
 
 
 def _add(options: list[Callable[[F], F]], command: F) -> F:

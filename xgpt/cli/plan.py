@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import (
-    Decimal,
-    constraint_options,
-    json_option,
-    policy_option,
-    priced,
-    problem_options,
-    search_options,
-)
+from xgpt.cli.options import constraint_options, json_option, policy_option, priced, problem_options, search_options
+from xgpt.cli.values import Decimal
 
 if TYPE_CHECKING:
     from xgpt.app.plan.solving import Planned

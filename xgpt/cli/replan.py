@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, json_option, plan_profile_option
+from xgpt.cli.options import json_option, plan_profile_option
+from xgpt.cli.values import Decimal
 
 
 @click.command("replan")

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Whole, plan_profile_option
+from xgpt.cli.options import plan_profile_option
+from xgpt.cli.values import Whole
 
 
 @click.command("report")

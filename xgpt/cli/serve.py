@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, OfClass, Whole, batching_option, engine_option, plan_profile_option
+from xgpt.cli.options import batching_option, engine_option, plan_profile_option
+from xgpt.cli.values import Decimal, OfClass, Whole
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import Decimal, json_option, load_options
+from xgpt.cli.options import json_option, load_options
+from xgpt.cli.values import Decimal
 
 
 @click.command("simulate")

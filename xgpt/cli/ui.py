@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from xgpt.cli.options import Whole
+from xgpt.cli.values import Whole
 
 
 @click.command("ui")

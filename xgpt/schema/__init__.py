@@ -2,7 +2,9 @@
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
+from xgpt.schema.constraint import ROW_ORDERS, Admission, AdmissionOrder, Constraint, Goal, KvPromise, Objective
 from xgpt.schema.engine import EngineSpec
+from xgpt.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.schema.model import (
     BYTES_PER_ELEMENT,
     DType,
@@ -13,26 +15,7 @@ from xgpt.schema.model import (
     StoredDType,
 )
 from xgpt.schema.model_parts import Experts, LatentAttention, LinearRope, LongRope, Quantization, RopeScaling, YarnRope
-from xgpt.schema.plan import (
-    ROW_ORDERS,
-    SLICE_TOKENS,
-    Admission,
-    AdmissionOrder,
-    Capacity,
-    Constraint,
-    EngineKind,
-    Estimate,
-    Goal,
-    JointLengths,
-    KvPromise,
-    MixingEdge,
-    Objective,
-    Plan,
-    ProfileRef,
-    ReuseEstimate,
-    SearchCertificate,
-    Stage,
-)
+from xgpt.schema.plan import SLICE_TOKENS, EngineKind, Plan, ProfileRef, Stage
 from xgpt.schema.policy import (
     ChunkedSettings,
     OrcaSettings,

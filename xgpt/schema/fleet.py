@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
-from xgpt.schema.plan import Constraint, Plan
+from xgpt.schema.constraint import Constraint
+from xgpt.schema.plan import Plan
 from xgpt.schema.workload import Workload
 
 

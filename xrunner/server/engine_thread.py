@@ -18,8 +18,8 @@ from xgpt.observation import Seen
 from xgpt.policies import Request
 from xgpt.schema.step_log import ANYONE, Account, StepRecord
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
+from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import Allowance
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import NO_BOUNDS, Bounds, Metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import msgspec
 from starlette.responses import Response
@@ -39,6 +40,11 @@ class ApiError(Exception):
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+
+def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
+    """Raise an error, with status 400, about a field of the body."""
+    raise ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def error_response(error: ApiError) -> Response:

@@ -1,7 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and errors.
-
-A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
-the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
+"""The bodies of /v1/completions and /v1/chat/completions: accepted fields, and how they go together.
 
 In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
@@ -20,26 +17,20 @@ functions that it may call (`tools`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from xgpt.numbers import decimal
-from xgpt.schema import ModelSpec
 from xrunner.generation import SamplingParams
 from xrunner.grammar import json_grammar
 from xrunner.server.api.call_formats import HERMES, CallFormat
-from xrunner.server.api.errors import ApiError
+from xrunner.server.api.errors import refuse
 from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
-MAX_ITEMS = 1 << 18
-"""Largest number of items of all lists in a body, about: mostly prompt tokens. Half a million block the event loop for
-25 ms."""
 
 Prompt = str | list[int]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -51,22 +42,6 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-
-
-class OutputRule(NamedTuple):
-    """The limits on the length of outputs.
-
-    Attributes:
-        default: tokens of a request without a maximum; None: OpenAI's for completions, all of the context for chats.
-        most: largest maximum that a request may name; None: the model's context.
-        promised: tokens for which K/V memory is set aside if a request names no maximum; None: for all that may come.
-        may_outgrow: whether an output may go on beyond that.
-    """
-
-    default: int | None = None
-    most: int | None = None
-    promised: int | None = None
-    may_outgrow: bool = True
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -395,121 +370,3 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     def check(self) -> None:
         """Nothing more."""
-
-
-_FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
-"""The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
-
-_decode_completion = msgspec.json.Decoder(CompletionRequest).decode
-_decode_chat = msgspec.json.Decoder(ChatRequest).decode
-_decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
-_decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
-
-
-def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
-    raise ApiError(400, f"{param}: {message}", param=param, code=code)
-
-
-def parse_completion(body: bytes | bytearray) -> CompletionRequest:
-    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
-    return _parse(body, _decode_completion)
-
-
-def parse_chat(body: bytes | bytearray) -> ChatRequest:
-    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
-    return _parse(body, _decode_chat)
-
-
-def parse_tokenize(body: bytes | bytearray) -> TokenizeRequest:
-    """Return the request in a body. Raises ApiError (400)."""
-    return _parse(body, _decode_tokenize)
-
-
-def parse_detokenize(body: bytes | bytearray) -> DetokenizeRequest:
-    """Return the request in a body. Raises ApiError (400)."""
-    return _parse(body, _decode_detokenize)
-
-
-def parse_deadline(header: str | None, field_s: float | None) -> float | None:
-    """Seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
-    if header is None:
-        return field_s
-    try:
-        header_s = decimal(header)
-    except ValueError:
-        header_s = -1.0
-    if not 0 < header_s <= MAX_DEADLINE_S:
-        refuse("X-Deadline-S", f"the header must be seconds, above 0 and at most {MAX_DEADLINE_S}")
-    return header_s if field_s is None else min(header_s, field_s)
-
-
-def _parse(body: bytes | bytearray, decode: Any) -> Any:
-    # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
-    if body.count(b",") > MAX_ITEMS + len(body) // 16:
-        raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
-    try:
-        request = decode(body)
-    except msgspec.ValidationError as error:
-        found = (pattern.search(str(error)) for pattern in _FIELDS)
-        raise ApiError(400, str(error), param=next((match[1] for match in found if match), None)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    request.check()
-    return request
-
-
-class Allowance(NamedTuple):
-    """Output tokens of a prompt: at most, and those that K/V memory is set aside for; None: for all."""
-
-    max_output: int
-    promised_output: int | None = None
-
-
-def check_tokens(
-    prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
-) -> Allowance:
-    """Return how many tokens the output of a prompt may have.
-
-    Args:
-        capacity: tokens that the K/V memory holds.
-
-    Raises:
-        ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
-    """
-    field = request.PROMPT_FIELD
-    room = spec.max_context - len(prompt)
-    allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
-    limit = allowance.max_output
-    if limit > room:
-        refuse(
-            field if room < 1 else "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the model's context of "
-            f"{spec.max_context}",
-            "context_length_exceeded",
-        )
-    if len(prompt) + limit > capacity:
-        refuse(
-            "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than this server's K/V memory holds",
-        )
-    for name, tokens in ((field, prompt), ("stop_token_ids", request.stop_token_ids or [0])):
-        if not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
-            outside = next(token for token in tokens if not 0 <= token < spec.vocab_size)
-            refuse(name, f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
-    if request.output_length is not None and request.output_length > limit:
-        refuse("output_length", f"{request.output_length} is more than max_tokens {limit}")
-    return allowance
-
-
-def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allowance:
-    """`room`: output tokens that would fit."""
-    if (named := request.named_output) is not None:
-        if rule.most is not None and named > rule.most:
-            refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")
-        return Allowance(named)
-    if rule.default is None and request.DEFAULT_OUTPUT is not None:
-        return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))
-    limit = min(rule.default or room, rule.most or room, room)
-    if rule.promised is None or rule.promised >= limit:
-        return Allowance(limit)
-    return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)

@@ -16,10 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from xrunner.generation import Logprobs
 from xrunner.server.access.quota import Quota
+from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.api.model import ServedModel
-from xrunner.server.api.protocol import Allowance, GenerationRequest, parse_deadline
+from xrunner.server.api.parsing import parse_deadline
+from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.writers import Delta, PromptTokens, Writer
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xgpt.errors import InputError
 from xgpt.schema import Plan
-from xrunner.server.api.protocol import OutputRule
+from xrunner.server.api.allowance import OutputRule
 
 
 @dataclass(frozen=True, slots=True)

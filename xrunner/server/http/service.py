@@ -13,21 +13,11 @@ from starlette.responses import Response
 
 from xgpt.errors import MachineError
 from xrunner.server.access.quota import Quotas
-from xrunner.server.api.errors import ApiError
+from xrunner.server.api.allowance import check_tokens
+from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.model import ServedModel
-from xrunner.server.api.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Prompt,
-    check_tokens,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-    refuse,
-)
+from xrunner.server.api.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from xrunner.server.api.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.tools import Tool, told
 from xrunner.server.api.writers import ChatWriter, CompletionWriter

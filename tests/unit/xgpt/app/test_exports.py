@@ -24,7 +24,7 @@ from xgpt.errors import InputError
 from xgpt.io import dump_json
 from xgpt.resolve import load_cluster
 from xgpt.schema import Plan, RraSettings, Stage
-from xgpt.schema.plan import Capacity
+from xgpt.schema.estimate import Capacity
 from xrunner.vllm import TESTED_VERSION
 
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))

@@ -17,8 +17,9 @@ from xgpt.schema import Account, Admission, AdmissionOrder, Histogram, StaticSet
 from xrunner.server import ApiKeys, Limits, Watch
 from xrunner.server.access.keys import Key
 from xrunner.server.access.quota import Quotas
+from xrunner.server.api.allowance import OutputRule, check_tokens
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import OutputRule, check_tokens, parse_chat, parse_completion
+from xrunner.server.api.parsing import parse_chat, parse_completion
 from xrunner.server.observe.backlog import Backlog
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 

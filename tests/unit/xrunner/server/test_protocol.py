@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.fakes import SPEC
 from xrunner.cluster import messages as m
 from xrunner.generation import Generation
+from xrunner.server.api.allowance import OutputRule, check_tokens
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.protocol import OutputRule, check_tokens, parse_chat, parse_completion
+from xrunner.server.api.parsing import parse_chat, parse_completion
 
 GOOD = {"model": "fake", "prompt": [1, 2, 3]}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}

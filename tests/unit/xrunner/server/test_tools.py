@@ -30,7 +30,7 @@ from xrunner.server.api.call_formats import (
 )
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.choices import Choice
-from xrunner.server.api.protocol import parse_chat
+from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.text import Detokenizer, TextCodec
 from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
 from xrunner.server.api.writers import ChatWriter

@@ -16,7 +16,7 @@ from xgpt.app.simulating import simulate
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Histogram, Plan
-from xgpt.schema.plan import Sla
+from xgpt.schema.constraint import Sla
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.measures import request_times

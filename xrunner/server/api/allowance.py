@@ -1,0 +1,86 @@
+"""How many tokens a request may have, by its own fields, the server's limits, the context and the K/V memory.
+
+A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
+the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xgpt.schema import ModelSpec
+from xrunner.server.api.errors import refuse
+from xrunner.server.api.protocol import GenerationRequest
+
+
+class OutputRule(NamedTuple):
+    """The limits on the length of outputs.
+
+    Attributes:
+        default: tokens of a request without a maximum; None: OpenAI's for completions, all of the context for chats.
+        most: largest maximum that a request may name; None: the model's context.
+        promised: tokens for which K/V memory is set aside if a request names no maximum; None: for all that may come.
+        may_outgrow: whether an output may go on beyond that.
+    """
+
+    default: int | None = None
+    most: int | None = None
+    promised: int | None = None
+    may_outgrow: bool = True
+
+
+class Allowance(NamedTuple):
+    """Output tokens of a prompt: at most, and those that K/V memory is set aside for; None: for all."""
+
+    max_output: int
+    promised_output: int | None = None
+
+
+def check_tokens(
+    prompt: list[int], request: GenerationRequest, spec: ModelSpec, capacity: int, rule: OutputRule
+) -> Allowance:
+    """Return how many tokens the output of a prompt may have.
+
+    Args:
+        capacity: tokens that the K/V memory holds.
+
+    Raises:
+        ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
+    """
+    field = request.PROMPT_FIELD
+    room = spec.max_context - len(prompt)
+    allowance = _allowance(request, rule, max(1, min(room, capacity - len(prompt))))
+    limit = allowance.max_output
+    if limit > room:
+        refuse(
+            field if room < 1 else "max_tokens",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than the model's context of "
+            f"{spec.max_context}",
+            "context_length_exceeded",
+        )
+    if len(prompt) + limit > capacity:
+        refuse(
+            "max_tokens",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than this server's K/V memory holds",
+        )
+    for name, tokens in ((field, prompt), ("stop_token_ids", request.stop_token_ids or [0])):
+        if not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < spec.vocab_size)
+            refuse(name, f"token id {outside} is outside the vocabulary of {spec.vocab_size}")
+    if request.output_length is not None and request.output_length > limit:
+        refuse("output_length", f"{request.output_length} is more than max_tokens {limit}")
+    return allowance
+
+
+def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allowance:
+    """`room`: output tokens that would fit."""
+    if (named := request.named_output) is not None:
+        if rule.most is not None and named > rule.most:
+            refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")
+        return Allowance(named)
+    if rule.default is None and request.DEFAULT_OUTPUT is not None:
+        return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))
+    limit = min(rule.default or room, rule.most or room, room)
+    if rule.promised is None or rule.promised >= limit:
+        return Allowance(limit)
+    return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)
