@@ -24,7 +24,9 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -177,10 +179,10 @@ def main(
         loads.append(Load(workload, path, begun(path, about) if append else empty(about)))
         loads[-1].document["floors"] |= floors(checkpoint, workload, rates)
     click.echo(processor())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are sessions of their own: they are ended here
     run_all(commands, checkpoint, budgets, loads, rounds)
     for load in loads:
         click.echo(f"\n{load.document['workload']}\n\n{table(load.document)}")
-        write_atomic(load.path, json.dumps(load.document, indent=1) + "\n")
 
 
 def begun(path: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +230,7 @@ def run_all(
                 for name, engine in running.items():
                     run = measure(name, engine, load.workload)
                     load.document["runs"].append(run._asdict())
+                    write_atomic(load.path, json.dumps(load.document, indent=1) + "\n")
                     click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in run))
     finally:
         for engine in running.values():

@@ -3,16 +3,20 @@
     python -m benchmarks.quantisation [--steps 600]
 
 Random weights say little of quantisation, so a byte-level Llama is trained on the sources of Python's standard library
-(minutes on two cores; kept for the next run). On text that it has not seen: perplexity, the divergence of the
-next-token distribution from float32's, how often the likeliest token is the same, and the cosine between what each
-layer makes of a token and what it does in float32, of the layer where it is least. Writes results/quantisation.json.
+(minutes on two cores; kept for the next run, and every KEPT steps, so that a run that was broken off goes on). On text
+that it has not seen: perplexity, the divergence of the next-token distribution from float32's, how often the likeliest
+token is the same, and the cosine between what each layer makes of a token and what it does in float32, of the layer
+where it is least. The same of a small random checkpoint of every family, on random tokens. Writes
+results/quantisation.json.
 """
 
 from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -30,6 +34,8 @@ from xrunner.worker import Worker
 
 CONTEXT, BATCH, BLOCK_SIZE = 256, 16, 16
 NUM_WINDOWS = 64
+KEPT = 10
+"""Steps of training after which it could go on from a file."""
 HELD_OUT = 20
 """One file of this number is not trained on."""
 PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
@@ -42,17 +48,30 @@ def main(steps: int) -> None:
     train, test = texts()
     checkpoint = trained(train, steps)
     windows = test[: NUM_WINDOWS * CONTEXT].reshape(NUM_WINDOWS, CONTEXT)
-    rows = compare(checkpoint, windows)
-    click.echo(
-        "| precision | perplexity | over float32 | KL, nats | same likeliest token | cosine, mean | least token's |"
-    )
-    click.echo("|---|---|---|---|---|---|---|")
+    rows = [{"model": "trained"} | row for row in compare(checkpoint, windows)] + list(families())
+    columns = "model", "precision", "perplexity", "over float32", "KL, nats", "same likeliest token", "cosine", "least"
+    click.echo(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
         click.echo(
-            f"| {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | {row['kl']:.6f} | "
-            f"{100 * row['same_token']:.2f}% | {row['cosine']:.6f} | {row['least_cosine']:.6f} |"
+            f"| {row['model']} | {row['precision']} | {row['perplexity']:.4f} | {100 * row['over_float32']:+.2f}% | "
+            f"{row['kl']:.6f} | {100 * row['same_token']:.2f}% | {row['cosine']:.6f} | {row['least_cosine']:.6f} |"
         )
     write_atomic(Path("results/quantisation.json"), json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
+
+
+def families() -> Iterator[dict[str, Any]]:
+    """Yield the rows of a random checkpoint of each family, but for encoders with decoders, which have two stacks."""
+    from tests.numerics.checkpoints import CONTEXT as MOST
+    from tests.numerics.checkpoints import FAMILIES, VOCABULARY, save
+
+    for family, (_, _, shapes) in FAMILIES.items():
+        if family == "t5":
+            continue
+        with TemporaryDirectory() as name:
+            directory, _ = save(Path(name) / "model", family, next(iter(shapes.values())))
+            windows = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_WINDOWS // 4, MOST // 2))
+            for row in compare(directory, windows)[1:]:
+                yield {"model": family} | row
 
 
 def texts() -> tuple[np.ndarray, np.ndarray]:
@@ -89,8 +108,14 @@ def trained(text: np.ndarray, steps: int) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     rng = np.random.default_rng(0)
-    with click.progressbar(range(steps), label="training") as bar:
-        for _ in bar:
+    parts: tuple[Any, ...] = (model, optimizer, schedule)
+    unfinished, done = directory.with_suffix(".pt"), 0
+    if unfinished.exists():
+        done, *states, rng = torch.load(unfinished, weights_only=False)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+    with click.progressbar(range(done, steps), label="training") as bar:
+        for step in bar:
             starts = rng.integers(0, len(text) - CONTEXT, BATCH)
             tokens = torch.from_numpy(np.stack([text[start : start + CONTEXT] for start in starts]).astype(np.int64))
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -99,7 +124,12 @@ def trained(text: np.ndarray, steps: int) -> Path:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            if step % KEPT == KEPT - 1:
+                states = [part.state_dict() for part in parts]
+                unfinished.parent.mkdir(parents=True, exist_ok=True)
+                torch.save([step + 1, *states, rng], unfinished)
     model.save_pretrained(directory)
+    unfinished.unlink(missing_ok=True)
     return directory
 
 
@@ -115,7 +145,7 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
                 spec=spec,
                 dtype=precision,
                 checkpoint=checkpoint,
-                num_blocks=CONTEXT // BLOCK_SIZE,
+                num_blocks=windows.shape[1] // BLOCK_SIZE,
                 block_size=BLOCK_SIZE,
             )
         )

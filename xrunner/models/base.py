@@ -81,6 +81,8 @@ class Model(nn.Module):
         self.spec = spec
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
+        self._rotaries: dict[bool, Rotary] = {}
+        """By whether the layers' positions are the model's own."""
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Linear(empty, spec.hidden_size, spec.vocab_size, bias=False, weight=tied)
@@ -99,11 +101,11 @@ class Model(nn.Module):
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
-        """How positions turn a layer's queries and keys."""
+        """How positions turn a layer's queries and keys; shared by the layers in which they do so alike."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
             spec = spec.model_copy(update={"rope_theta": spec.sliding_rope_theta, "rope_scaling": None})
-        return Rotary(empty, spec)
+        return self._rotaries.setdefault(spec is self.spec, Rotary(empty, spec))
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> nn.Module:
@@ -183,6 +185,8 @@ class DecoderModel(Model):
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
         hidden = self.embed(batch) if received is None else received
+        for rotary in self._rotaries.values():
+            rotary.begin_step()
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
         return self.head(hidden[batch.logit_rows]) if self.has_head else hidden

@@ -127,8 +127,8 @@ class Rotary(nn.Module):
     """Rotary position embedding; dimension d turns together with d + half of those that turn, as Hugging Face stores
     weights. Where a model's spec has a `rotary_dim`, the dimensions behind it do not turn.
 
-    The angles are computed anew in every layer: they cost less than a norm does, and a table over Llama 3.1's
-    context would take 64 MiB.
+    Layers that share one of these share a step's angles, which take longer than turning few rows does. A table over
+    Llama 3.1's context would take 64 MiB.
 
     Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
     """
@@ -143,6 +143,8 @@ class Rotary(nn.Module):
         self.register_buffer(
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        """Positions, and the cosines and sines of their angles."""
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
         """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
@@ -150,8 +152,7 @@ class Rotary(nn.Module):
         turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
         if turns_whole and fused.runs_on(positions.device.type):
             return [fused.rotate(x, positions, self.frequencies) for x in heads]
-        angles = positions[:, None] * self.frequencies
-        cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
+        cos, sin = self._turns(positions)
         if turns_whole and small.runs_on(heads[0]):
             return [small.rotate(x, cos, sin) for x in heads]
         cos, sin = cos[:, None], sin[:, None]
@@ -160,6 +161,19 @@ class Rotary(nn.Module):
             a, b, rest = x.float().tensor_split((dim // 2, dim), dim=-1)
             turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype))
         return turned
+
+    def begin_step(self) -> None:
+        """Forget the last step's angles: this one's positions may lie in the same memory."""
+        self._last = None
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, of a step's positions once. # two of [tokens, dim / 2]"""
+        if self._last is not None and self._last[0] is positions:
+            return self._last[1:]
+        angles = positions[:, None] * self.frequencies
+        cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
+        self._last = positions, cos, sin
+        return cos, sin
 
 
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
